@@ -1,5 +1,5 @@
-"""Adapters, and parts of a model that were trained without the rest: out of an engine, a checkpoint or a directory;
-written alone, or put into the weights of their base.
+"""Export of adapters, and of models of which a part was trained: from an engine, a checkpoint or a directory; written
+alone, or merged into the weights of their base.
 """
 
 import json
@@ -48,13 +48,14 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
 
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
-    """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
+    """Write the adapter of a tuned model (`engine.module.tuned`) to `folder`, without its base. A collective."""
     probed = capture_probe(engine, probe_ids)
     state = _adapter_state(engine)
     on_rank0(lambda: write_adapter(state, files, folder, probed))
 
 
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Return an engine's adapter, full on rank 0 and empty elsewhere, by the names in its file. A collective."""
     model = unwrap_model(engine.module)
     names, shared = adapters.stored_names(model), adapters.shared_names(model)
     state = {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
@@ -62,8 +63,8 @@ def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
-    numbers, settings and base give the logits of the directory's probe, so no model is loaded.
+    """Compare an exported adapter with the adapter and base in memory; raises on every rank if they differ. A
+    collective. No model is loaded: equal numbers, settings and base give the logits of the directory's probe.
     """
     state, tuned = _adapter_state(engine), engine.module.tuned
     base_numbers = gather(base_model.base_numbers(stage_model(engine.module)))
@@ -73,8 +74,10 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
         values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
-        wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
-        wrong += [BASE_FILE] * (base != tuned.base)
+        if adapters.read_settings(folder) != tuned.settings:
+            wrong.append(adapters.CONFIG)
+        if base != tuned.base:
+            wrong.append(BASE_FILE)
         if wrong or base is None:
             raise write.not_as_trained(folder, wrong)
         for numbers_of_stage in base_numbers:
@@ -88,7 +91,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
 
 
 def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
-    """Return what a verified checkpoint with base.json holds; `base` "" finds the base."""
+    """Return what was trained (adapter, part of a model) in a verified checkpoint; `base` "" finds the base model."""
     described = checkpoint / MODEL_DIR
     recorded_base = base_model.read_base(described)
     assert recorded_base is not None
@@ -112,7 +115,7 @@ def _stored_values(
 ) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights of an adapter, under the names and in the shapes that its file has."""
     stored = adapters.stored_names(shell)
-    # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
+    # Checkpoints also hold buffers, and tied weights under their second name: DeepSpeed takes neither for frozen.
     frozen = {*shell.state_dict()} - {*stored}
     values = {name: value for name, value in values.items() if name not in frozen}
     shared = adapters.shared_names(shell).items()
@@ -123,14 +126,14 @@ def _stored_values(
 
 
 def part_of_adapter(folder: Path, base: str = "") -> TunedPart:
-    """Return an adapter; `base` "" finds the base."""
+    """Return an adapter's directory as a TunedPart; `base` "" finds the base model's directory."""
     base_folder = adapters.base_of_adapter(folder, base)
     settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
     return TunedPart(folder, settings, base_model.read_base(folder), base_folder, values, classifier.read_head(folder))
 
 
 def load_part(part: TunedPart) -> PreTrainedModel:
-    """Return the model with what was trained in it or added to it, on the CPU."""
+    """Return the base model on the CPU with the adapter attached, or with the weights that were trained in it."""
     dtype = next(iter(part.values.values())).dtype
     model = part.shaped(load_model(part.base, dtype=dtype))
     base = base_model.base_of(model, part.base)
@@ -155,7 +158,7 @@ def export_part(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write an adapter alone, or its base with it or with what was trained of it.
+    """Write an adapter alone, its base with the adapter merged in, or a model of which a part was trained.
 
     Args:
         source: the checkpoint or the adapter that `part` is of.
@@ -195,12 +198,14 @@ def _check_written_alone(part: TunedPart, options: write.ExportOptions) -> None:
 def write_adapter(
     state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None
 ) -> None:
-    """Write an adapter's directory atomically and read it back; `state` is by stored name."""
+    """Write an adapter's directory atomically and read it back. `state`: tensors by the names in the adapter's file;
+    `probed`: logits to prove it with later. CheckpointError if it cannot be written, or something else is read back.
+    """
     without_values = [name for name, value in state.items() if not value.numel()]
     if without_values or not state:
         raise write.not_as_trained(folder, without_values)
-    of_model = ("config.json", f"{ORIGIN_DIR}/")  # with one it would be taken for a model
-    files = {name: content for name, content in files.items() if not name.startswith(of_model)}
+    model_files = ("config.json", f"{ORIGIN_DIR}/")  # with these the directory would be taken for a model's
+    files = {name: content for name, content in files.items() if not name.startswith(model_files)}
     with write.atomic_directory(folder) as temporary:
         temporary.mkdir()
         write.write_files(files, temporary, probed)
@@ -210,7 +215,7 @@ def write_adapter(
 def _write_original_prefix(
     state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
 ) -> None:
-    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for their programs."""
+    """Write a P-Tuning v2 prefix in the layout of the ChatGLM repositories (pytorch_model.bin), for their programs."""
     with write.atomic_directory(folder) as temporary:
         temporary.mkdir()
         torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
@@ -227,7 +232,7 @@ def _write_merged(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the base with what was trained in its weights; arguments as for `export_part`."""
+    """Write the base with the trained part merged into its weights; arguments as for `export_part`."""
     probed = probe.read(source)
     with assemble.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)

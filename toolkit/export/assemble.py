@@ -1,4 +1,4 @@
-"""A model's weights put together from what is on the disk, one at a time."""
+"""A model's weights assembled from checkpoints or directories, one tensor in memory at a time."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from toolkit.models import weights
 
 @contextmanager
 def scratch_directory(folder: Path) -> Iterator[Path]:
-    """Yield an empty directory next to that of an export, whose parents are made."""
+    """Yield a temporary directory next to an export's `folder`, whose parent directories are made."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         yield Path(scratch)
@@ -30,13 +30,13 @@ def assemble_state(
     scratch: Path | None,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of an empty model by name, tied ones once.
+    """Return the weights of a model, read from `values`, by name; tied ones once.
 
     Args:
         source: what `values` are read from, for messages.
         model: on the meta device.
         values: names and weights, perhaps tied ones twice.
-        scratch: an empty directory, so that memory holds one weight at a time; None holds all of them.
+        scratch: an empty directory for files that weights are mapped from: memory holds one at a time; None: all.
         dtype: precision of the weights; None leaves them as they are.
 
     Raises:
@@ -60,7 +60,7 @@ def assemble_state(
 
 
 def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
-    """Put a value into a file and return it mapped from there."""
+    """Write a tensor to a file and return it memory-mapped from there."""
     try:
         torch.save(value.clone(), file)  # the value alone, not all of its storage
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -70,7 +70,7 @@ def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
 
 
 def with_config_keys(config_file: bytes, keys: Mapping[str, Any], dtype: str) -> bytes:
-    """Return config.json with other values of some keys, in its text model's section too, and with a precision."""
+    """Return config.json with `keys` set, in sections that have them too, and its "dtype" (`dtype` "": unchanged)."""
     config = json.loads(config_file) | keys | ({"dtype": dtype} if dtype else {})
     for section in config.values():
         if isinstance(section, dict):

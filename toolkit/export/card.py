@@ -1,4 +1,4 @@
-"""The model card of a run's model or adapter."""
+"""The model card (README.md) of a run's model or adapter."""
 
 import json
 import math
@@ -17,17 +17,17 @@ _MOST_EVALUATIONS = 20
 
 
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
-    """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
+    """Return the content of the model card: front matter, what was trained on what data, losses, versions, settings."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, (kind, _) = config["model"], _kinds(config)
+    model, (kind, _) = config["model"], _task_and_loss(config)
     base = model["name"] or model["path"] or "?"
     versions = _versions(state)
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
     left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
     shown = {key: config[key] for key in keys if key in config and key not in left_out}
+    front_matter = _front_matter(config, is_adapter)
     lines = [
-        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in _front(config, is_adapter))),
-        *("---", ""),
+        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front_matter), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in _facts(state, config)), ""),
         *(f"## {tr('Losses')}", "", *_losses(state, config), ""),
         *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
@@ -37,9 +37,9 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     return "\n".join(lines).encode()
 
 
-def _front(config: Mapping[str, Any], is_adapter: bool) -> list[tuple[str, Any]]:
-    """Return the card's front matter, which the Hugging Face Hub reads."""
-    method, (kind, _) = config["tuning"]["method"], _kinds(config)
+def _front_matter(config: Mapping[str, Any], is_adapter: bool) -> list[tuple[str, Any]]:
+    """Return (key, value) of the card's YAML front matter, which the Hugging Face Hub reads."""
+    method, (kind, _) = config["tuning"]["method"], _task_and_loss(config)
     pipeline = "text-generation" if kind in ("language", "distill") else "text-classification"
     front: list[tuple[str, Any]] = [("pipeline_tag", pipeline), ("tags", ["deepspeed", f"tuning-{method}"])]
     if not (is_adapter and method == TuningMethod.ptuning_v2.value):  # which no library loads
@@ -50,6 +50,7 @@ def _front(config: Mapping[str, Any], is_adapter: bool) -> list[tuple[str, Any]]
 
 
 def _facts(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
+    """Return the card's first list: recipe, base model, method, data, steps and tokens."""
     model = config["model"]
     sources = [str(source["hub"] or source["path"] or source["format"]) for source in config["data"]["sources"]]
     return [
@@ -68,21 +69,22 @@ def _facts(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
 
 
 def _versions(state: directory.RunState) -> list[str]:
+    """Return the versions of the packages that the run used, and the commit of this toolkit."""
     packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     return versions + ([tr("toolkit commit {commit}", commit=commit)] if commit else [])
 
 
-def _kinds(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return kind of task and loss of preferences; a config of before there were such keys knows neither."""
+def _task_and_loss(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return task.kind and preference.loss of a config, with defaults for configs that are older than these keys."""
     return config.get("task", {}).get("kind", "language"), config.get("preference", {}).get("loss", "none")
 
 
 def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
-    """Return a table of the evaluations, and the training loss at both ends."""
+    """Return Markdown lines: the first and the last training loss, and a table of the last evaluations."""
     lines = []
     if not math.isnan(state.first_loss):
-        kind, preference = _kinds(config)
+        kind, preference = _task_and_loss(config)
         is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]

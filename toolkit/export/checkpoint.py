@@ -1,4 +1,4 @@
-"""A model out of a checkpoint, one parameter at a time, without the ranks that saved it.
+"""Load or export the model of a checkpoint in one process, one parameter at a time.
 
 python -m toolkit.export.checkpoint CHECKPOINT DIRECTORY
 """
@@ -38,7 +38,14 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | None = None, base: str = "") -> None:
-    """Write a verified checkpoint's model or adapter, bit for bit as the run would; `base` "" finds the base."""
+    """Write a verified checkpoint's model or adapter, bit for bit as its run would export it.
+
+    Args:
+        checkpoint: its files match the manifest.
+        folder: must not exist.
+        options: None: those of a run's export.
+        base: directory of the base model that a part was trained of; "" finds it.
+    """
     options = options or ExportOptions()
     if is_custom(checkpoint):
         export_custom_checkpoint(checkpoint, folder, options)
@@ -57,8 +64,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | N
 
 
 def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
-    """Return what a checkpoint holds, None if that is the whole model; NotExportable if it does not say what its model
-    is. `base` "" finds the base.
+    """Return what was trained in a checkpoint of an adapter or of a part of a model, None if it holds the full model;
+    NotExportable if it does not say what its model is. `base` "" finds the base model.
     """
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
@@ -77,9 +84,7 @@ def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
 
 
 def _export_whole(checkpoint: Path, folder: Path, options: ExportOptions, files: Mapping[str, bytes]) -> None:
-    """Write the model of a checkpoint that holds all of it, with `files` of `toolkit.models.save.describe`, and the
-    card.
-    """
+    """Write the model of a checkpoint of a full model. `files`: path in the export -> content, but for the weights."""
     options.check_whole_model()
     with scratch_directory(folder) as scratch:
         model = empty(checkpoint / MODEL_DIR)
@@ -90,7 +95,7 @@ def _export_whole(checkpoint: Path, folder: Path, options: ExportOptions, files:
 
 
 def main() -> None:
-    """Export in a process of its own."""
+    """Verify and export a checkpoint as a separate process; exit with the reason if that fails."""
     source, target = map(Path, sys.argv[1:])
     if wrong := directory.manifest_problems(source):
         sys.exit(clauses(wrong[:3]))

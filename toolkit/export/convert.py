@@ -1,4 +1,4 @@
-"""`toolkit export-model`: a run, a checkpoint, an adapter or a model's directory, written as a directory of its own."""
+"""`toolkit export-model`: the model of a run, checkpoint, adapter or model directory, written as a new directory."""
 
 import os
 from dataclasses import replace
@@ -20,19 +20,19 @@ from toolkit.models.save import describe
 
 
 def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward: bool = True, **chosen: str) -> str:
-    """Do as `export_any`, and give the directory its name once its logits are those of the model, so that one that is
-    there is proven; return what was compared, "" without `forward`. An error leaves nothing.
+    """Export as `export_any` (`chosen`: its keyword arguments) and verify the logits before the directory gets its name
+    `folder`: one that exists is proven. Return the comparison as text, "" without `forward`. An error leaves nothing.
     """
     try:
         with scratch_directory(folder) as parent:
-            aside = parent / folder.name
+            unverified = parent / folder.name
             try:
-                export_any(path, aside, options, **chosen)
-                verdict = verify.verify_logits(aside) if forward else ""
+                export_any(path, unverified, options, **chosen)
+                verdict = verify.verify_logits(unverified) if forward else ""
             except ToolkitError as error:
-                text = str(error).replace(str(aside), str(folder))
+                text = str(error).replace(str(unverified), str(folder))
                 raise type(error)(text if os.sep in text else f"{path}: {text}") from error
-            aside.rename(folder)
+            unverified.rename(folder)
             disk.flush(folder.parent)
     except OSError as error:
         raise cannot_write(folder, error) from error
@@ -42,8 +42,15 @@ def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward
 def export_any(
     path: Path, folder: Path, options: ExportOptions, *, adapter: str = "", base: str = "", family: str = "auto"
 ) -> None:
-    """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
-    `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
+    """Write the model or adapter in `path` to `folder`, which must not exist.
+
+    Args:
+        path: a run directory (its newest complete checkpoint counts), a checkpoint, an adapter or a model directory.
+        folder: the export.
+        options: how it is written.
+        adapter: directory of an adapter that was trained on the model in `path`; "" none.
+        base: directory of the base model that an adapter or a part was trained of; "" finds it.
+        family: chat format, see `load_chat_encoder`.
     """
     is_adapter = bool(adapter) or adapters.is_adapter(path)
     checkpoint = None if is_adapter else directory.resolve_checkpoint(path)
@@ -64,7 +71,7 @@ def export_any(
 def _export_trained(
     path: Path, checkpoint: Path | None, folder: Path, options: ExportOptions, adapter: str, base: str, family: str
 ) -> None:
-    """Write the model or the adapter of a checkpoint, or without one an adapter; see `export_any`."""
+    """Write a checkpoint's model or adapter; with `checkpoint` None an adapter's directory. As `export_any`."""
     if checkpoint is None:
         _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
     elif family != "auto":
@@ -74,12 +81,12 @@ def _export_trained(
 
 
 def _export_directory(path: Path, folder: Path, options: ExportOptions, family: str, source: Path) -> None:
-    """Write a model directory's model, or of a multimodal one the text model, with the logits of the whole model;
-    `source`: what an error names.
+    """Write the model of a model directory, or with `text_only` the text model of a multimodal one, with a probe of its
+    logits. `source`: the path that errors name.
     """
     model = load_model(path, dtype=options.precision)
-    before = probe.read(path)
-    probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
+    saved_probe = probe.read(path)
+    probed = probe.capture(model, probe.spread_ids(model.config) if saved_probe is None else saved_probe.ids)
     if options.text_only:
         model = text_model(model, source)
     files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
@@ -103,6 +110,6 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
 
 
 def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
-    """Return a directory's tokenizer, None if it has none."""
+    """Return a directory's tokenizer with its chat format, None if it has no vocabulary."""
     has_vocabulary = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
     return chat.load_chat_encoder(folder, family=family) if has_vocabulary else None

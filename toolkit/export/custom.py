@@ -1,4 +1,4 @@
-"""Exports of a program's own module (`toolkit.custom.train`): its weights, which its program alone can use."""
+"""Exports of custom models (`toolkit.custom.train`): their weights, which only the program that built them can use."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether a whole model can be exported, before it is trained; and its export alongside training."""
+"""Whether a full model can be exported, checked before training; and exports alongside training."""
 
 from collections.abc import Mapping
 from pathlib import Path

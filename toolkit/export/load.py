@@ -24,7 +24,7 @@ class LoadedModel(NamedTuple):
 
 
 def usual_precision(device: torch.device) -> Dtype:
-    """Return what models compute in that only answer: fp32 on CPUs; bf16 on GPUs that have it, fp16 on older ones."""
+    """Return the precision for inference on a device: fp32 on CPUs; bf16 on GPUs that have it, fp16 on older ones."""
     if device.type == "cpu":
         return Dtype.fp32
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -46,7 +46,8 @@ def load_any(
         path: a model directory; an adapter; a run directory: its export/, else its newest checkpoint; or a checkpoint.
             "" with an adapter: the base that the adapter names.
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
-        family: see `load_chat_encoder`, as for `chat_template`: a file; "" the model's own.
+        family: chat format, see `load_chat_encoder`.
+        chat_template: file of a chat template; "" the model's.
         dtype: fp32, bf16 or fp16; auto: as `usual_precision`, which is printed to stderr.
         device: such as cuda:1; "" takes the GPU if there is one, unless DS_ACCELERATOR=cpu.
     """
@@ -87,7 +88,7 @@ def load_any(
 
 
 def _of_run(path: Path) -> Path:
-    """Return a run's export, else its newest complete checkpoint; of others the path itself."""
+    """Return a run directory's export, else its newest complete checkpoint; any other path as it is."""
     if not (path / "config.yaml").is_file():
         return path
     export = path / "export"

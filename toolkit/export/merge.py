@@ -1,8 +1,9 @@
 """An adapter merged into the weights of its base: whether that is possible, the model that comes out, and its values.
 
-`plan_merge` decides from settings and config.json alone, on the meta device: `check`, training and `export-model` ask
-it alike. Where embedding and output layer are one weight and the adapter changes one of them, or both differently, the
-merged model has two (tie_word_embeddings=false); biases get a place where a key of the config gives them one.
+`plan_merge` decides from settings and config.json alone, on the meta device: `check`, training and `export-model` all
+call it. Where embedding and output layer share a weight and the adapter changes one of them, or both differently, the
+merged model has two (tie_word_embeddings=false). Trained biases that the base lacks are added if a key of its config
+can do that.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,22 +26,22 @@ from toolkit.models.load import empty, stream
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 TIED = "tie_word_embeddings"
-_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
-"""`init_lora_weights` with which peft (0.21) leaves the base's weights as they are."""
+_UNCHANGED_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
+"""`init_lora_weights` with which peft (0.21) leaves the base's weights unchanged."""
 
-_ROWS = 4
-# How far a merged matrix may be from the layer in training, in float32: of what the adapter adds, and of the whole
-# output, whose rounding hides adapters that hardly do anything.
-_OF_ADDED, _ROUNDING = 1e-3, 1e-5
+_TRIAL_ROWS = 4
+# How far a merged layer's output may be from that with the adapter beside it, in float32: as shares of what the adapter
+# adds, and of the output, whose rounding hides adapters that add hardly anything.
+_SHARE_OF_ADDED, _SHARE_OF_OUTPUT = 1e-3, 1e-5
 
 Change = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
-"""Returns a weight of the base as the adapter makes it, in float32 where it computes; gets the adapter's tensors by
-their names in the model."""
+"""Takes a weight of the base and the adapter's tensors (by their names in the model), and returns the merged weight, in
+float32 if it was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedPart:
-    """Trained parameters, and the model that the others are of."""
+    """Trained parameters (an adapter, or some of a model's own), and the base model that has all others."""
 
     source: Path | str
     """Checkpoint or adapter, for messages."""
@@ -52,68 +53,68 @@ class TunedPart:
     values: dict[str, torch.Tensor]
     """By name: in the model, or of an adapter in its file."""
     head: classifier.Head | None = None
-    """What was trained on top of the base in place of its output layer; None where the base keeps that."""
+    """The classification head trained in place of the base's output layer; None where the base keeps that."""
 
     @property
     def can_merge(self) -> bool:
-        """Whether it can become a part of the model's own weights, as far as its method says."""
+        """Whether its fine-tuning method allows merging into the base's weights: LoRA, or no adapter at all."""
         return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
 
     def describe(self) -> dict[str, bytes]:
-        """Return the files that describe an adapter, and where its base is now."""
+        """Return file name -> content of what describes the adapter: its settings, and where its base is now."""
         path = secrets.hide(str(self.base.absolute()))
         base = base_model.BaseModel(path, {} if self.identity is None else self.identity.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
         return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
 
     def shaped(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the base with the head that was trained, whose weights are to come."""
+        """Return `model`, the base, with the trained head in place of its output layer; the head is still random."""
         return model if self.head is None else classifier.with_head(model, self.head, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """How an adapter becomes a part of its base's weights."""
+    """How an adapter is merged into its base's weights."""
 
     model: PreTrainedModel
     """The merged model, with empty parameters."""
     stored: dict[str, str]
-    """By what name the adapter's file holds each of its parameters."""
+    """Name of each adapter parameter in the model -> its name in the adapter's file."""
     changes: dict[str, list[Change]]
-    """By parameter of the merged model, in the order in which they are made."""
+    """Parameter of the merged model -> its changes, in the order in which they are made."""
     copied: dict[str, str] = field(default_factory=dict)
-    """Parameters that were tied to another one of the base, and are their own in the merged model."""
+    """Parameter that was tied in the base, and is untied in the merged model -> the one that it was tied to."""
     added: frozenset[str] = frozenset()
-    """Biases that the base lacks; they begin with zeros."""
+    """Biases that the base lacks; they start from zeros."""
     config: dict[str, Any] = field(default_factory=dict)
     """Keys of the config that differ from the base's."""
 
 
 def plan_merge(part: TunedPart) -> MergePlan:
-    """Return how an adapter can be merged, by its settings and its base's config; its values are read only to see
-    whether two tied weights stay equal. NotMergeable says why it cannot.
+    """Return how an adapter is merged into its base, or raise NotMergeable. Decided by its settings and the base's
+    config, on the meta device; values are read only to see whether two tied weights stay equal.
     """
     _check_method(part)
-    shell = part.shaped(empty(part.base))
-    plain, tied = weights.shapes_of(shell), dict(weights.tied_names(shell))
+    empty_model = part.shaped(empty(part.base))
+    plain, tied = weights.shapes_of(empty_model), dict(weights.tied_names(empty_model))
     with reading(part.source, ModelError):
-        adapters.attach_adapter(shell, part.settings, part.identity or base_model.BaseModel(str(part.base), {}))
-    changes, stored = _changes(shell), adapters.stored_names(shell)
-    apart = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
-    if apart and part.values and _stays_tied(part, changes, stored, apart):
-        changes, apart = {name: made for name, made in changes.items() if name not in apart}, {}
-    needed = {name for name in changes if name not in plain and name not in apart}
-    config = {TIED: False} if apart else {}
-    config |= dict.fromkeys(_bias_keys(part, shell, plain, needed), True) if needed else {}
+        adapters.attach_adapter(empty_model, part.settings, part.identity or base_model.BaseModel(str(part.base), {}))
+    changes, stored = _changes_by_parameter(empty_model), adapters.stored_names(empty_model)
+    untied = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
+    if untied and part.values and _stays_tied(part, changes, stored, untied):
+        changes, untied = {name: steps for name, steps in changes.items() if name not in untied}, {}
+    needed = {name for name in changes if name not in plain and name not in untied}  # biases that the base lacks
+    config = {TIED: False} if untied else {}
+    config |= dict.fromkeys(_bias_keys(part, empty_model, plain, needed), True) if needed else {}
     model = part.shaped(empty(part.base, config)) if config else part.shaped(empty(part.base))
     shapes, still_tied = weights.shapes_of(model), weights.tied_names(model)
-    if still := sorted(name for name in apart if name in still_tied or name not in shapes):
+    if not_untied := sorted(name for name in untied if name in still_tied or name not in shapes):
         raise _not_mergeable(
             part,
             tr(
                 "it changes {names} and the weight that the model ties to it in different ways, and {architecture} "
                 "cannot have two",
-                names=", ".join(still),
+                names=", ".join(not_untied),
                 architecture=type(model).__name__,
             ),
         )
@@ -132,7 +133,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
 
 
 def part_of_recipe(cfg: RunConfig) -> TunedPart:
-    """Return the adapter that a recipe will train, without values, by its model's config.json."""
+    """Return the adapter that a recipe will train, without values, so that `plan_merge` can judge it beforehand."""
     base, tuning = Path(cfg.model.path), tuning_of(cfg)
     if tuning.adapter:
         settings = adapters.read_settings(Path(tuning.adapter))
@@ -142,8 +143,8 @@ def part_of_recipe(cfg: RunConfig) -> TunedPart:
 
 
 def tell_unmergeable(part: TunedPart) -> None:
-    """Warn before training of what merging will end with; code of a directory may build what cannot be built empty."""
-    if directory.is_trusted(part.base):
+    """Warn before training if the trained adapter could not be merged into its base."""
+    if directory.is_trusted(part.base):  # a directory's own code may build what cannot be built on the meta device
         return
     try:
         plan_merge(part)
@@ -152,11 +153,11 @@ def tell_unmergeable(part: TunedPart) -> None:
 
 
 def _check_method(part: TunedPart) -> None:
-    """Raise NotMergeable for an adapter that stands before the tokens, or whose start changed the base, too."""
+    """Raise NotMergeable for a prefix (P-Tuning v2), and for LoRA whose initialization changed the base's weights."""
     if not part.can_merge:
         raise _not_mergeable(part, tr("it stands before the tokens, not in the weights"))
     start = str(part.settings.get("init_lora_weights", True))
-    if start.lower() not in _STARTS:
+    if start.lower() not in _UNCHANGED_STARTS:
         raise NotMergeable(
             "{adapter} cannot be merged into its base: with init_lora_weights = {value} peft also changed the base. "
             "Convert it with peft: save_pretrained(DIR, path_initial_model_for_weight_conversion=START), where START "
@@ -175,53 +176,57 @@ def _not_mergeable(part: TunedPart, reason: str) -> NotMergeable:
     )
 
 
-def _changes(shell: PreTrainedModel) -> dict[str, list[Change]]:
-    """Return by name of the model's own parameters what merging does to each; `shell`: empty, with the adapter."""
-    name_of = {id(parameter): name for name, parameter in shell.named_parameters()}  # of shared ones the first
+def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change]]:
+    """Return parameter of the base -> changes that merging makes to it, read off a model on the meta device with the
+    adapter attached. Those that replace a parameter come before those that add to it.
+    """
+    name_of = {id(parameter): name for name, parameter in empty_model.named_parameters()}  # of shared ones the first
     replaced: dict[str, list[Change]] = {}
     adapted: dict[str, list[Change]] = {}
-    for name, module in shell.named_modules():
+    for name, module in empty_model.named_modules():
         plain = name.replace(".base_layer", "")
         parameters = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
         if isinstance(module, LoraLayer):
             # Of experts in one tensor each parameter has a layer around the layer of the one before.
             parameters = {key: value for key, value in parameters.items() if not key.startswith("base_layer.")}
-            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_Lora(module, parameters))
+            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_AddLora(module, parameters))
             if module.lora_bias.get(lora.ADAPTER):
                 scaling = module.scaling[lora.ADAPTER]
                 bias = parameters[f"lora_B.{lora.ADAPTER}.bias"]
-                adapted.setdefault(f"{plain}.bias", []).append(_Bias(bias, scaling))
+                adapted.setdefault(f"{plain}.bias", []).append(_AddBias(bias, scaling))
         elif isinstance(module, ModulesToSaveWrapper):
             prefix = f"modules_to_save.{lora.ADAPTER}."
             stored = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
             for key in stored:
-                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_Replaced(parameters.get(key, f"{name}.{key}"))]
+                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_ReplaceBy(parameters.get(key, f"{name}.{key}"))]
         elif isinstance(module, TrainableTokensWrapper):
             rows = module.token_adapter.token_indices[lora.ADAPTER]
             adapted[f"{name}.weight"] = [
-                _Rows(parameters[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))
+                _ReplaceRows(parameters[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))
             ]
-    for name in structure.trained_names(shell):  # biases that peft's `bias` trains
+    for name in structure.trained_names(empty_model):  # biases that peft's `bias` trains
         plain = name.replace(".base_layer", "")
         if ".lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
-            replaced[plain] = [_Replaced(name)]
-    return replaced | {name: [*replaced.get(name, []), *made] for name, made in adapted.items()}
+            replaced[plain] = [_ReplaceBy(name)]
+    return replaced | {name: [*replaced.get(name, []), *steps] for name, steps in adapted.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Lora:
-    """Adds LoRA's product to a weight."""
+class _AddLora:
+    """Adds the product of LoRA's two matrices to a weight."""
 
     layer: Any
+    """peft's layer, on the meta device."""
     names: dict[str, str]
+    """Name of each of its parameters in the layer -> in the model."""
 
     def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return merge_lora(self.layer, weight, {key: values[name] for key, name in self.names.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class _Bias:
-    """Adds the bias of LoRA's second factor to a bias."""
+class _AddBias:
+    """Adds the bias of LoRA's matrix B, scaled, to a bias."""
 
     name: str
     scaling: float
@@ -231,8 +236,8 @@ class _Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
-    """Puts what was trained in full in a parameter's place."""
+class _ReplaceBy:
+    """Replaces a parameter by one that was trained in full."""
 
     name: str
 
@@ -241,8 +246,8 @@ class _Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Puts trained rows, of some tokens, in a matrix."""
+class _ReplaceRows:
+    """Replaces the rows of some tokens in an embedding matrix by trained ones."""
 
     name: str
     rows: list[int]
@@ -252,21 +257,21 @@ class _Rows:
 
 
 def parameter_of(layer: Any) -> str:
-    """Return what the parameter is called that one of peft's layers adds to."""
+    """Return the name, in its module, of the parameter that a LoRA layer of peft adapts."""
     name: str = getattr(layer, "parameter_name", "weight")
     return name
 
 
 def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32.
+    """Merge LoRA's tensors, `trained` by their names in peft's `layer`, into its base `weight`; return it in float32.
 
     Raises:
-        ValueError: an addition is not finite.
-        _MergeDiffersError: the layer computes otherwise with the weight than it did in training.
+        ValueError: a trained tensor is not finite.
+        _MergeDiffersError: the merged layer gives other outputs than the layer with LoRA beside it.
     """
     # The layer itself stays on the meta device; what it was built with may hold another one's tensors.
     layer = deepcopy(layer, {id(layer.kwargs): {}}).eval()
-    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _Bias
+    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _AddBias
     base, parameter_name = layer.get_base_layer(), parameter_of(layer)
     weights.set_value(base, parameter_name, weight.float())
     for name, value in trained.items():
@@ -274,21 +279,21 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
         weights.set_value(layer, name, torch.zeros(value.shape) if is_bias else value.float())
     with torch.no_grad():
         trial = _trial_input(layer, base)
-        before = None if trial is None else (layer(trial), base(trial))
+        outputs = None if trial is None else (layer(trial), base(trial))
         layer.merge(safe_merge=True)
-        if before is not None:
-            _compare(base(trial), *before)
+        if outputs is not None:
+            _check_same_output(base(trial), *outputs)
     merged: torch.Tensor = base.get_parameter(parameter_name).detach()
     return merged
 
 
 class _MergeDiffersError(Exception):
-    """A merged layer computes something else than the layer with its adapter beside it."""
+    """A merged layer gives other outputs than the layer with its adapter beside it; says by which share."""
 
 
 def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
-    """Return random inputs on which a layer is computed before and after merging; None for experts in one tensor, whose
-    weight peft changes in training, too. The bias of `base` becomes 0.
+    """Return random inputs (token ids, or features [rows, in]) to compare a layer's outputs before and after merging;
+    None for experts in one tensor, whose weight peft changes in training, too. Sets the bias of `base` to 0.
     """
     if hasattr(layer, "parameter_name"):
         return None
@@ -297,40 +302,45 @@ def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
     draw = torch.Generator().manual_seed(0)  # not the run's own
     if isinstance(base, torch.nn.Embedding):
         return torch.randint(base.num_embeddings, (64,), generator=draw)
-    return torch.randn(_ROWS, layer.in_features, generator=draw)
+    return torch.randn(_TRIAL_ROWS, layer.in_features, generator=draw)
 
 
-def _compare(merged: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
+def _check_same_output(merged: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
+    """Raise _MergeDiffersError unless the outputs of the merged layer are those `expected`, of the layer with LoRA
+    beside it; `without`: those of the base layer alone, by which what LoRA adds is known.
+    """
     added = float((expected - without).abs().max())
     difference = float((merged - expected).abs().max())
-    if difference > _OF_ADDED * added + _ROUNDING * float(expected.abs().max()):
+    if difference > _SHARE_OF_ADDED * added + _SHARE_OF_OUTPUT * float(expected.abs().max()):
         raise _MergeDiffersError(f"{difference / added:.2g}" if added else f"{difference:.2g}")
 
 
 def _stays_tied(
-    part: TunedPart, changes: dict[str, list[Change]], stored: dict[str, str], apart: dict[str, str]
+    part: TunedPart, changes: dict[str, list[Change]], stored: dict[str, str], untied: dict[str, str]
 ) -> bool:
-    """Whether merging leaves the tied weights `apart` (second name -> first) equal, so that they can stay tied."""
-    if any(second not in changes or first not in changes for second, first in apart.items()):
+    """Whether merging leaves the tied weights `untied` (second name -> first) equal, so that they can stay tied."""
+    if any(second not in changes or first not in changes for second, first in untied.items()):
         return False
-    values = _values(part, stored)
-    base = dict(stream(part.base, {*apart.values()})[1])
+    values = _adapter_values(part, stored)
+    base = dict(stream(part.base, {*untied.values()})[1])
     return all(
-        torch.equal(*(_changed(name, base[first], changes, values) for name in (second, first)))
-        for second, first in apart.items()
+        torch.equal(*(_apply_changes(name, base[first], changes, values) for name in (second, first)))
+        for second, first in untied.items()
     )
 
 
-def _values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors by their names in the model; ModelError if it has others than the model takes."""
+def _adapter_values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors by their names in the model; ModelError if they are not those that it takes."""
     adapters.check_fit({*stored.values()}, part.values, part.source)
     return {name: part.values[stored_name] for name, stored_name in stored.items()}
 
 
-def _changed(
+def _apply_changes(
     name: str, value: torch.Tensor, changes: dict[str, list[Change]], values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter's value after all its changes; `values`: the adapter's. CheckpointError if one fails."""
+    """Return a parameter's value after all its changes; `values`: the adapter's tensors. CheckpointError if NaN or Inf,
+    or if the merged layer gives other outputs.
+    """
     try:
         for change in changes.get(name, []):
             value = change(value, values)
@@ -346,9 +356,11 @@ def _changed(
     return value
 
 
-def _bias_keys(part: TunedPart, shell: PreTrainedModel, plain: weights.Shapes, needed: set[str]) -> list[str]:
-    """Return the keys of a config that give its model the biases that are `needed`."""
-    config, keys = shell.config.get_text_config().to_dict(), []
+def _bias_keys(part: TunedPart, empty_model: PreTrainedModel, plain: weights.Shapes, needed: set[str]) -> list[str]:
+    """Return the keys of the base's config which, set to true, give its model some of the biases `needed`; found by
+    trying them on the meta device. `plain`: the base's parameters.
+    """
+    config, keys = empty_model.config.get_text_config().to_dict(), []
     for key in [key for key, value in config.items() if "bias" in key and value is False]:
         if needed & (weights.shapes_of(part.shaped(empty(part.base, {key: True}))).keys() - plain.keys()):
             keys.append(key)
@@ -356,19 +368,20 @@ def _bias_keys(part: TunedPart, shell: PreTrainedModel, plain: weights.Shapes, n
 
 
 def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch.Tensor]]]:
-    """Return the plan of a merge, and the merged model's values in the precision of the base's files, or float32 where
-    changed; while they are read, CheckpointError for those that are not finite or not of this model.
+    """Return the plan of a merge, and an iterator of the merged model's (name, value), streamed from the base's files
+    in their precision, or in float32 where changed. Iterating raises CheckpointError for values that are NaN or Inf, or
+    not of this model.
     """
     plan, trained = None, part.values
     if part.settings:
         plan = plan_merge(part)
-        trained = _values(part, plan.stored)
+        trained = _adapter_values(part, plan.stored)
     model, values = stream(part.base)
     if plan is None or not plan.config:  # the model as its directory has it, with its origin
         model = part.shaped(model)
     if plan is None:
         own_names = {*trained} - {*weights.tied_names(model)}
-        plan = MergePlan(model, {}, {name: [_Replaced(name)] for name in own_names})
+        plan = MergePlan(model, {}, {name: [_ReplaceBy(name)] for name in own_names})
     elif not plan.config:
         plan = replace(plan, model=model)
     return plan, _merged(part, plan, values, trained)
@@ -378,28 +391,28 @@ def _merged(
     part: TunedPart, plan: MergePlan, values: Iterator[tuple[str, torch.Tensor]], trained: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of each parameter of the merged model, from the base's `values` and the `trained` ones;
-    CheckpointError if a value or the place of a change is missing.
+    CheckpointError if a changed parameter does not occur.
     """
     shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
-    for name, value in values if part.head is None else _with_score(values, shapes):
+    for name, value in values if part.head is None else _with_room_for_head(values, shapes):
         if part.identity is not None and name in part.identity.numbers:
             base_model.check_numbers(part.identity, name, base_model.fingerprint_of(value), part.base, part.source)
         for target in (name, *(second for second, first in plan.copied.items() if first == name)):
             unused.discard(target)
-            yield target, _changed(target, value, plan.changes, trained)
+            yield target, _apply_changes(target, value, plan.changes, trained)
     for name in plan.added:
         unused.discard(name)
-        yield name, _changed(name, torch.zeros(shapes[name]), plan.changes, trained)
+        yield name, _apply_changes(name, torch.zeros(shapes[name]), plan.changes, trained)
     if unused:
         raise CheckpointError(
             "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
         )
 
 
-def _with_score(
+def _with_room_for_head(
     values: Iterator[tuple[str, torch.Tensor]], wanted: weights.Shapes
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of a base's values that a classifier has, and room for its head."""
+    """Yield those of a base's values that a classifier on top of it has too, and zeros for its head's weight."""
     for name, value in values:
         if name in wanted and name != SCORE:
             yield name, value

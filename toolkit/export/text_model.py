@@ -13,15 +13,15 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return the text model inside a multimodal one as a model of its own, with the same tensors.
 
     Args:
-        model: a multimodal model that is whole in this process.
+        model: a multimodal model, not partitioned over ranks.
         folder: its directory, for messages.
 
     Raises:
         ModelError: transformers has no class for the text model, or it would need other tensors.
     """
     text = deepcopy(model.config.get_text_config())
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if text.model_type == model.config.model_type or kind is None:
+    causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if text.model_type == model.config.model_type or causal_lm_class is None:
         raise ModelError(
             "text_only=true: {folder} holds a {architecture}, out of which transformers makes no text model. Leave it "
             "out.",
@@ -31,22 +31,22 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     text.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     text.dtype = model.dtype
-    alone = weights.empty_model(lambda: kind(text), None)
-    if isinstance(decoder, kind):  # Llama 4 holds its text model with the output layer
+    standalone = weights.empty_model(lambda: causal_lm_class(text), None)
+    if isinstance(decoder, causal_lm_class):  # Llama 4 holds its text model with the output layer
         state = decoder.state_dict()
     else:
-        parts = [(alone.get_decoder(), decoder), (alone.get_output_embeddings(), head)]
-        names = {id(part): name for name, part in alone.named_modules()}
+        parts = [(standalone.get_decoder(), decoder), (standalone.get_output_embeddings(), head)]
+        names = {id(part): name for name, part in standalone.named_modules()}
         state = {
             f"{names[id(target)]}.{name}": value for target, part in parts for name, value in part.state_dict().items()
         }
     weights.reject_differences(
         folder,
-        alone,
-        missing=weights.shapes_of(alone).keys() - weights.under_first_names(alone, state).keys(),
-        unexpected=state.keys() - alone.state_dict(keep_vars=True).keys(),
+        standalone,
+        missing=weights.shapes_of(standalone).keys() - weights.under_first_names(standalone, state).keys(),
+        unexpected=state.keys() - standalone.state_dict(keep_vars=True).keys(),
         mismatched=(),
     )
-    weights.assign(alone, state)
-    alone.generation_config = model.generation_config
-    return alone.eval()
+    weights.assign(standalone, state)
+    standalone.generation_config = model.generation_config
+    return standalone.eval()

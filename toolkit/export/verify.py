@@ -1,4 +1,4 @@
-"""Exports and checkpoints, run once: their logits are those of the probe that was saved with them."""
+"""Verification of exports and checkpoints: run once, their logits must be those of the probe saved with them."""
 
 import math
 from collections import deque
@@ -16,7 +16,7 @@ from toolkit.models.load import load_model, stream, streamed_model
 
 
 def verify_logits(folder: Path) -> str:
-    """Run a checkpoint's or export's model once on the CPU; return the comparison with its probe. See `verify_model`."""
+    """Run a checkpoint's or export's model once on the CPU; return the comparison with its probe as `verify_model`."""
     from toolkit.export.checkpoint import load_checkpoint
     from toolkit.export.custom import is_custom
     from toolkit.models import adapters
@@ -62,7 +62,7 @@ def verify_model(folder: Path) -> str:
 
 
 def _nothing_to_compare(saved: probe.Probe | None) -> str:
-    """Return why a model that loads cannot be compared with its probe; "" if it can."""
+    """Return why a model that loads cannot be compared with its saved probe; "" if it can."""
     if saved is None:
         return tr("it loads; there is no probe to compare its logits with")
     if not saved.logits.isfinite().all():
@@ -71,17 +71,17 @@ def _nothing_to_compare(saved: probe.Probe | None) -> str:
 
 
 def run_folder(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
-    """Run a directory's model on ids [R, L], on the CPU, a layer in memory at a time; `model`: streamed already."""
-    with suppress(RuntimeError):  # a model that changes its weights in a forward pass
+    """Return the logits of a directory's model for ids [rows, length], on the CPU, a layer in memory at a time."""
+    with suppress(RuntimeError):  # of a model that changes its weights in a forward pass
         captured = probe.capture(model or streamed_model(folder), ids)
         if captured.logits.isfinite().all():
             return captured
-    return probe.capture(load_model(folder), ids)  # a layer that is used elsewhere too
+    return probe.capture(load_model(folder), ids)  # all in memory: some layer is needed outside of its own call
 
 
 def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe) -> str:
-    """Return a sentence that logits equal those of the save within rounding; raises as `verify_model` if they do not.
-    `model` has computed them: with its weights, or streamed from its `folder`.
+    """Return a sentence that the logits `captured` equal the `saved` ones within rounding, or raise as `verify_model`.
+    `model` has computed them: with weights in memory (`folder` None), or streamed from its `folder`.
     """
     difference = probe.difference_of(captured, saved)
     tolerance, wrong = _bounds(model, folder, captured, saved, difference)
@@ -111,15 +111,15 @@ def _bounds(
     in half precision or TF32, where its bounds are often narrower, and for any model whose difference is beyond the
     usual ones, as with very sharp attention; never with experts, whose choice may flip.
     """
-    kind = probe.coarser(captured, saved)
+    kind = probe.coarser(captured, saved)  # such as float16 or tf32
     usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
     narrows = folder is not None and kind != "float32"
     other = probe.other_precision(captured, saved)
     is_settled = not difference or (difference <= usual[0] and not narrows)
     if is_settled or other is None or "expert" in str(model.config.to_dict()):
         return usual
-    again = probe.capture(streamed_model(folder, other) if folder else model.to(other), saved.ids)
-    rounding = probe.rounding(captured, again, saved)
+    in_other = probe.capture(streamed_model(folder, other) if folder else model.to(other), saved.ids)
+    rounding = probe.rounding(captured, in_other, saved)
     if not math.isfinite(rounding):
         return usual
     rounding *= probe.TIMES_IN_FLOAT32 if kind == "float32" else 1.0
@@ -129,13 +129,15 @@ def _bounds(
 
 @contextmanager
 def aside_if_wrong(folder: Path) -> Iterator[None]:
-    """Rename an export, from export to export.wrong, that turns out not to hold what was trained."""
+    """Rename the export `folder` to FOLDER.wrong if the body finds that it does not hold what was trained."""
     try:
         yield
     except ProofDiffers:  # by rounding alone
         raise
     except (CheckpointError, ModelError) as error:
-        aside = folder.rename(disk.unused_path(folder.with_name(f"{folder.name}.wrong")))
+        renamed = folder.rename(disk.unused_path(folder.with_name(f"{folder.name}.wrong")))
         raise CheckpointError(
-            "{reason}. The export is kept as {folder} for inspection.", reason=str(error).rstrip("."), folder=aside
+            "{reason}. The export is kept as {folder} for inspection.",
+            reason=str(error).rstrip("."),
+            folder=renamed,
         ) from error

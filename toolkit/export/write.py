@@ -1,4 +1,4 @@
-"""Model directories as other programs load them: written atomically, and read back bit for bit.
+"""Model directories that other programs load: written atomically, and read back bit for bit.
 
 A directory gets its name once it is complete, with manifest.json: size and SHA-256 of every file.
 """
@@ -29,14 +29,14 @@ class ExportOptions:
     """How an export is written."""
 
     format: Format = "hf"
-    """As `max_shard_size`: see `toolkit.models.save.save_model`."""
+    """Layout of files, see `toolkit.models.save.save_model`."""
     merge: bool = False
-    """Put an adapter into the weights of its base, instead of writing it alone."""
+    """Merge an adapter into the weights of its base, instead of writing it alone."""
     dtype: str = ""
     """Precision of the weights, such as bfloat16; "" that of the training."""
     max_shard_size: str = MAX_SHARD_SIZE
     text_only: bool = False
-    """Of a model that takes images too: its text model alone."""
+    """Write only the text model of a multimodal one."""
 
     def __post_init__(self) -> None:
         if self.format == "official" and (self.dtype or self.max_shard_size != MAX_SHARD_SIZE):
@@ -45,7 +45,7 @@ class ExportOptions:
             raise ConfigError(tr("text_only=true writes transformers' layout: remove format=official."))
 
     def check_whole_model(self) -> None:
-        """Raise ConfigError if a whole model is to be merged."""
+        """Raise ConfigError for merge=true, when what is exported is a full model and no adapter."""
         if self.merge:
             raise ConfigError(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
 
@@ -64,16 +64,16 @@ def write_folder(
     state: dict[str, torch.Tensor] | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a model directory atomically, and read it back as it is loaded: every tensor is there, bit for bit.
+    """Write a model directory atomically, and read it back as it will be loaded: every tensor is there, bit for bit.
 
     Args:
-        model: as `files`; with empty parameters where `state` has them.
-        files: those of `toolkit.models.save.describe`.
+        model: the model; on the meta device where `state` has its parameters.
+        files: path -> content of all but the weights, of `toolkit.models.save.describe`.
         folder: must not exist.
-        format: see `save_model`, as for `max_shard_size`.
-        probed: this model's logits of a few ids.
+        format: see `save_model`.
+        probed: this model's logits of a few token ids, to prove the directory with later.
         state: full parameters by name; None: those of `model`.
-        max_shard_size: largest file of weights.
+        max_shard_size: largest file of weights, such as "5GB".
 
     Raises:
         CheckpointError: it cannot be written, or what is read back is something else.
@@ -91,7 +91,7 @@ def write_folder(
 
 
 def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of parameters that a directory lacks, or holds otherwise than `expected` in its precision."""
+    """Return the parameters that a directory lacks, or holds otherwise than `expected` rounded to its precision."""
     model: PreTrainedModel
     values: Iterable[tuple[str, torch.Tensor]]
     if is_trusted(folder):  # code of a directory may build what cannot be built empty
@@ -111,7 +111,7 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """Yield a directory to write to; with a manifest, it then gets the name `folder`, which must not exist."""
+    """Yield a temporary directory to write to; after the body, flush it, add a manifest and rename it to `folder`."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # A unique name: other files next to the directory are the user's.
@@ -133,11 +133,11 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
 
 
 def cannot_write(folder: Path, error: Exception) -> CheckpointError:
-    """Return the error about an export that cannot be written, or whose source cannot be read."""
+    """Return the message for an error while exporting: the export cannot be written, or its source cannot be read."""
     if isinstance(error, OSError) and error.filename is not None:
-        # What is written is in the folder, or beside it in a temporary one of its name.
-        beside = Path(os.path.relpath(os.fsdecode(error.filename), folder.parent)).parts[0]
-        if folder.name not in beside:
+        # The export is written to `folder` or to a temporary directory next to it, with its name in it.
+        sibling = Path(os.path.relpath(os.fsdecode(error.filename), folder.parent)).parts[0]
+        if folder.name not in sibling:
             return CheckpointError(system_text(error))
     return CheckpointError(
         "cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error
@@ -145,14 +145,14 @@ def cannot_write(folder: Path, error: Exception) -> CheckpointError:
 
 
 def not_as_trained(folder: Path, names: Sequence[str]) -> CheckpointError:
-    """Return the error about an export that lacks parameters, or holds them otherwise."""
+    """Return the error for an export in which the parameters `names` are missing or have other values."""
     return CheckpointError(
         "the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5])
     )
 
 
 def save_checked(state: Mapping[str, torch.Tensor], file: Path, folder: Path) -> None:
-    """Write tensors to a file of an export to `folder`, and read them back, bit for bit."""
+    """Write tensors to a safetensors file and read them back, bit for bit; errors name the export's `folder`."""
     save_file({name: value.contiguous() for name, value in state.items()}, file, {"format": "pt"})
     written = weights.read_tensors(file)
     if wrong := [name for name, value in state.items() if name not in written or not is_same(value, written[name])]:
@@ -167,7 +167,7 @@ def is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None) -> None:
-    """Write files by their path in a directory, and the probe."""
+    """Write `files` (path in the directory -> content) to a directory, and the probe if there is one."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -177,7 +177,7 @@ def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | 
 
 @contextmanager
 def trial_directory(folder: Path) -> Iterator[Path]:
-    """Yield a directory next to that of an export; whatever a library raises at the model becomes one ModelError."""
+    """Yield a temporary directory next to an export's, to try it in; any error of the body becomes one ModelError."""
     try:
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
             yield Path(temporary)
