@@ -1,4 +1,4 @@
-"""What a tracker is handed, whichever it is, and each tracker: files (CSV, TensorBoard) and services."""
+"""`Backend`, the interface of a tracker, and one class for each: files (CSV, TensorBoard) and services."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from toolkit.track.metrics import append_rows, hf_name, tracked_name
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 TRAIN, EVAL, ANSWERS, SAMPLES = "train", "eval", "answers", "samples"
-"""Rows of steps and of evaluations, answers to validation samples, answers to `evaluate.prompts`."""
+"""Parts of what is tracked: rows of steps, of evaluations, answers to validation samples and to `evaluate.prompts`."""
 
 Row = tuple[int, Mapping[str, float]]
 """A step and its figures, under their names in metrics.jsonl."""
@@ -27,33 +27,37 @@ Row = tuple[int, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What is to be known of a run before its first row. All texts are without secrets."""
+    """What a tracker is told of a run before its first row. All texts are without secrets."""
 
     name: str
     id: str
-    """Of this run and no other; the same when it is resumed."""
+    """Unique to this run; the same when it is resumed."""
     folder: Path
     settings: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
     """Dotted key -> value: the config, the data, the code's commit, the versions."""
     texts: Mapping[str, str]
+    """File name -> content, such as config.yaml."""
     step: int
+    """The step that the session resumes after; 0 at the start."""
 
 
 class Backend:
-    """A tracker; its constructor imports its library. What it raises is reported once and ends nothing; may be slow."""
+    """A tracker; its constructor imports its library. Methods run in a thread of its own and may be slow; what they
+    raise is reported once and retried.
+    """
 
     redoes = False
-    """Whether rows after a step can be taken back, so that they are written again."""
+    """Whether rows after a step can be taken back (`take_back`), so that they can be written again."""
     most_rows = 1
-    """Rows that `write` takes in one go: all of them are written or, if it raises, none."""
+    """Rows that `write` takes in one call: all of them are written or, if it raises, none."""
 
     def begin(self, run: TrackedRun) -> None:
         """Begin the run, or resume it. Called again if it fails."""
 
     @staticmethod
     def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Return key of the settings -> the directory that it makes the tracker write to, outside the run directory."""
+        """Return setting -> directory outside the run directory that it makes the tracker write to."""
         return {}
 
     def held(self) -> dict[str, int]:
@@ -61,7 +65,7 @@ class Backend:
         return {}
 
     def take_back(self, step: int) -> None:
-        """Forget the rows after a step; only where `redoes`."""
+        """Remove the rows after a step, as the run was rewound; called only where `redoes`."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write rows, no more than `most_rows`."""
@@ -69,7 +73,7 @@ class Backend:
             self.row(step, values)
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the figures of a step; for `write` where there is but one."""
+        """Write the figures of one step: what `write` calls for each row, unless it is overridden."""
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
         """Write ANSWERS or SAMPLES: each has `prompt`, `answer`, and where there is one `reference`."""
@@ -79,11 +83,11 @@ class Backend:
         self.write([(step, values)])
 
     def end(self, status: str) -> None:
-        """End the session: FINISHED, STOPPED or FAILED; everything is to be on its way before it returns."""
+        """End the session with FINISHED, STOPPED or FAILED; what was written must be delivered before it returns."""
 
 
 def as_markdown(answers: Sequence[Mapping[str, str]]) -> str:
-    """Return answers as a table."""
+    """Return answers (`prompt`, `answer`, perhaps `reference`) as a Markdown table."""
     names = [name for name in ("prompt", "answer", "reference") if any(name in answer for answer in answers)]
     lines = [names, ["---"] * len(names)]
     for answer in answers:
@@ -106,7 +110,7 @@ class CsvFile(Backend):
             self._write(self.columns, [])
 
     def held(self) -> dict[str, int]:
-        """A resumed run has all its rows written again."""
+        """Return -1 for both: a resumed run writes the whole file again."""
         return {TRAIN: -1, EVAL: -1}
 
     def take_back(self, step: int) -> None:
@@ -115,31 +119,34 @@ class CsvFile(Backend):
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows; an empty cell is a metric that a row does not have."""
-        cells = [
+        csv_rows = [
             {"step": str(step)}
             | {name: str(int(value) if value.is_integer() else value) for name, value in values.items()}
             for step, values in rows
         ]
-        columns = list(dict.fromkeys([*self.columns, *(name for row in cells for name in row)]))
+        columns = list(dict.fromkeys([*self.columns, *(name for row in csv_rows for name in row)]))
         is_there = self.path.exists() and not self.is_old
         if is_there and columns == self.columns:
-            append_rows(self.path, _csv(columns, cells))
+            append_rows(self.path, _csv(columns, csv_rows))
             return
-        self._write(columns, [*(self._read() if is_there else []), *cells])
+        self._write(columns, [*(self._read() if is_there else []), *csv_rows])
         self.columns, self.is_old = columns, False  # not before: without room for it, it is tried again
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
         """Skip it: the table holds logged steps and evaluations only."""
 
     def _read(self) -> list[dict[str, str]]:
+        """Return the rows of metrics.csv."""
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
     def _write(self, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
+        """Replace metrics.csv by a header and rows."""
         write_atomically(self.path, _csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> bytes:
+    """Return rows as CSV lines without a header."""
     text = io.StringIO(newline="")
     csv.DictWriter(text, columns).writerows(rows)
     return text.getvalue().encode()
@@ -169,7 +176,7 @@ class TensorboardEvents(Backend):
         return {"dir": Path(settings["dir"])} if settings["dir"] else {}
 
     def begin(self, run: TrackedRun) -> None:
-        """Open a file; what older ones hold after the session's first step counts no more."""
+        """Start an event file with hyperparameters and texts; readers then ignore older files after the first step."""
         chosen = run.settings["dir"]
         folder = Path(chosen) / f"{run.name}-{run.id}" if chosen else run.folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,16 +186,17 @@ class TensorboardEvents(Backend):
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value, ensure_ascii=False)
             for name, value in run.hyperparameters.items()
         }
-        as_it_is = {name: "\n".join(f"    {line}" for line in text.splitlines()) for name, text in run.texts.items()}
+        # Indented: Markdown shows them as code.
+        texts = {name: "\n".join(f"    {line}" for line in text.splitlines()) for name, text in run.texts.items()}
         self._write(
             {"file_version": "brain.Event:2"},
             self._beginning(run.step),
             {"step": run.step, "summary": self.hparams(hyperparameters, trial_id=run.id)},
-            *(self._text(run.step, name, text) for name, text in as_it_is.items()),
+            *(self._text(run.step, name, text) for name, text in texts.items()),
         )
 
     def take_back(self, step: int) -> None:
-        """Make readers skip what comes after a step so far."""
+        """Make readers ignore the events after a step that were written so far."""
         self._write(self._beginning(step))
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -203,13 +211,16 @@ class TensorboardEvents(Backend):
         self._write(self._text(step, name, as_markdown(answers)))
 
     def _beginning(self, step: int) -> dict[str, Any]:
+        """Return an event that starts a session after `step`: readers drop older events of later steps."""
         return {"step": step + 1, "session_log": {"status": self.start}}
 
     def _text(self, step: int, tag: str, text: str) -> dict[str, Any]:
+        """Return an event with a text in Markdown."""
         value = {"tag": f"{tag}/text_summary", "metadata": self.text_metadata, "tensor": self.tensor(text)}
         return {"step": step, "summary": {"value": [value]}}
 
     def _write(self, *events: Mapping[str, Any]) -> None:
+        """Append events (fields of the protobuf Event) to the file."""
         content, now = io.BytesIO(), time.time()
         records = self.records(content)
         for event in events:
@@ -218,7 +229,7 @@ class TensorboardEvents(Backend):
 
 
 class _LoggedRun(Backend):
-    """A run that takes rows and texts by `log`. A step that is not after the last one it has is dropped there."""
+    """A run of wandb, SwanLab or Trackio, logged by `log`; they drop a step that is not after their last one."""
 
     run: Any
     as_text: Callable[[str], object]
@@ -280,7 +291,7 @@ class WandbRun(_LoggedRun):
         self.run.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Set what the run's table shows, as transformers does."""
+        """Set the run's summary values, as transformers does."""
         self.run.summary.update(dict(values))
 
     def end(self, status: str) -> None:
@@ -368,7 +379,7 @@ class MlflowRun(Backend):
 
     @staticmethod
     def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Return the directory that an address means; none for a server or a database."""
+        """Return the directory that a tracking URI means; {} for a server or a database."""
         uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI", "")
         parts = urlsplit(uri)
         is_folder = uri and parts.scheme in ("", "file")
@@ -398,7 +409,7 @@ class MlflowRun(Backend):
             self.client.log_text(self.id, text, name)
 
     def held(self) -> dict[str, int]:
-        """Ask for the last steps of the two losses."""
+        """Ask MLflow for the last steps of the training and the validation loss."""
         steps = {}
         for kind, name in ((TRAIN, "loss"), (EVAL, "eval_loss")):
             history = self.client.get_metric_history(self.id, name)
@@ -415,7 +426,7 @@ class MlflowRun(Backend):
         self.client.log_batch(self.id, metrics)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
-        """Keep a file."""
+        """Log the answers as a JSONL file."""
         lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
         self.client.log_text(self.id, "\n".join(lines) + "\n", f"{name}/step-{step}.jsonl")
 
@@ -423,6 +434,7 @@ class MlflowRun(Backend):
         self.client.set_terminated(self.id, _STATUS[status])
 
     def _experiment(self, name: str) -> str:
+        """Return the id of the experiment of this name, which is created if it does not exist."""
         experiment = self.client.get_experiment_by_name(name)
         if experiment is None:
             try:

@@ -1,5 +1,5 @@
-"""What rank 0 records and shows while training: metrics.jsonl, one object per logged step or evaluation, added whole or
-not at all (names are in docs/tracking.md), and the same on a terminal, live or as plain lines.
+"""What rank 0 records and prints while training: metrics.jsonl, one object per logged step or evaluation (its names are
+in docs/tracking.md), and the same on a terminal, as a live view or plain lines.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def append_rows(file: Path, content: bytes) -> None:
-    """Append all of it to a file, or nothing, as no reader takes half a row: on an OSError the file is as it was."""
+    """Append all of `content` or nothing: on an OSError the file is as it was, as readers reject half a row."""
     with file.open("ab", buffering=0) as handle:
         before = os.fstat(handle.fileno()).st_size
         written = 0
@@ -62,10 +62,12 @@ def metric_values(row: Mapping[str, object]) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends rows to a run's metrics.jsonl or deadline.jsonl; on a full disk they wait in memory. For rank 0 only."""
+    """Appends rows to metrics.jsonl or deadline.jsonl, calling `on_row`; on a full disk they wait in memory. Rank 0
+    only.
+    """
 
-    def __init__(self, file: Path, hand_on: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
-        self.file, self.hand_on = file, hand_on
+    def __init__(self, file: Path, on_row: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
+        self.file, self.on_row = file, on_row
         self._waiting: list[str] = []
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -86,14 +88,14 @@ class MetricsLog:
                     file=self.file,
                     reason=error.strerror or error,
                 )
-        self.hand_on(row)
+        self.on_row(row)
 
     def forget(self) -> None:
-        """Drop the rows that wait: the run has gone back to before them."""
+        """Drop the rows that wait in memory: the run was rewound to before them."""
         self._waiting.clear()
 
     def finish(self) -> None:
-        """Write what still waits, or raise CheckpointError."""
+        """Write the rows that still wait in memory, or raise CheckpointError."""
         try:
             self._write()
         except OSError as error:
@@ -105,17 +107,18 @@ class MetricsLog:
             ) from error
 
     def _write(self) -> None:
+        """Append the waiting rows to the file; an OSError leaves them waiting."""
         if self._waiting:
             append_rows(self.file, "".join(self._waiting).encode())
             self._waiting.clear()
 
 
 WORTH_SHOWING = 0.05
-"""Share of time, or of tokens, that is mentioned; the others are left to metrics.jsonl."""
+"""Share of time, or of tokens, from which on it is printed; a smaller one is only in metrics.jsonl."""
 
 
 def _speed_and_memory(row: dict[str, float]) -> list[str]:
-    """Return what a row of metrics.jsonl says of speed, waiting and memory, for the line that is printed."""
+    """Return the parts of the printed line about speed, waiting and memory, of a row of metrics.jsonl."""
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:
@@ -138,7 +141,8 @@ def _speed_and_memory(row: dict[str, float]) -> list[str]:
 
 
 class Progress:
-    """How far a run is, after the steps `done` before this session. Ranks other than 0 show none (`shown=False`)."""
+    """Prints a run's progress, live or in lines; `done`: steps before this session. With `shown=False` prints nothing.
+    """
 
     def __init__(
         self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
@@ -155,25 +159,25 @@ class Progress:
         self._stack = ExitStack()
 
     def start(self) -> None:
-        """The first step of this session begins."""
+        """Begin to count time and to show the live view: called before the session's first step."""
         self.started = time.monotonic()
         if self.is_live:
             self._stack.enter_context(terminal.showing(self._render))
 
     def advance(self) -> None:
-        """One step is done."""
+        """Count one step, at the first one calling `on_first_step`."""
         if self.on_first_step:
             self.on_first_step()
             self.on_first_step = None
         self.step += 1
 
     def back_to(self, step: int) -> None:
-        """The steps after this one are done again; what they took says nothing of those to come."""
+        """Go back to `step` after a rewind; the time of the steps so far no longer counts for the estimate."""
         self.step = self.done = step
         self.started = time.monotonic()
 
     def show(self, row: dict[str, float]) -> None:
-        """Show a logged step."""
+        """Print a row of metrics.jsonl about steps, or show it in the live view."""
         if not self.shown:
             return
         self.row = row
@@ -188,17 +192,18 @@ class Progress:
         say(f"step {step}/{self.total_steps}  {'  '.join(parts)}  ETA {self._remaining(step)}")
 
     def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
-        """Keep for the live view what is printed in lines of its own."""
+        """Show in the live view the last evaluation or checkpoint, which are also printed as lines."""
         if evaluation is not None:
             self.evaluation = evaluation
         if checkpoint is not None:
             self.checkpoint = checkpoint.name
 
     def close(self) -> None:
-        """Take the live view away."""
+        """Remove the live view."""
         self._stack.close()
 
     def _remaining(self, step: int) -> str:
+        """Return the estimated time left after a step, as text; "?" before the first."""
         done = step - self.done
         return terminal.clock((time.monotonic() - self.started) / done * (self.total_steps - step)) if done > 0 else "?"
 
@@ -227,7 +232,7 @@ class Progress:
         return Panel(Group(head, figures), title=tr("training"), title_align="left", border_style="dim")
 
     def _figures(self) -> list[list[tuple[str, str]]]:
-        """Return names and values of the live view, line by line: learning, speed, safety."""
+        """Return the live view's lines of (name, value): learning, speed, safety; a name may be ""."""
         row, losses = self.row, []
         if row:
             losses += [

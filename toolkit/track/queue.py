@@ -1,8 +1,8 @@
-"""The trackers as rank 0 sees them, which never waits for them, and the process beside it that feeds them:
+"""`Trackers`, with which rank 0 sends records without waiting, and the child process that feeds the trackers:
 `-m toolkit.track.queue RUN_FOLDER`.
 
-It reads messages from stdin, a JSON object per line, and answers on stdout with what is shown to the user. Each tracker
-has its own thread and queue. The process ends soon after stdin does, whatever became of rank 0.
+The process reads messages from stdin, a JSON object per line, and answers on stdout with what is shown to the user.
+Each tracker has its own thread and queue. The process ends soon after stdin does, whatever became of rank 0.
 """
 
 import json
@@ -27,15 +27,17 @@ from toolkit.track.backends import ANSWERS, BACKENDS, EVAL, FAILED, FINISHED, SA
 from toolkit.track.metrics import is_evaluation, metric_values
 
 MOST_WAITING_BYTES = 8 << 20
-"""Messages that wait for a process that does not read them."""
+"""Size of the messages that may wait for the process to read them."""
 MOST_ANSWERS = 20
-"""Of an evaluation, that trackers get."""
+"""Answers of an evaluation that trackers get."""
 TEXTS = ("config.yaml", "ds_config.json", "environment.json")
-"""Of the run folder, that trackers get."""
+"""Files of the run directory that trackers get."""
 
 
 class Trackers:
-    """Hands on what a run records. One without trackers does nothing, as on all ranks but the first."""
+    """Sends what a run records to the process that feeds its trackers, and never waits for it. On all ranks but 0, and
+    in runs without trackers, it has no process and does nothing.
+    """
 
     def __init__(self, patience_s: float = 0.0) -> None:
         self.patience_s = patience_s
@@ -46,13 +48,15 @@ class Trackers:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anyone to hand things on to."""
+        """Whether there are trackers to send to."""
         return self._process is not None
 
     def begin(
         self, folder: Path, trackers: Mapping[str, Mapping[str, Any]], hyperparameters: Mapping[str, Any], step: int
     ) -> None:
-        """Start the process and let it begin; wait for nothing."""
+        """Start the process that feeds `trackers` (name -> settings) and send it the run's first message; wait for
+        nothing. `step`: the one that the run resumes after.
+        """
         if not trackers:
             return
         metrics = folder / "metrics.jsonl"
@@ -88,7 +92,7 @@ class Trackers:
         )
 
     def wait_begun(self) -> None:
-        """Wait a while until each has begun, or has failed; say which has not."""
+        """Wait up to `patience_s` until every tracker has begun or failed; warn of those that have not answered."""
         until = time.monotonic() + self.patience_s
         while self._silent and self._process is not None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
@@ -100,34 +104,34 @@ class Trackers:
             )
 
     def row(self, row: Mapping[str, object]) -> None:
-        """Hand on a row of metrics.jsonl."""
+        """Send a row of metrics.jsonl."""
         self._send("row", row=row)
 
     def back_to(self, step: int) -> None:
-        """Drop the rows after a step: the run has gone back to it."""
+        """Let trackers drop the rows after `step`: the run was rewound to it."""
         self._send("back", step=step)
 
     def answers(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand on some of what the model answered."""
+        """Send at most MOST_ANSWERS of the model's answers (rows of a file of answers); `name`: ANSWERS or SAMPLES."""
         names = {"prompt": "prompt", "output": "answer", "answer": "answer", "reference": "reference"}
-        some = rows[:: max(1, -(-len(rows) // MOST_ANSWERS))]
-        answers = [{names[name]: str(value) for name, value in row.items() if name in names} for row in some]
+        every = max(1, -(-len(rows) // MOST_ANSWERS))
+        answers = [{names[name]: str(value) for name, value in row.items() if name in names} for row in rows[::every]]
         if answers:
             self._send("answers", step=step, name=name, answers=answers)
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand on figures of the whole run."""
+        """Send figures of the whole run."""
         self._send("summary", step=step, values=values)
 
     def end(self, status: str) -> None:
-        """Let the trackers end. Only a run that has finished waits for that, no longer than `patience_s`."""
+        """End the trackers with FINISHED, STOPPED or FAILED. Only a finished run waits for that, up to `patience_s`."""
         process, is_finished = self._process, status == FINISHED
         if process is None:
             return
         self._is_ending = True
         patience_s = min(self.patience_s, KILLED_PATIENCE_S) if status == FAILED else self.patience_s
         self._send("end", status=status, patience_s=patience_s)
-        until = time.monotonic() + patience_s + 2
+        until = time.monotonic() + patience_s + 2  # the process itself stops after `patience_s`
         while is_finished and process.poll() is None and self._process is not None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
         if is_finished and process.poll() is None:
@@ -138,6 +142,7 @@ class Trackers:
         self._leave()
 
     def _send(self, kind: str, **values: Any) -> None:
+        """Queue a message without secrets and send what the process takes; warn once if it takes nothing any more."""
         if self._process is None:
             return
         line = json.dumps(secrets.hide_all({"kind": kind, **values})).encode() + b"\n"
@@ -149,7 +154,7 @@ class Trackers:
         self._exchange(wait_s=0.0)
 
     def _exchange(self, wait_s: float) -> None:
-        """Write what can be written and say what there is to say."""
+        """Write what the process takes of the waiting messages, and print its warnings; wait up to `wait_s` for one."""
         process = self._process
         if process is None:
             return
@@ -171,7 +176,7 @@ class Trackers:
         with suppress(BlockingIOError):
             while chunk := os.read(process.stdout.fileno(), 1 << 16):
                 self._heard += chunk
-            if not self._is_ending:  # the end of its file
+            if not self._is_ending:  # an empty read: the process has closed its output
                 self._lose(tr("the process has ended, see logs/trackers.log"))
         *lines, rest = self._heard.split(b"\n")
         self._heard = bytearray(rest)
@@ -182,6 +187,7 @@ class Trackers:
                 warn(answer["warning"])
 
     def _leave(self) -> None:
+        """Close the pipes to the process and forget it."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
@@ -189,6 +195,7 @@ class Trackers:
         self._process = None
 
     def _lose(self, reason: str) -> None:
+        """Give up the process and warn why."""
         self._leave()
         warn("trackers: {reason}. Training continues; metrics.jsonl has everything.", reason=reason)
 
@@ -198,15 +205,16 @@ MOST_WAITING = 10_000
 PAUSES_S = (1.0, 10.0, 60.0, 300.0, 600.0)
 """Between the attempts at one message; then it is dropped. When the session ends there is one more attempt at each."""
 BEGIN_AGAIN_S = 60.0
+"""Between the attempts to begin a run at a tracker."""
 LOOK_EVERY_S = 0.2
-"""Whether the session has ended, when there is nothing else to do."""
+"""Between two checks whether the session has ended, while no message comes."""
 RECORD_EVERY_S = 1.0
-"""Between two times that the record is written: for each row it would take longer than the row."""
+"""Between two writes of the record, which take longer than delivering a row."""
 SLOW_S = 60.0
 
 
 _IMPORTING = threading.Lock()
-"""Large libraries that import one another from several threads may see half of one."""
+"""Several threads that import large libraries at once may see half-imported modules."""
 
 
 class BackendQueue:
@@ -232,19 +240,21 @@ class BackendQueue:
         self.thread.start()
 
     def put(self, kind: str, message: dict[str, Any]) -> None:
-        """Take a message: a `row`, `answers`, a `summary`, or the step that the run has gone `back` to."""
+        """Queue a message of kind `row`, `answers`, `summary` or `back` (rewound to a step); drop it if the queue is
+        full.
+        """
         try:
             self.messages.put_nowait((kind, message))
         except queue.Full:
             self.dropped += 1
 
     def close(self, status: str) -> None:
-        """Say how the session ended; messages that wait are still delivered."""
+        """Tell the thread how the session ended; messages that wait are still delivered."""
         self._status = status
         self.ending.set()
 
     def wait(self, until: float) -> None:
-        """Wait for the end, not beyond a time of time.monotonic(), and warn of what is missing."""
+        """Wait for the thread until a time of time.monotonic(), and warn if messages are missing."""
         self.thread.join(max(0.0, until - time.monotonic()))
         self.record.write()
         missing = self.dropped + (0 if self.is_done else self._replaying + self.messages.unfinished_tasks)
@@ -267,9 +277,9 @@ class BackendQueue:
         rows = self._missing(self.rows)  # what an earlier session did not deliver any more
         self._replaying = len(rows)
         for first in range(0, len(rows), self.backend.most_rows):
-            some = rows[first : first + self.backend.most_rows]
-            self._deliver_rows(some)
-            self._replaying -= len(some)
+            batch = rows[first : first + self.backend.most_rows]
+            self._deliver_rows(batch)
+            self._replaying -= len(batch)
         while True:
             try:
                 kind, message = self.messages.get(timeout=LOOK_EVERY_S)
@@ -283,6 +293,7 @@ class BackendQueue:
         self.is_done = self._deliver_with_retries(lambda: self.backend.end(self._status))
 
     def _begin(self) -> None:
+        """Create the tracker and begin the run there; note which steps it already has."""
         with _IMPORTING:
             backend = BACKENDS[self.name]()
         backend.begin(self.run)
@@ -294,7 +305,9 @@ class BackendQueue:
         self.reply({"begun": self.name})
 
     def _missing(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
-        """Return the rows that the tracker does not have from an earlier attempt at their steps, with TRAIN or EVAL."""
+        """Return, as (TRAIN or EVAL, row), those of `rows` whose steps the tracker does not have from an earlier
+        session.
+        """
         last = dict(self.record.steps)
         rows_of_parts: list[tuple[str, Row]] = []
         for row in map(metric_values, rows):
@@ -305,6 +318,7 @@ class BackendQueue:
         return rows_of_parts
 
     def _deliver(self, kind: str, message: dict[str, Any]) -> None:
+        """Deliver one message to the tracker, unless it has it from an earlier session."""
         step = int(message.get("step", 0))
         if kind == "row":
             self._deliver_rows(self._missing([message["row"]]))
@@ -319,6 +333,7 @@ class BackendQueue:
             self._deliver_with_retries(lambda: self.backend.summary(step, message["values"]))
 
     def _deliver_rows(self, rows: Sequence[tuple[str, Row]]) -> None:
+        """Deliver rows, each with TRAIN or EVAL, in one call."""
         if rows:
             steps = {part: step for part, (step, _) in rows}
             self._deliver_with_retries(lambda: self.backend.write([row for _, row in rows]), steps, len(rows))
@@ -326,7 +341,9 @@ class BackendQueue:
     def _deliver_with_retries(
         self, deliver: Callable[[], object], steps: Mapping[str, int] | None = None, count: int = 1
     ) -> bool:
-        """Deliver and record the last steps; drop and count the messages if retries (one at the end) fail."""
+        """Call `deliver` until it succeeds, then record `steps` (TRAIN, EVAL, … -> last step) as delivered; return
+        whether it did. After the last retry drop its `count` messages.
+        """
         for pause_s in (*PAUSES_S, 0.0):
             is_last = self.ending.is_set()
             if self._attempt(deliver):
@@ -341,7 +358,9 @@ class BackendQueue:
         return False
 
     def _attempt(self, call: Callable[[], object]) -> bool:
-        """Return whether a call succeeds. Warn if it fails or takes long."""
+        """Return whether a call to the tracker succeeds; warn once if it fails, and once if it takes longer than
+        SLOW_S.
+        """
         slow = tr(
             "{tracker} has not answered for {seconds} s. Training does not wait for it.",
             tracker=self.name,
@@ -368,13 +387,14 @@ class BackendQueue:
         return True
 
     def _warn_once(self, what: str, sentence: str) -> None:
+        """Report a warning to the user, once of each kind `what`."""
         if what not in self._warned:
             self._warned.add(what)
             self.reply({"warning": sentence, "failed": self.name})
 
 
 class _Record:
-    """RUN/trackers/NAME.json: the run's id there, and the last steps that it was handed."""
+    """RUN/trackers/NAME.json: the run's id at a tracker, and the last steps of each part that were delivered to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -389,11 +409,11 @@ class _Record:
             self.steps = {part: int(values[part]) for part in self.steps}
 
     def back_to(self, step: int) -> None:
-        """Note that the steps after this one are handed on again."""
+        """Note that the steps after this one will be delivered again."""
         self.steps = {part: min(last, step) for part, last in self.steps.items()}
 
     def write(self, every_s: float = 0.0) -> None:
-        """Write what is new in it if that was so long ago, whichever thread asks; a full disk is no reason to stop."""
+        """Write the record if it has changed and the last write was `every_s` seconds ago; a full disk is ignored."""
         if time.monotonic() - self._written_at < every_s:
             return
         with self._lock, suppress(OSError):
@@ -407,17 +427,17 @@ class _Record:
 
 
 KILLED_PATIENCE_S = 5.0
-"""Time to end in when rank 0 is gone without a word: its run may be started again at once."""
+"""Seconds that trackers get to end if rank 0 was killed: its run may be restarted at once."""
 
 
 class _Hiding:
-    """A stream that leaves out secrets."""
+    """A text stream that masks secrets."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text without them."""
+        """Write a text with its secrets masked."""
         return self._stream.write(secrets.hide(text))
 
     def __getattr__(self, name: str) -> Any:
@@ -425,9 +445,9 @@ class _Hiding:
 
 
 def main() -> None:
-    """Serve one session, to its end."""
+    """Feed the trackers of one session of a run: the process that `Trackers.begin` starts."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the end of stdin is the word that counts
+        signal.signal(number, signal.SIG_IGN)  # the end of stdin is what ends this process
     os.nice(5)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else is printed, by libraries and their processes, goes where stderr goes
@@ -440,6 +460,7 @@ def main() -> None:
 
 
 def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
+    """Read messages from stdin and hand them to a queue per tracker, until the session ends; return the queues."""
     lock = threading.Lock()
 
     def reply(message: Mapping[str, Any]) -> None:
@@ -460,9 +481,9 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             rows: list[dict[str, Any]] = []
             with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
                 rows = [json.loads(line) for line in file.read(message["metrics_bytes"]).splitlines()]
-            same = {name: message[name] for name in ("hyperparameters", "texts", "step")}
+            of_run = {name: message[name] for name in ("hyperparameters", "texts", "step")}
             for name, settings in message["trackers"].items():
-                run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **same)
+                run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **of_run)
                 queues.append(BackendQueue(name, run, rows, reply))
         elif kind == "end":
             status, patience_s = message["status"], message["patience_s"]
