@@ -46,7 +46,7 @@ from toolkit.plan import layouts, search, speed, summary
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.report import figures, page
-from toolkit.report.run import answered, distinct_names, is_run, is_worked_on, no_answer, read_run
+from toolkit.report.run import distinct_names, is_run, is_worked_on, no_answer, read_run, read_within
 from toolkit.secrets import hide
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -149,7 +149,7 @@ class Board:
         if path in self._waiting:
             raise no_answer(path, _ROW_S)
         self._waiting.add(path)
-        return answered(read, path, _ROW_S)
+        return read_within(_ROW_S, read, path)
 
     def _row(self, path: Path) -> tuple[list[float], list[str], str]:
         """Return when a run's files changed, its row of figures and its state, cached until its files change."""

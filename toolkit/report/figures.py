@@ -1,4 +1,4 @@
-"""Which charts a report has, and what draws them as Altair definitions, for the page and PNG files alike."""
+"""The charts of a report (`FIGURES`), drawn as Altair definitions, for the page and PNG files alike."""
 
 import json
 import math
@@ -22,11 +22,12 @@ PALETTE = (
     *(BLUE, ORANGE, GREEN, PURPLE, CYAN, PINK, RED, GREY),
     *("#65a30d", "#c026d3", "#a16207", "#4f46e5", "#0d9488", "#ea580c", "#0284c7", "#be123c"),
 )
-"""Each stands out from white and from black."""
+"""Colors of series, legible on white and on black."""
 HEIGHT = 240
 _SPREAD = 30
-"""Times that the highest value is the median from which on an axis is logarithmic."""
+"""Ratio of the highest value to the median from which on an axis is logarithmic."""
 _DIGITS = 5
+"""Significant digits of the values in the page."""
 _LONG_NAME, _LABEL_PIXELS = 14, 260
 
 Record = dict[str, Any]
@@ -62,11 +63,11 @@ class Series:
     colors: dict[str, str]
     dashed: Sequence[str] = ()
     faint: Sequence[str] = ()
-    """Those that lie behind others: thin, pale, not pointed at."""
+    """Names drawn behind others: thin, pale, without tooltips."""
     dotted: Sequence[str] = ()
-    """Those of few values, each shown with a point."""
+    """Names of few values, each shown with a point."""
     unlisted: Sequence[str] = ()
-    """Those that the legend leaves out, as what is written below the chart explains them."""
+    """Names that the legend omits, as the note below the chart explains them."""
 
 
 class Key(NamedTuple):
@@ -79,10 +80,10 @@ class Key(NamedTuple):
 
 
 class Caption(NamedTuple):
-    """What a chart is called, and what the page writes beside it."""
+    """A chart's name and title, and the note that the page writes below it."""
 
     name: str
-    """Of its file, without ending."""
+    """Of its file, without suffix."""
     title: str
     note: str = ""
     is_wide: bool = False
@@ -90,20 +91,20 @@ class Caption(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """A chart with what is said about it."""
+    """A chart with its caption and legend."""
 
     name: str
-    """Of its file, without ending."""
+    """Of its file, without suffix."""
     title: str
     definition: Any
     keys: Sequence[Key] = ()
-    """Its legend, which the page writes itself: words in HTML wrap where there is little room."""
+    """Its legend, which the page writes as HTML, as text wraps there and in Vega-Lite does not."""
     note: str = ""
     is_wide: bool = False
 
 
 def rounded(value: float) -> float:
-    """Return a value with as many digits as can be seen."""
+    """Return a value rounded to _DIGITS significant digits, which keeps pages small."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -119,13 +120,13 @@ def lines(
         caption: Name, title and note of the drawing.
         events: What happened at a step, drawn as upright lines.
     """
-    there = {record["s"] for record in records}
-    names = [name for name in looks.colors if name in there]
+    drawn = {record["s"] for record in records}
+    names = [name for name in looks.colors if name in drawn]
     base = alt.Chart(alt.InlineData(values=list(records)))
     listed = [name for name in names if name not in (*looks.faint, *looks.unlisted)]
     color = _colored("s:N", {name: looks.colors[name] for name in names}, _legend(listed))
-    shown = [record["y"] for record in records]
-    is_steep = bool(shown) and min(shown) > 0 and max(shown) > _SPREAD * statistics.median(shown)
+    values = [record["y"] for record in records]
+    is_steep = bool(values) and min(values) > 0 and max(values) > _SPREAD * statistics.median(values)
     is_log = is_steep and not axes.from_zero
     fitted = alt.Scale(type="log") if is_log else alt.Scale(zero=axes.from_zero, nice=True)
     x = _steps(axes.x)
@@ -142,7 +143,7 @@ def lines(
             dash = [5, 4] if name in looks.dashed else [1, 0]
             dots = {"size": 36, "filled": True} if name in looks.dotted else False
             layers.append(line.mark_line(strokeWidth=2, strokeDash=dash, point=dots))
-    layers.append(_pointed_at(base, names, looks, axes, x, y, color))
+    layers.append(_hover_points(base, names, looks, axes, x, y, color))
     chart = alt.layer(*layers)
     keys = []
     if len(listed) > 1:
@@ -161,32 +162,34 @@ def _drawing(definition: Any, caption: Caption, keys: Sequence[Key] = ()) -> Dra
 
 
 def _steps(title: str) -> alt.X:
+    """Return an x axis of optimizer steps."""
     return alt.X("x:Q", title=title, axis=alt.Axis(format="~s", tickMinStep=1), scale=alt.Scale(nice=False))
 
 
 def _colored(field: str, colors: dict[str, str], legend: alt.Legend | None) -> alt.Color:
+    """Return a color encoding that gives each value of a field of the records its color."""
     return alt.Color(field, scale=alt.Scale(domain=list(colors), range=list(colors.values())), legend=legend)
 
 
 def _legend(names: Sequence[str]) -> alt.Legend | None:
-    """Return a legend of names; of one alone there is none."""
+    """Return a legend of names, None for a single one."""
     if len(names) < 2:
         return None
     columns = 2 if max(map(len, names)) > _LONG_NAME else 4
     return alt.Legend(title=None, orient="top", columns=columns, labelLimit=_LABEL_PIXELS, values=list(names))
 
 
-def _pointed_at(
+def _hover_points(
     base: Any, names: Sequence[str], looks: Series, axes: Axes, x: alt.X, y: alt.Y, color: alt.Color
 ) -> Any:
-    """Return points that show, the nearest one, what they are when they are pointed at."""
+    """Return a layer of invisible points, of which the one nearest to the pointer shows itself and its tooltip."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False, encodings=["x", "y"])
     # The pointer is over the cell around a point, whose datum is the point; Vega-Lite 6.4 looks for texts in the cell.
     point = "(datum.datum || datum)"
-    told = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, '.5~g')"}
+    fields = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, '.5~g')"}
     if len(names) > 1 and axes.series:
-        told = {axes.series: f"{point}.s", **told}
-    tooltip = ", ".join(f"{json.dumps(title)}: {value}" for title, value in told.items())
+        fields = {axes.series: f"{point}.s", **fields}
+    tooltip = ", ".join(f"{json.dumps(title)}: {value}" for title, value in fields.items())
     opacity = alt.condition(nearest, alt.value(1), alt.value(0))
     visible = [name for name in names if name not in looks.faint] or list(names)
     return (
@@ -198,7 +201,7 @@ def _pointed_at(
 
 
 def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: alt.X, title: str) -> Any:
-    """Return a chart with upright lines for what happened, and a second legend for their kinds."""
+    """Return a chart with a vertical line for each event, and a second legend of their kinds (kind -> color)."""
     values = [{"x": event.step, "kind": event.kind, "text": event.text} for event in events]
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolDash=[3, 3], labelLimit=_LABEL_PIXELS)
     rules = (
@@ -214,7 +217,7 @@ def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: 
 
 
 def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], caption: Caption) -> Drawing:
-    """Return a chart of parts over steps that add up; `colors` of the parts, the lowest first."""
+    """Return a stacked area chart of parts over steps; `colors` by part, the lowest first."""
     order = {name: index for index, name in enumerate(colors)}
     values = [{**record, "o": order[record["s"]]} for record in records]
     definition = (
@@ -236,7 +239,7 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], capti
 
 
 def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption) -> Drawing:
-    """Return a chart with a bar for each name, which is a record's x; its s tells bars of one name apart."""
+    """Return a bar chart: a bar for each record's x; several with the same x are told apart by s, its series."""
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
     definition = (
@@ -265,7 +268,7 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption)
 
 
 def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, caption: Caption) -> Drawing:
-    """Return a chart of how often values are met: the low and the high end of each bin, how often, and its text."""
+    """Return a histogram of `bins`: (low end, high end, count, text of the tooltip)."""
     values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
         alt.Chart(alt.InlineData(values=values))
@@ -281,8 +284,8 @@ def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: 
 
 
 def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str], caption: Caption) -> Drawing:
-    """Return a chart of a cell for each value of rows of numbers; `colors` of some values, the others between these.
-    The page gets a list for each row and no record for each cell, of which there are thousands.
+    """Return a heat map of `rows` (name -> values, a cell each); `colors`: of some values, between which others are
+    interpolated. The page gets a list for each row instead of a record for each cell, of which there are thousands.
     """
     y = alt.Y("row:N", title=axes.y, sort=list(rows), axis=alt.Axis(labelOverlap=True, domain=False))
     scale = alt.Scale(domain=list(colors), range=list(colors.values()), clamp=True, interpolate="rgb")
@@ -308,14 +311,14 @@ def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str],
 
 
 def config(ink: str, font: str) -> dict[str, Any]:
-    """Return Vega-Lite's configuration."""
-    quiet = {"gridColor": ink, "gridOpacity": 0.12, "domainColor": ink, "domainOpacity": 0.35, "tickOpacity": 0}
-    words = {"labelColor": ink, "titleColor": ink, "labelOpacity": 0.8, "titleOpacity": 0.65, "titleFontWeight": 500}
+    """Return Vega-Lite's configuration: colors (`ink`: of text and axes), fonts and sizes."""
+    lines = {"gridColor": ink, "gridOpacity": 0.12, "domainColor": ink, "domainOpacity": 0.35, "tickOpacity": 0}
+    texts = {"labelColor": ink, "titleColor": ink, "labelOpacity": 0.8, "titleOpacity": 0.65, "titleFontWeight": 500}
     return {
         "background": "transparent",
         "font": font,
         "view": {"stroke": None},
-        "axis": {**quiet, **words, "labelFontSize": 11, "titleFontSize": 11, "titlePadding": 8, "labelPadding": 6},
+        "axis": {**lines, **texts, "labelFontSize": 11, "titleFontSize": 11, "titlePadding": 8, "labelPadding": 6},
         "axisX": {"grid": False, "labelFlush": True, "labelOverlap": True, "tickCount": 8},
         "axisY": {"domain": False, "tickCount": 5},
         "legend": {"labelColor": ink, "labelFontSize": 12, "symbolStrokeWidth": 3, "symbolOpacity": 1, "offset": 6},
@@ -325,9 +328,10 @@ def config(ink: str, font: str) -> dict[str, Any]:
 
 GIB = 1024**3
 _SPAN = 20
-"""A smoothed curve weighs over about this part of its length, and is drawn from so many points on."""
+"""A smoothed curve averages over about one part in so many of its length, and needs so many points."""
 _LEAST_STEPS = 2
 _Draw = Callable[[Sequence[Run]], list[Drawing]]
+"""Returns the charts of a figure for one run, or of several in comparison; [] if they have no data for it."""
 
 
 def events_of(run: Run) -> list[Event]:
@@ -358,7 +362,7 @@ def events_of(run: Run) -> list[Event]:
 
 
 def is_own(run: Run) -> bool:
-    """Whether a run is of a program's own model, of which samples are counted and not tokens."""
+    """Whether a run trained a custom model (toolkit.custom.train), for which samples are counted, not tokens."""
     return "program" in run.data and "model" in run.data
 
 
@@ -393,6 +397,7 @@ def _smooth(points: Sequence[Record], series: str) -> list[Record]:
 
 
 def _validation(run: Run, figure: str, series: str) -> list[Record]:
+    """Return the points of a figure of the evaluations, such as "eval_loss"; `series`: their name in the legend."""
     return [
         {"x": int(row["step"]), "y": rounded(row[figure]), "s": series}
         for row in run.history.evaluations
@@ -412,10 +417,12 @@ def _ngram_losses(run: Run) -> list[Record]:
 
 
 def _colors(runs: Sequence[Run]) -> dict[str, str]:
+    """Return a color for each run, by name."""
     return {run.name: PALETTE[index % len(PALETTE)] for index, run in enumerate(runs)}
 
 
 def _loss(runs: Sequence[Run]) -> list[Drawing]:
+    """Return the chart of training and validation loss: of one run also raw values, n-gram baselines and events."""
     of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer"), "labels": tr("loss per sample")}
     y = tr("loss per sample") if is_own(runs[0]) else of_units.get(str(runs[0].data.get("unit")), tr("nats per token"))
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
@@ -451,7 +458,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Draw:
-    """Return what draws a metric over the steps, a line for each run."""
+    """Return a function that draws a metric of _WORDS over the steps, a line for each run; `look`: fields of Axes."""
 
     def draw_lines(runs: Sequence[Run]) -> list[Drawing]:
         is_one = len(runs) == 1
@@ -460,9 +467,10 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
             points = _points(run, metric, "" if is_one else run.name)
             smoothed = _smooth(points, points[0]["s"]) if smooth and points else []
             if smoothed and is_one:
-                raw, even = tr("as logged"), tr("smoothed")
-                records += [{**point, "s": raw} for point in points] + [{**point, "s": even} for point in smoothed]
-                looks = Series(colors={raw: BLUE, even: BLUE}, faint=[raw])
+                raw, smooth_name = tr("as logged"), tr("smoothed")
+                records += [{**point, "s": raw} for point in points]
+                records += [{**point, "s": smooth_name} for point in smoothed]
+                looks = Series(colors={raw: BLUE, smooth_name: BLUE}, faint=[raw])
             else:
                 records += smoothed or points
         if len({record["x"] for record in records}) < _LEAST_STEPS:
@@ -484,7 +492,7 @@ def _evaluated(run: Run, figure: str, evaluated: str, axes: Axes, name: str, tit
 
 
 def _divergences(run: Run) -> list[Drawing]:
-    """Return charts of how far a run is from its teacher or its reference, and of its loss on general samples."""
+    """Return charts of the divergence from the teacher or reference model, and of the loss on general samples."""
     axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("divergence"), from_zero=True)
     drawn = _evaluated(run, "distill/kl", "eval_kl", axes, "divergence", tr("Divergence from the teacher"))
     axes = replace(axes, y=tr("nats per answer"))
@@ -500,7 +508,7 @@ def _divergences(run: Run) -> list[Drawing]:
 
 
 def _rewards(run: Run) -> list[Drawing]:
-    """Return charts of the rewards of answers, and of the share that is in order."""
+    """Return charts of the rewards of chosen and rejected answers, and of the share of pairs in the right order."""
     shorts = {"chosen": GREEN, "rejected": RED, "margins": BLUE}
     records = [point for short in shorts for point in _points(run, f"rewards/{short}", short)]
     if not records:
@@ -513,7 +521,7 @@ def _rewards(run: Run) -> list[Drawing]:
 
 
 _MOST_EXPERTS = 1 << 16
-"""Of all layers: a file with more is no run's."""
+"""Experts of all layers together: a file with more was not written by a run."""
 
 
 def _experts(run: Run) -> list[Drawing]:
@@ -535,7 +543,7 @@ def _experts(run: Run) -> list[Drawing]:
 
 
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
-    """Return a chart of the answers' metrics, for several runs one of each metric."""
+    """Return a chart of the metrics of answers (such as eval_rouge_l), or to compare runs one for each metric."""
     left_out = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples"}
     left_out |= {"eval_general_loss", "eval_kl", "eval_pairs"}  # the first two are drawn as divergences
     metrics = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
@@ -564,9 +572,9 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _step_parts(run: Run) -> list[Drawing]:
-    """Return a chart of the parts of a step's time, each from the end of the part before to its own end.
-    The figures are times since the step began, at which its parts end. Each is a mean over several rows, so that an end
-    can be before the one of the part below, or after the step's: it is drawn at that one then.
+    """Return a stacked chart of the parts of a step's time.
+    The figures are the seconds from the step's begin to the end of each part, so a part is the difference of two. Each
+    is a mean over several rows: an end before that of the part below, or after the step's, is moved to it.
     """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
     names = (tr("waiting for data"), tr("forward, own work"), tr("waiting for the slowest rank"), tr("the rest"))
@@ -598,7 +606,7 @@ def _step_parts(run: Run) -> list[Drawing]:
 
 
 def _rank_times(run: Run) -> list[Drawing]:
-    """Return a chart of the time that the slowest, the median and the fastest rank need by themselves."""
+    """Return a chart of the seconds of own work per step of the slowest, the median and the fastest rank."""
     names = {"slowest_rank_s": tr("slowest"), "median_rank_s": tr("median"), "fastest_rank_s": tr("fastest")}
     curves = {name: _points(run, figure, name) for figure, name in names.items()}
     pairs = zip(curves[names["median_rank_s"]], curves[names["fastest_rank_s"]], strict=False)
@@ -630,7 +638,7 @@ def _slowest_shares(run: Run) -> list[Drawing]:
 
 
 def _memory(runs: Sequence[Run]) -> list[Drawing]:
-    """Return what was measured beside what was planned: over the steps, for several runs as bars."""
+    """Return a chart of a rank's measured and planned memory: over the steps, or to compare runs as bars."""
     measured, planned = tr("measured"), tr("planned")
     looks = Series(colors={measured: BLUE, planned: GREY}, dashed=[planned])
     records: list[Record] = []
@@ -655,7 +663,7 @@ def _memory(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _padding(run: Run) -> list[Drawing]:
-    """Return a histogram of the share of padding, in bins of 5 %."""
+    """Return a histogram of the share of padding in the rows of metrics.jsonl, in bins of 5 %."""
     counts = run.history.padding
     if not counts:
         return []
@@ -668,6 +676,7 @@ def _padding(run: Run) -> list[Drawing]:
 
 
 def _lengths(run: Run) -> list[Drawing]:
+    """Return a histogram of the lengths of training samples, of data.json; [] if that has none, or is malformed."""
     splits = run.data.get("splits")
     train = splits.get("train") if isinstance(splits, dict) else None
     edges, counts = (train.get("edges"), train.get("counts")) if isinstance(train, dict) else (None, None)
@@ -682,7 +691,7 @@ def _lengths(run: Run) -> list[Drawing]:
 
 
 def _of_single_run(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:
-    """Draw where there is one run only."""
+    """Return a figure for reports of one run, which draws nothing when several are compared."""
     return lambda runs: draw_run(runs[0]) if len(runs) == 1 else []
 
 
@@ -723,10 +732,12 @@ _WORDS: dict[str, Callable[[], Sequence[str]]] = {
 
 
 def _throughput(runs: Sequence[Run]) -> list[Drawing]:
+    """Return the chart of tokens per second, of custom models samples per second."""
     return _lines("tokens", "samples_per_s" if is_own(runs[0]) else "tokens_per_s", **_RATE)(runs)
 
 
 def _step_time(runs: Sequence[Run]) -> list[Drawing]:
+    """Return the chart that compares runs' seconds per step; of one run `_step_parts` shows more."""
     return _lines("step-time", "step_s", from_zero=True, smooth=True)(runs) if len(runs) > 1 else []
 
 
@@ -756,12 +767,12 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("data", ["padding-histogram"], _of_single_run(_padding)),
     ("data", ["lengths"], _of_single_run(_lengths)),
 )
-"""Section of the page, names of the charts (and of their pictures), what draws them of the runs."""
+"""Section of the page, names of the charts (and of their PNG files), and the function that draws them."""
 NAMES = frozenset(name for _, names, _ in FIGURES for name in names)
 
 
 def draw(runs: Sequence[Run]) -> dict[str, list[Drawing]]:
-    """Return the charts by section."""
+    """Return section of the page -> charts, of the runs' data; without sections that have none."""
     sections: dict[str, list[Drawing]] = {}
     for section, _, figure in FIGURES:
         sections.setdefault(section, []).extend(figure(runs))

@@ -1,5 +1,5 @@
-"""Make a report: what it says in words and numbers, as one HTML file that needs nothing else, and PNG files, drawn with
-the fonts of this machine alone.
+"""Reports: one self-contained HTML file of tables, tiles and charts, and PNG files of the charts, drawn with this
+machine's fonts.
 """
 
 import base64
@@ -35,14 +35,14 @@ from toolkit.report.run import (
     RUNNING,
     Run,
     Sample,
-    answered,
     distinct_names,
     expand_sweeps,
     read_run,
+    read_within,
 )
 
 _READING_S = 600.0
-"""How long a run may take to be read, of `toolkit report`."""
+"""Seconds that `toolkit report` waits for a run directory to be read."""
 _MOST_ROWS = 60
 _GOOD, _BAD = "good", "bad"
 NONE = "—"
@@ -68,7 +68,7 @@ class Table(NamedTuple):
 
 
 def status(run: Run) -> tuple[str, str]:
-    """Return a run's state, as a name for the page's colours and as words."""
+    """Return a run's state: DONE, FAILED, RUNNING or UNFINISHED, which colors the page, and the words for it."""
     words = {DONE: tr("finished"), FAILED: tr("failed"), RUNNING: tr("running")}
     return run.status, words.get(run.status, tr("stopped, unfinished"))
 
@@ -90,7 +90,7 @@ def speed(run: Run) -> float | None:
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
-    """Return a rank's highest memory and what was planned, bytes; of a GPU, without one of the process."""
+    """Return the highest memory of a rank and the planned one, in bytes: of its GPU, without GPUs of its process."""
     training = run.history.training
     most = training.most("device_memory_peak_bytes")
     return training.most("host_memory_peak_bytes") if most is None else most, training.most("planned_memory_bytes")
@@ -174,11 +174,12 @@ def overview(runs: Sequence[Run]) -> Table:
 
 
 def _paced(run: Run, count: str) -> str:
+    """Return a count of what a run's speed is measured in: samples of custom models, else tokens."""
     return tr("{count} samples", count=count) if is_own(run) else tr("{count} tokens", count=count)
 
 
 def events(run: Run) -> Table | None:
-    """Return what happened in a run, in the order of its steps."""
+    """Return a run's restarts, rewinds, skipped and bad steps as a table in the order of steps; None without any."""
     run_events = events_of(run)
     if not run_events:
         return None
@@ -189,7 +190,7 @@ def events(run: Run) -> Table | None:
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
-    """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
+    """Return the settings in which a run differs from its recipe and the defaults, or several runs from each other."""
     if len(runs) > 1:
         rows = [[change.key, *change.values] for change in differences_between(runs)]
         return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
@@ -210,15 +211,15 @@ def settings(runs: Sequence[Run]) -> Table | None:
 
 
 def plan(run: Run) -> Table | None:
-    """Return the memory of a rank that was planned for each phase of a run."""
+    """Return the planned memory of a rank in each phase of a step, from plan.json; None without it."""
     phases, words = run.plan.get("device_bytes"), messages.read_table("plan/kinds.yaml")
     rows = []
     for phase, parts in phases.items() if isinstance(phases, dict) else ():
         if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
-            told = messages.listed(
+            by_kind = messages.listed(
                 *(f"{messages.translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items())
             )
-            rows.append([messages.translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", told])
+            rows.append([messages.translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", by_kind])
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
     note = ""
     if isinstance(step_s, float) and isinstance(pace, float):
@@ -228,7 +229,7 @@ def plan(run: Run) -> Table | None:
 
 
 def collectives(run: Run) -> Table | None:
-    """Return what DeepSpeed's log of collectives counted, the longest first; None without it."""
+    """Return calls, bytes and seconds of each collective operation (profile.comms), the longest first; None without."""
     timed_rows = []
     for operation in run.collectives:
         calls, size, seconds = (operation.get(name) for name in ("calls", "bytes", "seconds"))
@@ -244,7 +245,7 @@ def collectives(run: Run) -> Table | None:
 
 
 def data_card(run: Run) -> list[Table]:
-    """Return what a run learns from."""
+    """Return tables of the data's splits and sources, from data.json."""
     splits, sources, dropped, duplicates = (
         run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
     )
@@ -280,11 +281,12 @@ def data_card(run: Run) -> list[Table]:
 
 
 def _count(value: object) -> str:
+    """Return a number with thousands separators, a dash if it is none."""
     return f"{value:,}" if isinstance(value, (int, float)) else NONE
 
 
 def environment(runs: Sequence[Run]) -> Table | None:
-    """Return versions and nodes, a column for each run."""
+    """Return a table of versions, nodes and hardware, a column for each run; what differs is marked."""
     columns = [_environment(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, NONE) for column in columns)] for name in names]
@@ -294,7 +296,7 @@ def environment(runs: Sequence[Run]) -> Table | None:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """Return what environment.json says of a run, by names that a reader sees."""
+    """Return what environment.json says of a run: name shown in the table -> value."""
     recorded = run.environment
     hosts, packages = recorded.get("hosts"), recorded.get("packages")
     names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []
@@ -312,7 +314,7 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return how a run was started, each time, and how to do it again: what it is, and the command."""
+    """Return (label, command) of each start of a run, and of how to run the same settings again."""
     labelled_commands: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
@@ -344,7 +346,7 @@ def example_data(run: Run) -> str:
 
 
 def head(run: Run) -> list[str]:
-    """Return what a run is, in a few words."""
+    """Return the page's subtitle as parts: recipe, model, method, ZeRO stage, precision, ranks."""
     model, tuning, zero = run.section("model"), run.section("tuning"), run.section("zero")
     ranks: Any = run.environment.get("world_size")
     parts = [
@@ -358,60 +360,61 @@ def head(run: Run) -> list[str]:
     return [messages.printable(part) for part in parts if part]
 
 
-_OWN = ("run.name", "run.dir", "recipe", "resume")
-"""What differs between any two runs and says nothing of them."""
-_SOURCE = dict(dotted_keys.leaves(to_plain(schema.SourceConfig())))
+_IDENTIFYING = ("run.name", "run.dir", "recipe", "resume")
+"""Settings that differ between any two runs and are not compared."""
+_SOURCE_DEFAULTS = dict(dotted_keys.leaves(to_plain(schema.SourceConfig())))
 
 
 class Changed(NamedTuple):
-    """A setting."""
+    """A setting that differs."""
 
     key: str
     values: Sequence[str]
-    """Of the run, its recipe and the defaults; or of each run."""
+    """Its values in the run, its recipe and the defaults; or in each run."""
     is_new: bool
     """Whether the run's value is not its recipe's either."""
 
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
-    """Return the settings in which a run differs from the defaults or its recipe, first those in which it differs from
-    the recipe; and whether the recipe is installed here: if not, the defaults stand for it.
+    """Return the settings in which a run differs from the defaults or its recipe, first those that differ from the
+    recipe; and whether the recipe is installed here: if not, it is taken to be the defaults.
     """
-    ours, defaults = _settings(run.config), _settings(to_dict(schema.RunConfig()))
+    run_values, defaults = _settings(run.config), _settings(to_dict(schema.RunConfig()))
     name, recipe = str(run.config.get("recipe", "")), None
     if name in files.known_recipes():
         with suppress(messages.ConfigError):
             recipe = _settings(to_dict(load([f"recipe={name}"]).cfg))
     changes = []
-    for key in ours | (recipe or {}):
-        value, default = ours.get(key), defaults.get(key)
-        of_recipe = recipe.get(key) if recipe is not None else default
-        is_new = not secrets.are_same(value, of_recipe)
-        if key not in _OWN and (is_new or not secrets.are_same(value, default)):
-            changes.append(Changed(key, [_setting_text(setting) for setting in (value, of_recipe, default)], is_new))
+    for key in run_values | (recipe or {}):
+        value, default = run_values.get(key), defaults.get(key)
+        recipe_value = recipe.get(key) if recipe is not None else default
+        is_new = not secrets.are_same(value, recipe_value)
+        if key not in _IDENTIFYING and (is_new or not secrets.are_same(value, default)):
+            changes.append(Changed(key, [_setting_text(setting) for setting in (value, recipe_value, default)], is_new))
     return sorted(changes, key=lambda change: not change.is_new), recipe is not None
 
 
 def differences_between(runs: Sequence[Run]) -> list[Changed]:
-    """Return the settings in which runs differ."""
+    """Return the settings in which runs differ, with each run's value."""
     settings = [_settings(run.config) for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
     return [
         Changed(key, [_setting_text(run_settings.get(key)) for run_settings in settings], True)
         for key in keys
-        if key not in _OWN
+        if key not in _IDENTIFYING
         and any(not secrets.are_same(run_settings.get(key), settings[0].get(key)) for run_settings in settings[1:])
     ]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every value by its key; of the sections in a list only what is not a data source's default."""
+    """Return dotted key -> value; of the sections in a list (data sources) only values that are not defaults."""
     values: dict[str, Any] = {}
     for key, value in dotted_keys.leaves(config):
         sections = value if isinstance(value, list) and all(isinstance(section, dict) for section in value) else []
         for number, section in enumerate(sections):
-            items = {name: it for name, it in dotted_keys.leaves(section) if it not in (_SOURCE.get(name), None)}
-            values |= {f"{key}[{number}].{name}": it for name, it in items.items()}
+            for name, setting in dotted_keys.leaves(section):
+                if setting not in (_SOURCE_DEFAULTS.get(name), None):
+                    values[f"{key}[{number}].{name}"] = setting
         if not sections:
             values[key] = value
     return values
@@ -445,7 +448,7 @@ def has_chinese(folders: Iterable[str] = _FOLDERS) -> bool:
 
 _MOST_QUESTIONS = 20
 GENERATOR = "deepspeed-finetuning-toolkit report"
-"""What a page of ours says in its head: such a one may be replaced."""
+"""Marks a report in its HTML head: such a file may be overwritten."""
 _PAGE_FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _INK = "#16202e"
 _PNG_WIDTH, _PNG_HEIGHT, _PNG_SCALE = 860, 320, 2.0
@@ -464,11 +467,11 @@ class Section:
     commands: Sequence[tuple[str, str]] = ()
     note: str = ""
     empty: str = ""
-    """What is said where there is nothing yet."""
+    """What is shown if the section has no content."""
 
 
 def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
-    """Return the page of runs."""
+    """Return the HTML page of one run, or of several in comparison; `images`: name of the directory of PNG files."""
     single_run = runs[0] if len(runs) == 1 else None
     return write_page(
         title=single_run.name if single_run else tr("{count} runs compared", count=len(runs)),
@@ -543,26 +546,26 @@ def write_page(
 
 
 def _shown(value: Any) -> Any:
-    """Return what is put into the page: texts without secrets, and without what turns the direction of writing."""
+    """Return a value as the template inserts it: texts without secrets and control characters."""
     return messages.printable(secrets.hide(value)) if type(value) is str else value
 
 
 def _spec(drawing: Drawing) -> dict[str, Any]:
-    """Return a chart for Vega-Lite, without a look of its own."""
+    """Return a chart's Vega-Lite specification, without Altair's default configuration."""
     spec: dict[str, Any] = drawing.definition.to_dict()
     spec.pop("config", None)
     return spec
 
 
 def _without_legends(part: Any) -> Any:
-    """Return a chart, or a part of it, without its legends: the page writes them itself."""
+    """Return a Vega-Lite specification, or a part of it, without legends: the page writes them as HTML."""
     if isinstance(part, dict):
         return {name: None if name == "legend" else _without_legends(inner) for name, inner in part.items()}
     return [_without_legends(inner) for inner in part] if isinstance(part, list) else part
 
 
 def png(drawing: Drawing) -> bytes:
-    """Return a chart as a picture on white."""
+    """Return a chart as a PNG file on white."""
     import vl_convert  # 84 MB, of which a page needs none
 
     spec = {
@@ -577,11 +580,12 @@ def png(drawing: Drawing) -> bytes:
 
 
 def _file(name: str) -> str:
+    """Return the text of a packaged file of the page."""
     return (resources.files("toolkit.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
-    """Return the sections of the page; for several runs those that compare them."""
+    """Return the sections of the page, of one run or comparing several."""
     single_run = runs[0] if len(runs) == 1 else None
     changed = settings(runs)
 
@@ -605,10 +609,10 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
 
 
 def _answers(runs: Sequence[Run]) -> Section:
-    """Return what models said: of one run over time, of several what each said last."""
+    """Return the section of answers to samples: of one run over its evaluations, of several each one's last."""
     note = ""
     if len(runs) > 1:
-        # The question alone tells samples apart, as data may be copied.
+        # Samples are matched by question and reference, not by place: data may have been copied.
         asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
         for run in runs:
             for sample in run.answers.samples:
@@ -636,13 +640,13 @@ def _answers(runs: Sequence[Run]) -> Section:
 
 
 def _sample(where: str, prompt: str, answers: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
-    """Return a sample as the page shows it, with the reference answer last."""
+    """Return a sample as the template shows it, with the reference answer of `of`, if any, last."""
     reference = [_answer(tr("reference"), of.reference, is_reference=True)] if of and of.reference else []
     return {"where": where, "prompt": prompt, "answers": [*answers, *reference]}
 
 
 def _answers_after(sample: Sample, steps: Sequence[int], prefix: str = "") -> list[dict[str, Any]]:
-    """Return a sample's answers after those of some steps that have one, labelled `prefix` and step."""
+    """Return the sample's answers after those of `steps` that it has an answer for, labelled with prefix and step."""
     return [
         _answer(prefix + tr("step {step}", step=f"{step:,}"), sample.answers[step], sample.scores.get(step))
         for step in steps
@@ -653,11 +657,13 @@ def _answers_after(sample: Sample, steps: Sequence[int], prefix: str = "") -> li
 def _answer(
     title: str, text: str, scores: dict[str, float] | None = None, is_reference: bool = False
 ) -> dict[str, Any]:
+    """Return an answer as the template shows it, with its first two scores."""
     score = " · ".join(f"{name} {value:.3g}" for name, value in list((scores or {}).items())[:2])
     return {"title": title, "text": text or tr("(nothing)"), "score": score, "is_reference": is_reference}
 
 
 def _again(runs: Sequence[Run]) -> Section:
+    """Return the section of commands that reproduce the runs."""
     labelled_commands = [
         (f"{run.name}: {label}" if len(runs) > 1 else label, command)
         for run in runs
@@ -674,8 +680,8 @@ _HEAD_BYTES = 2048
 
 
 def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path | None]:
-    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures, None
-    where vl-convert-python, which draws them, is not installed.
+    """Write a report of one run, or of several (or all of a sweep) in comparison; return the page and the directory of
+    its PNG files, None if vl-convert-python, which draws them, is not installed.
     Raises RunFolderError for what is no run, ConfigError for a run named twice or an output that is no report, and
     TrackError where the report cannot be written.
     """
@@ -683,7 +689,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, resolved in zip(folders, real, strict=True) if real.count(resolved) > 1]:
         raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
-    runs = [answered(partial(read_run, path), path, _READING_S) for path in real]
+    runs = [read_within(_READING_S, partial(read_run, path), path) for path in real]
     distinct_names(runs)
     if output is None:
         output = paths[0].resolve() / PAGE if len(paths) == 1 else Path(COMPARISON)
@@ -703,7 +709,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 
 
 def check_output(output: Path) -> bool:
-    """Reject a page that would overwrite what is no report; return whether a report is there."""
+    """Return whether `output` is an existing report; ConfigError if it is another file, or does not end in .html."""
     if output.suffix != ".html":
         raise messages.ConfigError("output = {file} must end in .html.", file=output)
     is_ours = False
@@ -717,6 +723,7 @@ def check_output(output: Path) -> bool:
 
 
 def _check_target(output: Path, images: Path) -> None:
+    """Raise ConfigError if the page or its directory of PNG files would overwrite something else."""
     is_ours = check_output(output)
     if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
         raise messages.ConfigError(
@@ -726,7 +733,7 @@ def _check_target(output: Path, images: Path) -> None:
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) -> None:
-    """Write the page, and a picture of each chart; pictures that are left from another report are removed."""
+    """Write the page and, with `has_pictures`, a PNG file per chart; remove those left from an earlier report."""
     drawings, names = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()

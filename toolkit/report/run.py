@@ -1,6 +1,6 @@
-"""A run directory as a report needs it: everything is optional, as a run may have died anywhere, and of bounded size.
+"""Reads a run directory for reports: every file is optional, as a run may have died anywhere; memory is bounded.
 
-metrics.jsonl is read once: few groups of rows keep mean, extremes and last value, so that a single spike is seen.
+metrics.jsonl is read once into groups of rows, which keep mean, extremes and last value, so that a lone spike is seen.
 """
 
 import math
@@ -30,11 +30,11 @@ from toolkit.secrets import hide, hide_all
 T = TypeVar("T")
 
 LIMIT = 400
-"""Groups that a curve has at least, once there are as many rows; at most twice as many."""
+"""Fewest groups of a curve, once there are as many rows; it has at most twice as many."""
 MOST_EVENTS = 200
 _CHUNK = 512
 COUNTERS = ("skipped_steps", "bad_steps", "rewinds")
-"""Figures that only grow; where one does, something happened."""
+"""Figures that only grow; each increase is an event."""
 NAMES = (
     *("step", *COUNTERS, "slowest_rank", "padding_fraction", "step_s", "time", "epoch", "loss", "lr", "grad_norm"),
     *("loss_scale", "tokens_per_s", "rank_tokens_per_s", "trained_tokens", "total_tokens", "mfu", "mfu_matmul"),
@@ -46,11 +46,11 @@ NAMES = (
 """Figures of a training row that a report shows; `step` is the first."""
 _COLUMN = {name: column for column, name in enumerate(NAMES)}
 _COUNTS = slice(1, 1 + len(COUNTERS))
-_NO_NUMBER = ("nan", "inf", "-inf")
+_NONFINITE = ("nan", "inf", "-inf")
 
 
 class Figure(NamedTuple):
-    """One figure over the rows of a group, those left out that have none."""
+    """A figure's values over a group of rows, without rows that lack it."""
 
     mean: float
     least: float
@@ -60,46 +60,46 @@ class Figure(NamedTuple):
 
 @dataclass(slots=True)
 class Curve:
-    """Training rows, summed up in groups of `width` rows, so that however many there are, memory is bounded: at
-    2 x LIMIT groups each two neighbours become one.
+    """Rows of training metrics, summed up in groups of `width` rows, so that memory is bounded however many there are:
+    at 2 x LIMIT groups each two neighbours become one.
     """
 
     width: int = 1
     """Rows in a group; the last one may have fewer."""
     rows: int = 0
     _groups: list[NDArray[np.float64]] = field(default_factory=list)
-    """As `_reduced` returns them, [5, names] each."""
-    _open: NDArray[np.float64] | None = None
-    """The group that has fewer rows than `width` yet, and how many it has."""
-    _in_open: int = 0
+    """As `_summary` returns them, [5, names] each."""
+    _open_group: NDArray[np.float64] | None = None
+    """Summary of the group that is being filled, and how many rows it has."""
+    _open_rows: int = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Add rows, [rows, names] (NAMES), to the groups; numbers that are not finite are left out."""
+        """Add rows, [rows, names] with the columns of NAMES, to the groups; numbers that are not finite are ignored."""
         self.rows += len(values)
         while len(values):
-            part, values = np.split(values, [min(self.width - self._in_open, len(values))])
-            group = _reduced(part)
-            self._open = group if self._open is None else _joined(self._open, group)
-            self._in_open += len(part)
-            if self._in_open == self.width:
+            part, values = np.split(values, [min(self.width - self._open_rows, len(values))])
+            group = _summary(part)
+            self._open_group = group if self._open_group is None else _merged_summary(self._open_group, group)
+            self._open_rows += len(part)
+            if self._open_rows == self.width:
                 self.finish()
 
     def finish(self) -> None:
-        """Close the group that is begun."""
-        if self._open is None:
+        """Close the group that is being filled; halve the number of groups when there are too many."""
+        if self._open_group is None:
             return
-        self._groups.append(self._open)
-        self._open, self._in_open = None, 0
+        self._groups.append(self._open_group)
+        self._open_group, self._open_rows = None, 0
         if len(self._groups) == 2 * LIMIT:
             pairs = zip(self._groups[::2], self._groups[1::2], strict=True)
-            self._groups = [_joined(first, second) for first, second in pairs]
+            self._groups = [_merged_summary(first, second) for first, second in pairs]
             self.width *= 2
 
     def series(self, name: str) -> list[tuple[int, Figure]]:
         """Return (last step of the group, figure) for each group of rows in which the figure `name` occurs."""
         column, step = _COLUMN[name], _COLUMN["step"]
         points = []
-        for counts, sums, least, most, last in self._groups:  # see `_reduced`
+        for counts, sums, least, most, last in self._groups:  # see `_summary`
             if counts[column] and counts[step]:
                 extremes = float(least[column]), float(most[column])
                 points.append((int(last[step]), Figure(sums[column] / counts[column], *extremes, float(last[column]))))
@@ -115,8 +115,8 @@ class Curve:
         return max((figure.most for _, figure in self.series(name)), default=None)
 
 
-def _reduced(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Reduce rows [rows, names] to count, sum, least, most and last of each column's finite numbers, [5, names]."""
+def _summary(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Reduce rows [rows, names] to [5, names]: count, sum, least, most and last of each column's finite numbers."""
     is_finite = np.isfinite(values)
     last_finite = len(values) - 1 - np.argmax(is_finite[::-1], axis=0)  # row of each column's last finite number
     last = values[last_finite, np.arange(values.shape[1])]
@@ -125,8 +125,8 @@ def _reduced(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([is_finite.sum(axis=0), sums, least, most, last])
 
 
-def _joined(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what `_reduced` would return of the rows of both, those of `first` before those of `second`."""
+def _merged_summary(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Merge two results of `_summary`, of rows that follow one another, into the one of all these rows."""
     (counts, sums, least, most, last), (counts_2, sums_2, least_2, most_2, last_2) = first, second
     last = np.where(counts_2 > 0, last_2, last)
     return np.stack([counts + counts_2, sums + sums_2, np.minimum(least, least_2), np.maximum(most, most_2), last])
@@ -134,7 +134,7 @@ def _joined(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[
 
 @dataclass(slots=True)
 class History:
-    """What metrics.jsonl tells."""
+    """What metrics.jsonl says of a run, in bounded memory."""
 
     training: Curve = field(default_factory=Curve)
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -147,47 +147,49 @@ class History:
     padding: Counter[int] = field(default_factory=Counter)
     """How many rows have so many hundredths of padding."""
     events: list[tuple[str, int, int]] = field(default_factory=list)
-    """What happened (a name of COUNTERS, or a figure that was no number), step, how often; the first MOST_EVENTS."""
+    """(a name of COUNTERS, or a figure that was NaN or Inf; step; how often), the first MOST_EVENTS."""
     more_events: int = 0
-    """Those that are not in the list."""
+    """Number of events that are not in the list."""
     seconds: float = 0.0
     """Time that steps took, without evaluation and saving."""
     unreadable: int = 0
-    """Lines that are no rows, such as one that was cut off."""
+    """Number of lines that are no rows, such as one that was cut off."""
     _waiting: list[list[Any]] = field(default_factory=list)
-    _before: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(NAMES)))
+    _last_values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(NAMES)))
     _stride: int = 1
     _evaluations: int = 0
     _newest: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a row as it stands in the file."""
+        """Add a row of metrics.jsonl as it stands in the file."""
         if "eval_loss" in row:
             self._add_evaluation(row)
         elif "step" in row:
             self._waiting.append([row.get(name, math.nan) for name in NAMES])
             if len(self._waiting) == _CHUNK:
-                self._settle()
+                self._process_waiting()
         else:
             self.unreadable += 1
 
     def finish(self) -> None:
-        """Take it that no more rows come."""
-        self._settle()
+        """Process the rows that wait: no more rows come."""
+        self._process_waiting()
         self.training.finish()
         self.events.sort(key=lambda event: event[1])
         if self._newest and self.evaluations[-1] is not self._newest:
             self.evaluations.append(self._newest)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
-        """Note an evaluation's numbers, and whether it is the best; of many rows only every `_stride`th is stored."""
-        numbers = {name: number for name, value in row.items() if (number := _number(value)) is not None}
+        """Add an evaluation's finite numbers, and note whether it is the best; of many rows only every `_stride`th is
+        kept.
+        """
+        numbers = {name: number for name, value in row.items() if (number := _finite_number(value)) is not None}
         step = numbers.get("step")
         if step is None:
             self.unreadable += 1
             return
         if (loss := numbers.get("eval_loss")) is None:
-            self._tell("eval_loss", int(step), 1)
+            self._add_event("eval_loss", int(step), 1)
         elif self.best is None or loss < self.best[0]:
             self.best = loss, int(step)
         self._newest = numbers
@@ -197,36 +199,38 @@ class History:
                 self.evaluations, self._stride = self.evaluations[::2], 2 * self._stride
         self._evaluations += 1
 
-    def _settle(self) -> None:
-        """Add the rows that wait, of which only those with a finite step count, to curves, counters and events."""
+    def _process_waiting(self) -> None:
+        """Add the waiting rows that have a finite step to curves, counters and events."""
         rows, self._waiting = self._waiting, []
         try:
             values = np.array(rows, dtype=np.float64)
         except (ValueError, TypeError, OverflowError):
-            numbers = [[_number(value) for value in row] for row in rows]
+            numbers = [[_finite_number(value) for value in row] for row in rows]
             values = np.array(numbers, dtype=np.float64)  # None becomes nan
         if len(values):
             values = values[np.isfinite(values[:, 0])]
         self.unreadable += len(rows) - len(values)
         if not len(values):
             return
-        if self._before[0] and not self.training.rows:  # with their step, another run's checkpoint brought its counts
-            self._before[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
+        if self._last_values[0] and not self.training.rows:  # the counts came with another run's checkpoint
+            self._last_values[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
         self._add_events(rows, values)
-        together = np.vstack([self._before, values])
+        with_previous = np.vstack([self._last_values, values])
         step_s = np.nan_to_num(values[:, _COLUMN["step_s"]], nan=0.0, posinf=0.0)
-        self.seconds += float((step_s * np.maximum(np.diff(together[:, 0]), 1)).sum())
+        self.seconds += float((step_s * np.maximum(np.diff(with_previous[:, 0]), 1)).sum())
         for counter, name, scale in ((self.slowest, "slowest_rank", 1), (self.padding, "padding_fraction", 100)):
             column = values[:, _COLUMN[name]]
             counter.update((column[np.isfinite(column)] * scale).astype(int).tolist())
         if self.first_loss is None:
             losses = values[:, _COLUMN["loss"]]
             self.first_loss = next(iter(losses[np.isfinite(losses)].tolist()), None)
-        self._before = np.where(np.isfinite(values[-1]), values[-1], self._before)
+        self._last_values = np.where(np.isfinite(values[-1]), values[-1], self._last_values)
         self.training.add(values)
 
     def _add_events(self, rows: Sequence[list[Any]], values: NDArray[np.float64]) -> None:
-        """Note what happened in some rows, in the order of their steps.
+        """Add the events (counters that grew, NaN or Inf) of some rows, in the order of their steps.
+
+        x
 
         Args:
             rows: The values of NAMES as they stand in the file, a list for each row.
@@ -234,17 +238,18 @@ class History:
         """
         events = [*self._counter_events(values), *_nonfinite_events(rows, values)]
         for step, name, count in sorted(events):
-            self._tell(name, step, count)
+            self._add_event(name, step, count)
 
     def _counter_events(self, values: NDArray[np.float64]) -> Iterator[tuple[int, str, int]]:
         """Yield step, name and increase wherever a counter is higher than in the row before."""
         for name in COUNTERS:
-            before, counts = self._before[_COLUMN[name]], np.nan_to_num(values[:, _COLUMN[name]])
+            before, counts = self._last_values[_COLUMN[name]], np.nan_to_num(values[:, _COLUMN[name]])
             increases = np.diff(counts, prepend=before)
             for row in np.flatnonzero(increases > 0).tolist():
                 yield int(values[row, 0]), name, int(increases[row])
 
-    def _tell(self, name: str, step: int, count: int) -> None:
+    def _add_event(self, name: str, step: int, count: int) -> None:
+        """Add an event, or count it if there are MOST_EVENTS already."""
         if len(self.events) < MOST_EVENTS:
             self.events.append((name, step, count))
         else:
@@ -258,13 +263,13 @@ def _nonfinite_events(rows: Sequence[list[Any]], values: NDArray[np.float64]) ->
         if np.isfinite(values[:, column]).all():
             continue
         for row in rows:
-            step = _number(row[0])
-            if step is not None and row[column] in _NO_NUMBER:
+            step = _finite_number(row[0])
+            if step is not None and row[column] in _NONFINITE:
                 yield int(step), name, 1
 
 
-def _number(value: object) -> float | None:
-    """Return what is a finite number, as rows are written, else None."""
+def _finite_number(value: object) -> float | None:
+    """Return a value as a float if it is a finite number, else None."""
     with suppress(OverflowError):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
@@ -272,9 +277,9 @@ def _number(value: object) -> float | None:
 
 
 def read_history(path: Path, from_step: float = 0.0) -> History:
-    """Return what a metrics.jsonl tells of a run that began at a step, nothing without it; an OSError if unreadable."""
+    """Read the metrics.jsonl of a run that began after `from_step`; empty without the file, OSError if unreadable."""
     history = History()
-    history._before[0] = from_step
+    history._last_values[0] = from_step
     if path.exists():
         for row in json_lines(path):
             if row is None:
@@ -285,16 +290,16 @@ def read_history(path: Path, from_step: float = 0.0) -> History:
     return history
 
 
-def answered(work: Callable[[], T], folder: Path, seconds: float) -> T:
-    """Return what reading a directory gives; a RunFolderError if that takes too long. The thread that reads cannot be
-    ended where a file server does not answer, so nobody waits for it, at the end of the process neither.
+def read_within(seconds: float, read: Callable[[], T], folder: Path) -> T:
+    """Return what `read` returns of a directory, or raise RunFolderError after so many seconds. It runs in a daemon
+    thread, as a read from a file server that does not answer cannot be ended: the thread is then left behind.
     """
     results: list[T] = []
     problems: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(read())
         except BaseException as error:  # handed on to the thread that waits
             problems.append(error)
 
@@ -309,7 +314,7 @@ def answered(work: Callable[[], T], folder: Path, seconds: float) -> T:
 
 
 def no_answer(folder: Path, seconds: float) -> RunFolderError:
-    """Return the error about a directory that cannot be read in time."""
+    """Return the error about a directory that was not read within so many seconds."""
     return RunFolderError(
         "{folder} does not answer for {seconds} s: its disk or file server may be gone.",
         folder=folder,
@@ -318,7 +323,7 @@ def no_answer(folder: Path, seconds: float) -> RunFolderError:
 
 
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
-"""Samples and evaluations shown at most; lines of a file that are looked at; letters of a text."""
+"""Most samples and evaluations shown, lines of a file that are read, and letters of a text."""
 _TEXTS = ("where", "prompt", "reference", "output")
 
 EXPERTS = "experts.json"
@@ -328,7 +333,7 @@ PAGE = "report.html"
 
 
 class Sample(NamedTuple):
-    """A question, and what the model said to it after some steps."""
+    """A validation sample, and the model's answers to it after some steps."""
 
     where: str
     prompt: str
@@ -340,21 +345,22 @@ class Sample(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers that are shown."""
+    """The answers that a report shows."""
 
     steps: list[int]
+    """Of the evaluations that are shown."""
     samples: list[Sample]
     evaluations: int
-    """How many have a file of answers."""
+    """How many evaluations have a file of answers."""
 
 
 def read_answers(folder: Path) -> Answers:
-    """Return the answers of the first, the last and some evaluations between."""
+    """Return the answers to a few validation samples, of the first, the last and some evaluations between."""
     matches = ((re.fullmatch(r"step-(\d+)", path.stem), path) for path in folder.glob("step-*.jsonl"))
     files = {int(match[1]): path for match, path in matches if match}
-    every = sorted(files)
-    count = min(STEPS, len(every))
-    steps = [every[round(index * (len(every) - 1) / max(count - 1, 1))] for index in range(count)]
+    all_steps = sorted(files)
+    count = min(STEPS, len(all_steps))
+    steps = [all_steps[round(index * (len(all_steps) - 1) / max(count - 1, 1))] for index in range(count)]
     asked: dict[tuple[str, str], Sample] = {}
     for step in steps:
         with suppress(OSError):
@@ -375,22 +381,22 @@ def read_answers(folder: Path) -> Answers:
         )
         for sample in chosen
     ]
-    return Answers(steps, samples, len(every))
+    return Answers(steps, samples, len(all_steps))
 
 
 def _shown_text(text: str) -> str:
-    """Return a text as it may be shown, cut where it is long."""
+    """Return a text without secrets and control characters, cut to LETTERS."""
     shown = printable(hide(text)).strip()
     return shown[:LETTERS] + "…" if len(shown) > LETTERS else shown
 
 
 _LARGEST_BYTES = 16 << 20
-"""Of a file that is read whole."""
+"""Of a file that is read at once."""
 _MOST_LINES = 1000
 _IS_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/starts.jsonl", "DONE", "FAILED")
-"""A folder with one of these is a run's."""
-_SILENT_S = 120.0
-"""Rank 0 beats once a second; but file servers show other machines a file's time up to a minute late."""
+"""A directory with one of these files is a run's."""
+_DEAD_AFTER_S = 120.0
+"""Age of a heartbeat from which on rank 0 counts as dead: it beats once a second, but file servers may lag a minute."""
 DONE, FAILED, RUNNING, UNFINISHED = "done", "failed", "running", "unfinished"
 
 
@@ -401,7 +407,7 @@ class Run:
     folder: Path
     """Absolute."""
     name: str
-    """What tells it from the other runs of a report."""
+    """Unique among the runs of a report."""
     history: History
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -414,15 +420,15 @@ class Run:
     starts: list[dict[str, Any]]
     """Every start, the oldest first."""
     bad_steps: list[tuple[int, str]]
-    """Steps that did not count, and what went wrong in each."""
+    """Skipped steps, and what went wrong in each."""
     answers: Answers
     """To validation samples, over time."""
     collectives: list[dict[str, Any]]
-    """What DeepSpeed's log of collectives counted on rank 0, an operation each."""
+    """Rows of collectives.json, one per operation, counted on rank 0."""
     experts: dict[str, Any]
-    """Tokens of each expert by layer, and the step up to which they are counted."""
+    """Content of experts.json: tokens of each expert by layer, and the step up to which they are counted."""
     samples: list[dict[str, Any]]
-    """Answers to the recipe's own questions, at the end."""
+    """Answers to `evaluate.prompts` at the run's end."""
 
     @property
     def status(self) -> str:
@@ -456,7 +462,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory; a RunFolderError if it is none, or cannot be read."""
+    """Read a run directory; RunFolderError if it is none, or cannot be read."""
     folder = path.absolute()
     files.check_directory(path, RunFolderError)
     if not is_run(folder):
@@ -466,9 +472,11 @@ def read_run(path: Path) -> Run:
             folder=path,
             files=", ".join(_IS_RUN),
         )
-    starts = _lines(folder / "logs" / "starts.jsonl")
+    starts = _json_rows(folder / "logs" / "starts.jsonl")
     try:
-        history = read_history(folder / "metrics.jsonl", _number(starts[0].get("from_step")) or 0.0 if starts else 0.0)
+        history = read_history(
+            folder / "metrics.jsonl", _finite_number(starts[0].get("from_step")) or 0.0 if starts else 0.0
+        )
     except OSError as error:
         raise RunFolderError(
             "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
@@ -479,23 +487,23 @@ def read_run(path: Path) -> Run:
         folder=folder,
         name=folder.name,
         history=history,
-        config=_latest(folder, "config.yaml"),
-        environment=_latest(folder, "environment.json"),
+        config=_newest_mapping(folder, "config.yaml"),
+        environment=_newest_mapping(folder, "environment.json"),
         plan=_mapping(folder / "plan.json"),
         data=_mapping(folder / "data.json"),
         summary=_mapping(folder / "DONE"),
-        failure=_text(folder / "FAILED").strip(),
+        failure=_file_text(folder / "FAILED").strip(),
         starts=starts,
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
         collectives=[operation for operation in listed if isinstance(operation, dict)],
         experts=_mapping(folder / EXPERTS),
-        samples=_lines(folder / "samples.jsonl"),
+        samples=_json_rows(folder / "samples.jsonl"),
     )
 
 
 def distinct_names(runs: list[Run]) -> None:
-    """Give runs of the same name as much of their paths as tells them apart."""
+    """Set each run's name to as many last parts of its path as tell it from runs of the same name."""
     for run in runs:
         parts = run.folder.parts
         others = [other.folder.parts for other in runs if other.folder != run.folder]
@@ -505,15 +513,15 @@ def distinct_names(runs: list[Run]) -> None:
         run.name = printable("/".join(parts[-length:]))
 
 
-def _text(path: Path) -> str:
-    """Return a small text file as it may be shown; "" if there is none."""
+def _file_text(path: Path) -> str:
+    """Return the text of a small file; "" if it does not exist or cannot be read."""
     with suppress(OSError), open_regular_file(path) as file:
         return file.read(_LARGEST_BYTES).decode("utf-8", errors="replace")
     return ""
 
 
-def _latest(folder: Path, name: str) -> dict[str, Any]:
-    """Return a file of the newest session; a run that was started again and died at once has moved it to logs/."""
+def _newest_mapping(folder: Path, name: str) -> dict[str, Any]:
+    """Return the mapping in the newest start's file `name`; a start that died at once may have moved it to logs/."""
     earlier_files: list[Path] = []
     with suppress(OSError):  # one of them has just been removed
         logs = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
@@ -522,16 +530,16 @@ def _latest(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """Return what a file of JSON or YAML holds, its secrets hidden; {} if that is no mapping."""
+    """Return the mapping in a JSON or YAML file, its secrets hidden; {} if there is none."""
     content: object = {}
     with suppress(ValueError, ConfigError):
-        text = _text(path)
+        text = _file_text(path)
         content = files.parse(text, path.name).values if path.suffix == ".yaml" else parsed_json(text or "{}", nan=True)
     return dict(hide_all(content)) if isinstance(content, dict) else {}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, their secrets hidden; of very many the first."""
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the first _MOST_LINES rows of a JSONL file, their secrets hidden; [] if it cannot be read."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError):
         rows.extend(islice((row for row in json_lines(path) if row is not None), _MOST_LINES))
@@ -539,7 +547,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _bad_steps(folder: Path) -> list[tuple[int, str]]:
-    """Return number and text of each step that has a file of its samples; of very many the first."""
+    """Return (step, what went wrong) of each step that has a file of its samples, at most MOST_EVENTS."""
     steps = []
     for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:MOST_EVENTS]:
         with suppress(OSError, TypeError, ValueError):
@@ -549,7 +557,9 @@ def _bad_steps(folder: Path) -> list[tuple[int, str]]:
 
 
 def is_worked_on(folder: Path) -> bool:
-    """Whether the process that holds the run's lock is there; one of another machine is as its heartbeat says."""
+    """Whether a process works in a run directory: the one that run.lock names, or on another host one whose heartbeat
+    is recent.
+    """
     lock = _mapping(folder / "run.lock")
     if lock.get("host") == socket.gethostname():
         try:
@@ -557,20 +567,21 @@ def is_worked_on(folder: Path) -> bool:
             since = datetime.strptime(lock["since"], "%Y-%m-%dT%H:%M:%S%z")
         except (KeyError, TypeError, ValueError, psutil.Error):
             return False
-        if begun < since.timestamp() + _SILENT_S:
-            return True  # a later one has only got the number of the process that is gone
+        if begun < since.timestamp() + _DEAD_AFTER_S:
+            return True  # a process that began later has only been given the pid of one that is gone
     with suppress(OSError):
-        return time.time() - (folder / "logs" / "heartbeat-rank-0.json").stat().st_mtime < _SILENT_S
+        return time.time() - (folder / "logs" / "heartbeat-rank-0.json").stat().st_mtime < _DEAD_AFTER_S
     return False
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """Return the directories of a sweep's runs that have metrics, by their names."""
+    """Return the run directories of a sweep that have metrics, sorted by name."""
     return sorted(path.parent for path in folder.glob("*/metrics.jsonl") if path.stat().st_size)
 
 
 def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return run directories, a sweep's replaced by those of its runs; a RunFolderError if none has metrics yet."""
+    """Return run directories, a sweep's replaced by those of its runs; RunFolderError if none of them has metrics yet.
+    """
     folders: list[Path] = []
     for path in paths:
         runs = runs_of(path) if os.path.isfile(path / "sweep.json") else [path]

@@ -141,8 +141,7 @@ def _speed_and_memory(row: dict[str, float]) -> list[str]:
 
 
 class Progress:
-    """Prints a run's progress, live or in lines; `done`: steps before this session. With `shown=False` prints nothing.
-    """
+    """Prints a run's progress, live or in lines; nothing with `shown=False`. `done`: steps before this session."""
 
     def __init__(
         self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
