@@ -150,7 +150,7 @@ def test_each_step_is_done_once(
 ) -> None:
     """However often it is stopped, the steps are those of one go; other arguments are refused."""
     steps = Steps()
-    monkeypatch.setattr(rounds, "_call", steps)
+    monkeypatch.setattr(rounds, "_run_process", steps)
     monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
     write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
     (tmp_path / "model").mkdir()
@@ -191,8 +191,8 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
 ) -> None:
     """Those of a step that are done are not started again; one more makes a file of theirs."""
     steps, started = Steps(), []
-    monkeypatch.setattr(rounds, "_call", steps)
-    monkeypatch.setattr(rounds, "_call_all", lambda *given: started.append(given))
+    monkeypatch.setattr(rounds, "_run_process", steps)
+    monkeypatch.setattr(rounds, "_run_processes", lambda *given: started.append(given))
     monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
@@ -230,7 +230,7 @@ def test_a_step_that_fails_says_which(tmp_path: Path, monkeypatch: pytest.Monkey
         last, is_new = 0, False
 
     with pytest.raises(rounds.LaunchError, match=r"failed with exit code 3; .* Step: -c"):
-        rounds._call([sys.executable, "-c", "raise SystemExit(3)"], Nothing())  # type: ignore[arg-type]
+        rounds._run_process([sys.executable, "-c", "raise SystemExit(3)"], Nothing())  # type: ignore[arg-type]
     killed = "import os; os.kill(os.getpid(), 9)"
     with pytest.raises(rounds.LaunchError, match=r"was killed by signal 9\. .* The same command resumes\. Step: -c"):
-        rounds._call([sys.executable, "-c", killed], Nothing())  # type: ignore[arg-type]
+        rounds._run_process([sys.executable, "-c", killed], Nothing())  # type: ignore[arg-type]

@@ -345,10 +345,10 @@ def test_a_search_goes_by_what_the_task_writes(special: str) -> None:
     problems.raise_all()
     cfg = load([special, "recipe=quickstart", "data.validation_fraction=0.1"], problems=problems).cfg
     if special in ("task=distill", "task=language"):
-        assert sweeps._metric(plan, cfg) == "eval_perplexity"
+        assert sweeps._chosen_metric(plan, cfg) == "eval_perplexity"
     else:
         with pytest.raises(ConfigError, match="metric = eval_perplexity is none of loss, eval_loss"):
-            sweeps._metric(plan, cfg)
+            sweeps._chosen_metric(plan, cfg)
 
 
 def test_a_trial_that_does_not_compose_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Holds a recipe's exact settings, on its ranks, against a plain PyTorch loop; names the setting that deviates."""
+"""Compares a recipe's exact settings, on its ranks, with a plain PyTorch loop; finds the setting that deviates."""
 
 import json
 import shutil
@@ -18,16 +18,17 @@ from toolkit.extras.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
 
-_OWN = ("steps", "sweep", "output", "max_length")
+_PROVE_ARGUMENTS = ("steps", "sweep", "output", "max_length")
 STEPS = 8
 MAX_LENGTH = 256
 _LIMIT_S = 3600.0
 FACTOR = 8.0
-"""How many times what rounding alone does to the plain loop a run may deviate."""
+"""A run may deviate by this times the plain loop's own deviation in the run's precision."""
 FLOOR = {"losses": 2e-6, "norms": 2e-5, "logits": 2e-5}
-"""Relative to the value: sums in another order. Measured on CPU ranks in fp32: losses 6e-7, norms 3e-6 (docs)."""
-_PLAIN = ("adamw", "adam", "sgd", "adagrad")
-_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
+"""Relative deviation that is always allowed, for sums in another order. Measured on CPU ranks in fp32: losses 6e-7,
+norms 3e-6 (docs)."""
+_PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad")
+_SUPPORTED_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
 _BRIEF = (
     *sweeping.BRIEF,
     "optim.lr=1e-3",
@@ -38,7 +39,7 @@ _BRIEF = (
 )
 
 Applies = Callable[[schema.RunConfig], bool]
-_PLAINER: tuple[tuple[Applies, str], ...] = (
+_SIMPLIFICATIONS: tuple[tuple[Applies, str], ...] = (
     (lambda cfg: cfg.compile.enabled, "compile=none"),
     (lambda cfg: cfg.precision.fp8 is not schema.Fp8.none, "precision=bf16"),
     (lambda cfg: cfg.train.activation_checkpointing.enabled, "train.activation_checkpointing.enabled=false"),
@@ -54,47 +55,49 @@ _PLAINER: tuple[tuple[Applies, str], ...] = (
     (lambda cfg: cfg.zero.stage > 0, "zero=stage0"),
     (lambda cfg: cfg.precision.dtype is not schema.Dtype.fp32, "precision=fp32"),
 )
-"""What may deviate, and the override that does without it, tried one at a time."""
+"""(whether a config uses a feature that may deviate, the override that does without it), tried one at a time."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Finding:
-    """One figure of a run beside those of the plain loop."""
+    """How far one figure of a run (losses, norms or logits) is from the exact plain loop's."""
 
     name: str
     """losses, norms or logits."""
     found: float
-    """Largest deviation from float64, relative to the value."""
+    """The run's largest deviation from the plain loop in float64, relative to the largest value."""
     rounding: float
-    """That of the plain loop in the run's own precision."""
+    """The same of the plain loop in the run's precision: what rounding alone does."""
 
     @property
     def limit(self) -> float:
-        """The most that rounding and another order of additions explain."""
+        """The largest deviation that rounding and another order of additions explain."""
         return FACTOR * self.rounding + FLOOR[self.name]
 
     @property
     def is_right(self) -> bool:
-        """Whether the run is as near as that; a NaN is not."""
+        """Whether the run's deviation is within the limit; a NaN is not."""
         return self.found <= self.limit
 
 
 @dataclass(kw_only=True, slots=True)
 class Proof:
-    """What is proved, and where."""
+    """One proof of a recipe: its runs, and results of the plain PyTorch loop that they are compared with."""
 
     plan: SweepPlan
     sweep: SweepDir
     cfg: schema.RunConfig
-    """The recipe's, as it is run."""
+    """The recipe's config, as it is run: short and with a small model."""
     world_size: int
     device: str
     requests: processes.SignalRequests = field(default_factory=processes.SignalRequests)
-    known: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    """What the plain loop found, by what it depends on."""
+    plain_results: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    """Results of the plain loop, by the settings that they depend on."""
 
     def train(self, words: Sequence[str], cfg: schema.RunConfig, name: str = "") -> SweepJob:
-        """Train with further overrides unless that is done already."""
+        """Train the recipe with further overrides `words` (`cfg`: composed of both), unless that is done already;
+        return its job in the sweep.
+        """
         job = sweeping.new_job(words, cfg)
         job = self.sweep.add(replace(job, name=name or job.name))
         if job.state != DONE:
@@ -106,21 +109,25 @@ class Proof:
         return job
 
     def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
-        """Return losses, gradient norms and last logits of the plain loop."""
+        """Return losses, gradient norms and last logits of the plain loop in `dtype`: float64 or
+        the run's own. Cached.
+        """
         key = (dtype, cfg.data.packing, repr(cfg.precision), cfg.tuning.method, mesh.model_ranks(cfg))
-        if key not in self.known:
+        if key not in self.plain_results:
             device = "cpu" if dtype == "float64" else self.device
             spec = {"dtype": dtype, "device": device, "world_size": self.world_size}
-            self.known[key] = ask(self.sweep.folder, [*self.plan.fixed, *words], spec)
-        return self.known[key]
+            self.plain_results[key] = run_reference(self.sweep.folder, [*self.plan.fixed, *words], spec)
+        return self.plain_results[key]
 
     def findings(self, job: SweepJob, words: Sequence[str], cfg: schema.RunConfig) -> list[Finding]:
-        """Compare a run with the plain loop."""
+        """Compare a finished run's losses, gradient norms and export with the plain loop; `words`: its further
+        overrides.
+        """
         exact, rounded = self.plain(words, cfg, "float64"), self.plain(words, cfg, cfg.precision.dtype.value)
         rows = [row for row in json_lines(self.sweep.run_dir(job) / "metrics.jsonl") if row and "loss" in row]
         run = {"losses": [float(row["loss"]) for row in rows], "norms": [float(row["grad_norm"]) for row in rows]}
         spec = {"export": str(self.sweep.run_dir(job)), "world_size": self.world_size}
-        run["logits"] = ask(self.sweep.folder, [*self.plan.fixed, *words], spec)["logits"]
+        run["logits"] = run_reference(self.sweep.folder, [*self.plan.fixed, *words], spec)["logits"]
         return [
             Finding(name=name, found=deviation(run[name], exact[name]), rounding=deviation(rounded[name], exact[name]))
             for name in FLOOR
@@ -128,14 +135,18 @@ class Proof:
 
 
 def deviation(values: Sequence[float], exact: Sequence[float]) -> float:
-    """Return the largest difference, relative to the largest value; NaN if there are not as many, or one is NaN."""
+    """Return the largest difference of two series, relative to the largest exact value; NaN if their lengths differ or
+    a value is NaN.
+    """
     if len(values) != len(exact) or any(value != value for value in values):
         return float("nan")
     return max(abs(value - other) for value, other in zip(values, exact, strict=True)) / max(map(abs, exact))
 
 
-def ask(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
-    """Run toolkit.extras.reference in a process of its own, with its files in a directory; return what it found."""
+def run_reference(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
+    """Run toolkit.extras.reference in a child process with a `spec` (see its `main`), files in `folder`; return its
+    answer, or raise LaunchError.
+    """
     request, answer = folder / "reference.json", folder / "reference-answer.json"
     request.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
     command = [sys.executable, "-m", "toolkit.extras.reference", str(request)]
@@ -149,23 +160,25 @@ def ask(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, A
 
 
 def run_prove(words: list[str]) -> int:
-    """Train, compare, and look for what deviates; return 0 if everything is right, else 1."""
+    """Train the recipe, compare it with the plain loop, and look for the setting that deviates; return 0 if everything
+    is right, else 1.
+    """
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
     world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
-    arguments = parse(rest, names=_OWN, problems=problems)
+    arguments = parse(rest, names=_PROVE_ARGUMENTS, problems=problems)
     cfg, settings = arguments.loaded.cfg, arguments.values
-    problems.apply((_unsuitable,), cfg)
+    problems.apply((_unsupported,), cfg)
     check_parsed(arguments.loaded, world_size or None, problems)
     steps = problems.attempt(positive_int, settings, "steps") or STEPS
     length = problems.attempt(positive_int, settings, "max_length") or MAX_LENGTH
     problems.attempt(check_output, settings)
     problems.raise_all()
-    recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
+    recipe = [word for word in rest if word.partition("=")[0] not in _PROVE_ARGUMENTS]
     name = f"prove-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe, f'{steps} {length}']))}"
     sweep_settings = {"sweep": settings.get("sweep") or name}
     plan = SweepPlan(
-        launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=sweep_settings
+        launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], settings=sweep_settings
     )
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
@@ -184,9 +197,9 @@ def run_prove(words: list[str]) -> int:
         return 0 if result["is_right"] else 1
 
 
-def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
-    """Yield an error for each setting of a recipe that the plain loop does not know."""
-    if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
+def _unsupported(cfg: schema.RunConfig) -> Iterator[ConfigError]:
+    """Yield a ConfigError for each setting of a recipe that the plain loop does not support."""
+    if cfg.tuning.method not in _SUPPORTED_METHODS or cfg.tuning.adapter:
         yield ConfigError(tr("prove knows tuning=full, freeze and lora, without tuning.adapter."))
     if cfg.preference.is_on:
         text = tr("prove does not support preference.loss: use preference=none, with conversations as data.")
@@ -200,12 +213,12 @@ def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
 
 
 def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
-    """Return the overrides that make a run short, and switch off what is random or unknown to the plain loop."""
+    """Return overrides that make a run short, and switch off what is random or unknown to the plain loop."""
     words = [*_BRIEF, f"train.max_steps={steps}", f"checkpoint.every={max(1, steps // 2)}"]
     words += [f"data.max_length={min(cfg.data.max_length, length)}", "data.too_long=truncate"]
     changed = (
         (cfg.batch.micro_per_gpu == schema.AUTO, "batch.micro_per_gpu=1"),
-        (cfg.optim.name.value not in _PLAIN, f"optim={schema.OptimizerName.adamw.value}"),
+        (cfg.optim.name.value not in _PLAIN_OPTIMIZERS, f"optim={schema.OptimizerName.adamw.value}"),
         (cfg.tuning.dropout > 0, "tuning.dropout=0"),
         (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
         (cfg.data.curriculum.steps > 0, "data.curriculum.steps=0"),
@@ -220,10 +233,11 @@ def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
 
 
 def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, recipe: Sequence[str]) -> None:
+    """Write a small random model of the recipe's architecture into the sweep's directory, and let all runs train it."""
     folder = sweep.folder / "model"
     if not folder.exists():
         heads = max(4, mesh.model_ranks(cfg))
-        made = ask(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
+        made = run_reference(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
         say(
             "{model}, made small: {count} random parameters in {folder}.",
             model=cfg.model.name or cfg.model.path,
@@ -234,7 +248,7 @@ def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, 
 
 
 def _prove(proof: Proof, steps: int) -> dict[str, Any]:
-    """Train, compare with the plain loop, resume at the middle, look for what deviates; print and return all that."""
+    """Train, compare with the plain loop, resume at the middle, look for what deviates; print and return all of it."""
     job = proof.train([], proof.cfg, "recipe")
     if job.state != DONE:
         log = proof.sweep.folder / f"{job.name}.log"
@@ -270,7 +284,7 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
     else:
         say("Resumed at the middle, the losses are those of the run bit for bit.")
     is_right = all(finding.is_right for finding in findings) and resumed <= FLOOR["losses"]
-    suspects = [] if is_right else _suspects(proof)
+    suspects = [] if is_right else _find_suspects(proof)
     return {
         "settings": proof.plan.fixed,
         "ranks": proof.world_size,
@@ -287,7 +301,9 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
 
 
 def _resume(proof: Proof, job: SweepJob) -> float:
-    """Resume a copy of the run at its checkpoint in the middle; return how far the losses are from those of the run."""
+    """Resume a copy of the run at its middle checkpoint; return how far the losses deviate from the run's, NaN if that
+    fails.
+    """
     run, again = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
     if not again.exists():
         part = again.with_suffix(".part")  # killed in here, the copy would be the whole run, and prove nothing
@@ -308,12 +324,12 @@ def _resume(proof: Proof, job: SweepJob) -> float:
     return deviation(losses, wanted)
 
 
-def _suspects(proof: Proof) -> list[str]:
-    """Make the recipe plainer by one override at a time; return those that make it right, and print all results."""
+def _find_suspects(proof: Proof) -> list[str]:
+    """Train the recipe with each simplification alone; print all results, return the overrides that make it right."""
     say("")
     say("Something deviates by more than rounding explains. The settings, plainer one at a time:")
     suspects = []
-    for applies, word in _PLAINER:
+    for applies, word in _SIMPLIFICATIONS:
         if not applies(proof.cfg):
             continue
         try:

@@ -1,6 +1,6 @@
-"""Iterated preference: rounds of answers, rewards, pairs and a preference run, each from what the last one trained.
+"""Iterative preference training: rounds of sampling, scoring, pairing and a preference run, each from the last's model.
 
-Everything is a file below run.dir/NAME, and a step whose file is there is done: the same command goes on after a kill.
+Everything is a file below run.dir/NAME, and a step whose file exists is done: the same command resumes after a kill.
 
 rounds.json            the arguments, and what each round gave
 round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made, of several processes
@@ -42,26 +42,28 @@ class RoundsPlan:
     words: list[str]
     """Recipe and overrides of each run."""
     prompts: Path
+    """File of prompts, as for `toolkit generate input=`."""
     reward: rewards.Reward
     rounds: int
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
     devices: list[str] = field(default_factory=lambda: [""])
-    """GPUs that answer each round's prompts together; how many changes no answer. "": what a process sees."""
+    """GPUs, a process each, that answer a round's prompts in parallel; "": all that are visible."""
 
-    def _settings(self) -> list[str]:
+    def _run_settings(self) -> list[str]:
+        """Return the arguments of the runs that influence the result: all but the language."""
         return [word for word in self.words if not word.startswith("language=")]  # what is printed changes no result
 
     @property
     def folder(self) -> Path:
-        """Where everything is."""
-        name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self._settings()))}"
+        """The directory of all rounds, run.dir/NAME."""
+        name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self._run_settings()))}"
         return Path(self.cfg.run.dir).absolute() / name
 
     def settings(self) -> dict[str, Any]:
-        """Return what must be the same when the command is typed again; the number of rounds may grow."""
+        """Return what must be the same when the command is repeated; the number of rounds may grow."""
         return {
-            "words": [secrets.hide_word(word) for word in self._settings()],
+            "words": [secrets.hide_word(word) for word in self._run_settings()],
             "prompts": disk.sha256(self.prompts),
             "reward": asdict(self.reward),
             "generate": self.generate,
@@ -69,7 +71,7 @@ class RoundsPlan:
 
 
 def check(plan: RoundsPlan) -> None:
-    """Raise a ConfigError if the rounds cannot be."""
+    """Raise ConfigError if the plan's recipe, model, prompts or reward do not allow rounds of preference training."""
     cfg = plan.cfg
     if not cfg.preference.is_paired:
         raise ConfigError(tr("rounds learn from pairs: add preference=dpo or another loss of pairs."))
@@ -83,15 +85,15 @@ def check(plan: RoundsPlan) -> None:
 
 
 def run_rounds(plan: RoundsPlan) -> int:
-    """Do what is not done yet; return the exit code."""
+    """Do the rounds that are not done yet, each sampling, scoring, pairing and training; return the exit code."""
     check(plan)
-    with _opened(plan) as record:
+    with _open_rounds(plan) as record:
         requests = SignalRequests()
         model, adapter = plan.cfg.model.path, plan.cfg.tuning.adapter
         for number in range(1, plan.rounds + 1):
             folder = plan.folder / f"round-{number}"
-            about = _sample(plan, requests, folder, number, model, adapter)
-            _tell(number, about)
+            about = _sample_and_pair(plan, requests, folder, number, model, adapter)
+            _print_round(number, about)
             if not about["pairs"]:
                 raise DataError(
                     "{folder}: no prompt has answers with different rewards, so there is nothing to learn. Use more "
@@ -100,26 +102,30 @@ def run_rounds(plan: RoundsPlan) -> int:
                 )
             run = folder / "run"
             if not (run / "DONE").exists():
-                _call([*LAUNCH, *plan.launcher, *_run_words(plan, folder, model, adapter)], requests)
+                _run_process([*LAUNCH, *plan.launcher, *_run_arguments(plan, folder, model, adapter)], requests)
                 if not (run / "DONE").exists():
                     raise LaunchError("the run in {folder} did not end. The same command resumes.", folder=run)
             about["accuracy"] = _accuracy(run)
-            _keep(plan, record, f"round-{number}", about)
+            _record(plan, record, f"round-{number}", about)
             export = str(run / "export")
             is_adapter = (run / "export" / "adapter_config.json").is_file()
             model, adapter = (model, export) if is_adapter else (export, "")
-        # In no directory of their own: the result of more rounds is another model's, and these are what it begins with.
-        last = _sample(plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter)
-        _keep(plan, record, "result", last)
+        # In the directory of a further round, which may be added later and then begins with these answers.
+        last = _sample_and_pair(
+            plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter
+        )
+        _record(plan, record, "result", last)
         say("\n".join(_table(record, plan.rounds)))
         say("Trained: {folder}", folder=adapter or model)
     return 0
 
 
-def _sample(
+def _sample_and_pair(
     plan: RoundsPlan, requests: SignalRequests, folder: Path, number: int, model: str, adapter: str
 ) -> dict[str, Any]:
-    """Generate, score and pair the answers of a round, each step unless its file is there; return their figures."""
+    """Generate, score and pair the answers of round `number` in `folder`, skipping steps whose file exists; return
+    their figures (samples, prompts, pairs, ties, rewards). `model`, `adapter`: directories of what answers.
+    """
     folder.mkdir(exist_ok=True)
     samples, scored, pairs = (folder / f"{name}.jsonl" for name in ("samples", "scored", "pairs"))
     if not samples.exists():
@@ -137,18 +143,20 @@ def _sample(
         if shards > 1:
             missing = [n for n in range(shards) if not (folder / f"{samples.name}.{n + 1}-of-{shards}").exists()]
             commands = [[*generate, f"shard={n + 1}/{shards}"] for n in missing]
-            _call_all(commands, requests, [_sees(plan.devices[n]) for n in missing])
-        _call(generate, requests, plan.devices[0])
+            _run_processes(commands, requests, [_visible_gpus(plan.devices[n]) for n in missing])
+        _run_process(generate, requests, plan.devices[0])
     if not scored.exists():
-        _call(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
+        _run_process(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
     answer_pairs, about = rewards.pairs_of(rewards.read_lines(scored))
     if not pairs.exists():
         rewards.write_lines(pairs, answer_pairs)
     return about
 
 
-def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
-    """Return the words of a round's run: the recipe's, with this round's data and beginning."""
+def _run_arguments(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
+    """Return the overrides of a round's run: the recipe's, with this round's pairs as data and the
+    last round's model.
+    """
     round_settings: dict[str, str | Path] = {
         "data": folder / "pairs.jsonl",
         "run.dir": folder,
@@ -160,20 +168,22 @@ def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list
     return [*recipe_words, *(f"{name}={quoted(Path(value))}" for name, value in round_settings.items())]
 
 
-def _call(command: Sequence[str], requests: SignalRequests, device: str = "") -> None:
-    """Run a step in a process of its own; see `_call_all`."""
-    _call_all([command], requests, [_sees(device)])
+def _run_process(command: Sequence[str], requests: SignalRequests, device: str = "") -> None:
+    """Run one step as a child process on the GPUs `device` ("" all visible); see `_run_processes`."""
+    _run_processes([command], requests, [_visible_gpus(device)])
 
 
-def _sees(device: str) -> dict[str, str]:
-    """Return the variable that shows a process a GPU, or some; on CPUs nothing reads it."""
+def _visible_gpus(device: str) -> dict[str, str]:
+    """Return the environment variable that limits a process to GPUs, such as "0" or "0,1"; {} for ""."""
     return {"CUDA_VISIBLE_DEVICES": device} if device else {}
 
 
-def _call_all(
+def _run_processes(
     commands: Sequence[Sequence[str]], requests: SignalRequests, environs: Sequence[Mapping[str, str]]
 ) -> None:
-    """Run the processes of a step, pass signals on; an error if one fails, or if this process is to stop."""
+    """Run the commands of a step in parallel, each with its environment variables, and pass signals on. Raises Stopped
+    if the step or this command was stopped, LaunchError if a process failed.
+    """
     running = [
         children.start(list(command), start_new_session=True, env={**os.environ, **variables})
         for command, variables in zip(commands, environs, strict=True)
@@ -208,8 +218,10 @@ def _accuracy(run: Path) -> float | None:
 
 
 @contextmanager
-def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
-    """Lock the directory, and yield the record of its rounds (rounds.json); an error if their settings differ."""
+def _open_rounds(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
+    """Lock the directory of the rounds, and yield the content of rounds.json, created if it is new; LaunchError or
+    ConfigError if another process has it, it is no such directory, or the settings differ.
+    """
     folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="utf-8") as lock:
@@ -234,13 +246,14 @@ def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _keep(plan: RoundsPlan, record: dict[str, Any], name: str, about: dict[str, Any]) -> None:
-    """Write down what came of a round, or of the result."""
+def _record(plan: RoundsPlan, record: dict[str, Any], name: str, about: dict[str, Any]) -> None:
+    """Write the figures of a round ("round-1"), or of the "result", to rounds.json."""
     record[name] = about
     disk.write_atomically(plan.folder / FILE, json.dumps(record, indent=1, ensure_ascii=False).encode())
 
 
-def _tell(number: int, about: dict[str, Any]) -> None:
+def _print_round(number: int, about: dict[str, Any]) -> None:
+    """Print the figures of a round, as `_sample_and_pair` returns them."""
     say(
         "Round {number}: {samples} answers to {prompts} prompts, mean reward {reward}; {pairs} pairs, {ties} prompts "
         "whose answers are worth the same.",
@@ -254,7 +267,7 @@ def _tell(number: int, about: dict[str, Any]) -> None:
 
 
 def _table(record: dict[str, Any], rounds: int) -> list[str]:
-    """Return a table of the rounds."""
+    """Return the lines of a table of all rounds, of the content of rounds.json."""
     heads = (tr("round"), tr("mean reward"), tr("best of each prompt"), tr("pairs"), tr("ties"), tr("accuracy"))
     rows = []
     for name in [*(f"round-{number}" for number in range(1, rounds + 1)), "result"]:

@@ -40,8 +40,8 @@ BRIEF = (
     "run.max_restarts=0",
     "run.deadline=",
 )
-"""Overrides of runs of a few steps, of which only the numbers are wanted."""
-_OWN = ("sweep", "max_jobs", "trials", "metric")
+"""Overrides for runs of a few steps that are started only to measure something."""
+_SWEEP_ARGUMENTS = ("sweep", "max_jobs", "trials", "metric")
 _LONGEST_NAME, _LONGEST_VALUE = 60, 20
 _LOWER_IS_BETTER = ("loss", "perplexity")
 """Ends of the names in metrics.jsonl whose smaller values are better."""
@@ -50,20 +50,21 @@ _TIME = "%Y-%m-%dT%H:%M:%S%z"
 
 @dataclass(kw_only=True, slots=True)
 class SweepJob:
-    """One run of a sweep, as sweep.json has it."""
+    """One run of a sweep, as sweep.json stores it."""
 
     name: str
     """Its run.name."""
     words: list[str]
-    """Its own overrides, without secrets."""
+    """The overrides that only this run has, without secrets."""
     config: str = ""
-    """Digest of its composed config, without name and place."""
+    """Digest of its composed config, without run.name, run.dir and language."""
     state: str = WAITING
     exit_code: int | None = None
     """Of its last launch."""
     started: str = ""
     ended: str = ""
     trial: int | None = None
+    """Its number in a search by Optuna; None in a grid."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,31 +108,36 @@ class SweepDir:
         return listed_job
 
     def run_dir(self, job: SweepJob) -> Path:
-        """Return where a job's run is."""
+        """Return the run directory of a job."""
         return self.folder / job.name
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepPlan:
-    """A command line, parsed."""
+    """The parsed command line of a sweep."""
 
     launcher: list[str]
+    """Launcher options as typed, such as --num_gpus 2."""
     options: Mapping[str, str]
+    """The same by name."""
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
     axes: list[load.Axis] = field(default_factory=list)
-    own: dict[str, str]
-    """The sweep's own arguments."""
+    """Keys with several values or a range."""
+    settings: dict[str, str]
+    """Arguments of the sweep itself: sweep, max_jobs, trials, metric."""
 
     def compose(self, job: Sequence[str]) -> schema.RunConfig:
-        """Compose and check a job; the ConfigError names it."""
+        """Compose and check the config of a job, given its overrides; the ConfigError names it."""
         problems = messages.Problems()
         configs = self.compose_all([job], problems)
         problems.raise_all()
         return configs[0]
 
     def compose_all(self, jobs: Sequence[Sequence[str]], problems: messages.Problems) -> list[schema.RunConfig]:
-        """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
+        """Compose and check jobs, each given by its overrides. Each error is added to `problems` once: with the
+        overrides of the first job that has it, or without if all have it.
+        """
         configs, wrong = [], dict[str, list[str]]()
         for job in jobs:
             job_problems = messages.Problems()
@@ -144,15 +150,16 @@ class SweepPlan:
         return configs
 
     def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:
+        """Compose and check one job's config; errors of several rules go to `problems`."""
         world_size = problems.attempt(deepspeed.ranks_of, self.options) or None
-        words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
-        cfg = arguments.parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
-        load.to_dict(cfg)  # learns the secrets in it
+        words, is_local = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
+        cfg = arguments.parse_checked(words, world_size=world_size, files=is_local, problems=problems).loaded.cfg
+        load.to_dict(cfg)  # registers the secrets in it, so that they are masked
         return cfg
 
 
 def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
-    """Sort the arguments into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
+    """Sort the arguments into launcher options, the sweep's settings and overrides; errors are added to `problems`."""
     launcher, options, rest = deepspeed.typed_options(words)
     settings, overrides, others, config_dir = dict[str, str](), [], [], ""
     iterator = iter(rest)
@@ -161,7 +168,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
-        elif name not in _OWN:
+        elif name not in _SWEEP_ARGUMENTS:
             overrides.append(word)
         elif equals:
             settings[name] = value
@@ -177,15 +184,17 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             "`toolkit launch`."
         )
         problems.add(messages.ConfigError(text))
-    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=settings)
+    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, settings=settings)
 
 
 def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems) -> int:
-    """Run every combination that is not done; return the exit code: 0 if all are. `words` are as typed."""
-    if "metric" in plan.own:
+    """Run every combination of values that is not done; return the exit code: 0 if all are done now. `words`: the
+    arguments as typed; `problems`: errors found before, raised together with those found here.
+    """
+    if "metric" in plan.settings:
         problems.add(messages.ConfigError(tr("metric= has no effect without trials=N.")))
     combinations = problems.attempt(load.grid, plan.axes) or []
-    most = problems.attempt(arguments.positive_int, plan.own, "max_jobs") or MOST_JOBS
+    most = problems.attempt(arguments.positive_int, plan.settings, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
         problems.add(
             messages.ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)
@@ -197,7 +206,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
         sweep.save()
         say("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder)
         requests = processes.SignalRequests()
-        for index, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
+        for index, (job, overrides) in enumerate(zip(jobs, combinations, strict=True), start=1):
             if requests.last:
                 break
             label = f"[{index}/{len(jobs)}] {job.name}"
@@ -205,7 +214,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
                 say("{run}: {state} already.", run=label, state=state_name(job.state))
                 continue
             say(label)
-            launch(plan, sweep, job, special, requests)
+            launch(plan, sweep, job, overrides, requests)
         show(sweep, jobs)
         check_stopped(sweep, requests)
         end(sweep, is_done=all(job.state in (DONE, DIVERGED) for job in jobs))
@@ -213,29 +222,31 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
 
 
 def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -> int:
-    """Run trials until there are as many as asked for; return the exit code: 0 if one at least has finished."""
-    most = problems.attempt(arguments.positive_int, plan.own, "trials") or 1
+    """Run trials chosen by Optuna until there are `trials` of them; return the exit code: 0 if one has finished.
+    Arguments as for `run_grid`.
+    """
+    most = problems.attempt(arguments.positive_int, plan.settings, "trials") or 1
     try:
         import optuna
     except ImportError as error:
         raise messages.ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    first = _check_ends(plan, problems)
-    metric = _metric(plan, first)
+    first = _check_axis_ends(plan, problems)
+    metric = _chosen_metric(plan, first)
     with open_sweep(sweep_dir(plan, first), typed_command(words)) as sweep:
         study = _open_study(plan, sweep, metric, first)
         sweep.save()
         say("{number} trials, in {folder}.", number=most, folder=sweep.folder)
         requests = processes.SignalRequests()
         while not requests.last and (trial := _next_trial(plan, study, most)) is not None:
-            number, special = trial
+            number, overrides = trial
             try:
-                job = sweep.add(new_job(special, plan.compose(special), number))
+                job = sweep.add(new_job(overrides, plan.compose(overrides), number))
             except (
                 messages.ConfigError
             ) as error:  # a combination that the checks reject has failed, and nothing is started
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
-                shown = [secrets.hide_word(word) for word in special]
+                shown = [secrets.hide_word(word) for word in overrides]
                 job = SweepJob(name=f"trial-{number:03}", words=shown, trial=number)
                 job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
@@ -243,7 +254,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
             else:
                 if job.state != DONE:
                     say(f"[{number + 1}/{most}] {' '.join(job.words)}")
-                    launch(plan, sweep, job, special, requests)
+                    launch(plan, sweep, job, overrides, requests)
                 if job.state == STOPPED:
                     break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
             value = read_result(sweep.run_dir(job), metric).best
@@ -282,10 +293,10 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
         load_if_exists=True,
     )
     words = [secrets.hide_word(word) for word in sorted(map(str, plan.axes))]
-    asked = {"metric": metric, "axes": words, "config": new_job([], first).config}
+    settings = {"metric": metric, "axes": words, "config": new_job([], first).config}
     recorded = study.user_attrs.get("began with")
     if recorded is None:
-        study.set_user_attr("began with", asked)
+        study.set_user_attr("began with", settings)
     elif (recorded["metric"], recorded["axes"]) != (metric, words):
         raise messages.ConfigError(
             "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
@@ -294,7 +305,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
             then=" ".join([f"metric={recorded['metric']}", *recorded["axes"]]),
             now=" ".join([f"metric={metric}", *words]),
         )
-    elif recorded != asked:
+    elif recorded != settings:
         raise messages.ConfigError(
             "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
             "another sweep=NAME.",
@@ -303,8 +314,10 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
     return study
 
 
-def _check_ends(plan: SweepPlan, problems: messages.Problems) -> schema.RunConfig:
-    """Compose and check the ends of every axis, the others at their first values; return the first config."""
+def _check_axis_ends(plan: SweepPlan, problems: messages.Problems) -> schema.RunConfig:
+    """Check configs before a search: the first and the last value of every axis, with the others at their first values.
+    Return the config of all first values.
+    """
     ends = {axis.key: axis.ends() for axis in plan.axes}
     first = {key: low for key, (low, _) in ends.items()}
     others = [{**first, key: high} for key, (_, high) in ends.items()]
@@ -314,13 +327,13 @@ def _check_ends(plan: SweepPlan, problems: messages.Problems) -> schema.RunConfi
     return configs[0]
 
 
-def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
-    """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
+def _chosen_metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
+    """Return the metric to optimize, a name in metrics.jsonl; ConfigError if runs of this sweep would not write it."""
     metrics = ["loss"]
     if cfg.data.validation or cfg.data.validation_fraction:
         metrics += [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
         metrics += ["eval_perplexity"] if cfg.task.is_language and not cfg.preference.is_on else []
-    metric = plan.own.get("metric", "")
+    metric = plan.settings.get("metric", "")
     if metric not in metrics:
         text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(metrics))
         raise messages.ConfigError(messages.joined(text, messages.did_you_mean(metric, metrics)))
@@ -328,7 +341,9 @@ def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
 
 
 def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | None:
-    """Return number and overrides of the trial that is open still, else of a new one; None after the last."""
+    """Return number and overrides of a trial that was begun but not ended, else of a new one; None if there are `most`
+    trials already.
+    """
     from optuna import distributions, trial
 
     begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
@@ -353,9 +368,11 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
 
 
 def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:
-    """Return the sweep's directory: run.dir and sweep=NAME, or a name made of the recipe and all overrides."""
-    words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
-    name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
+    """Return the sweep's directory, run.dir/NAME, by sweep=NAME or else named after the recipe and a digest of all
+    overrides.
+    """
+    words = [*plan.fixed, *map(str, plan.axes), plan.settings.get("metric", "")]
+    name = plan.settings.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
     if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
         raise messages.ConfigError(
             "sweep = {name} must be a plain directory name; the directory around it is run.dir.", name=name
@@ -369,9 +386,9 @@ def typed_command(words: Sequence[str], command: str = "sweep") -> str:
 
 
 def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = None) -> SweepJob:
-    """Return a job that has not run yet: its own overrides, its config, and its number in a search."""
-    nowhere = replace(cfg, language="", run=replace(cfg.run, name="", dir=""))
-    config = hashlib.sha256(load.to_yaml(nowhere).encode()).hexdigest()[:16]
+    """Return a job that has not run yet, of its overrides, its config, and its number in a search."""
+    without_place = replace(cfg, language="", run=replace(cfg.run, name="", dir=""))
+    config = hashlib.sha256(load.to_yaml(without_place).encode()).hexdigest()[:16]
     name = job_name(words) if trial is None else f"trial-{trial:03}"
     return SweepJob(name=name, words=[secrets.hide_word(word) for word in words], config=config, trial=trial)
 
@@ -396,13 +413,15 @@ def job_name(words: Sequence[str]) -> str:
 
 
 def digest(words: Sequence[str]) -> str:
-    """Return eight letters for a list of words."""
+    """Return eight hexadecimal digits that identify a list of words."""
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
 
 
 @contextmanager
 def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
-    """Read a sweep, or begin one, and lock it for this process; an error if another process has it."""
+    """Lock a sweep's directory, which is made if it does not exist, and yield the sweep; LaunchError if another process
+    has locked it, or it is no sweep's.
+    """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -426,7 +445,7 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
 
 
 def _read_jobs(folder: Path) -> list[SweepJob]:
-    """Return the jobs of sweep.json, [] without one; a run that has DONE is done, whatever was written last."""
+    """Return the jobs of sweep.json, [] without one, with states corrected by what is in the run directories."""
     if not (folder / FILE).exists():
         return []
     try:
@@ -449,13 +468,15 @@ def launch(
     plan: SweepPlan,
     sweep: SweepDir,
     job: SweepJob,
-    special: Sequence[str],
+    overrides: Sequence[str],
     requests: processes.SignalRequests,
     log: IO[str] | None = None,
 ) -> None:
-    """Run one job in a child process, pass signals on, and record how it ended; `log`: where it prints."""
+    """Run one job in a child process, passing on signals, and record in sweep.json how it ended. `overrides`: the
+    job's, with secrets; `log`: file for its output, None for this process's.
+    """
     words = [f"run.dir={files.quoted(sweep.folder)}", f"run.name={job.name}"]
-    command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, *words]
+    command = [*LAUNCH, *plan.launcher, *plan.fixed, *overrides, *words]
     job.state, job.started, job.ended, job.exit_code = RUNNING, time.strftime(_TIME), "", None
     sweep.save()
     [code] = processes.wait_for([children.start(command, start_new_session=True, stdout=log, stderr=log)], requests)
@@ -480,7 +501,7 @@ def check_stopped(sweep: SweepDir, requests: processes.SignalRequests) -> None:
 
 
 def end(sweep: SweepDir, is_done: bool) -> None:
-    """Print the commands that resume what is not done, and compare the runs if there is anything to compare."""
+    """Print the command that resumes the sweep, unless `is_done`, and the one that compares its runs."""
     if not is_done:
         say("What is not done is tried again by the same command:  {command}", command=sweep.command)
     if runs_of(sweep.folder):
@@ -493,14 +514,15 @@ class JobResult:
     """Numbers of one run's metrics.jsonl; NaN if there are none."""
 
     loss: float
-    """Training loss of the last step."""
+    """Training loss of the last logged step."""
     best: float
+    """Best value of the metric: the lowest of losses and perplexities, the highest of others."""
     tokens_per_s: float
-    """Median over the steps."""
+    """Median over the logged steps."""
 
 
 def read_result(folder: Path, metric: str = schema.EVAL_LOSS) -> JobResult:
-    """Read the numbers of a run directory, which need not exist, with the best value of a metric."""
+    """Return the numbers in a run directory's metrics.jsonl, if there is one, with the best value of `metric`."""
     rows = []
     with suppress(OSError):
         rows = [row for row in json_lines(folder / "metrics.jsonl") if row is not None]
@@ -513,7 +535,7 @@ def read_result(folder: Path, metric: str = schema.EVAL_LOSS) -> JobResult:
 
 
 def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = schema.EVAL_LOSS) -> None:
-    """Print the table of all jobs, and below it the first error of each that failed."""
+    """Print a table of all jobs, and below it the error of each that failed."""
     heads = (tr("overrides"), tr("state"), tr("exit code"), tr("loss"), tr("best {metric}", metric=metric))
     rows, errors = [], []
     for job in jobs:

@@ -1,4 +1,4 @@
-"""`toolkit plan trace=true`: a step on a GPU that is not there, traced in a process of its own; beside the plan."""
+"""`toolkit plan trace=true`: a step traced on a fake GPU, in a child process, and compared with the plan."""
 
 import json
 import sys
@@ -14,19 +14,19 @@ from toolkit.plan import layouts
 from toolkit.plan.machine import GIB, Machine
 
 _LIMIT_S = 3600.0
-_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
-OFF = 0.05
-"""Of the traced peak by which the plan may differ without a word."""
+_TRACEABLE_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
+TOLERANCE = 0.05
+"""Share of the traced peak by which the plan may differ without a note."""
 
 
 def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
-    """Refuse what the trace does not follow; a ConfigError names it."""
+    """Raise ConfigError for a setting that the trace does not support, or for CPU ranks."""
     zero = cfg.zero
     untraceable = {
         **{f"parallel.{name}": getattr(cfg.parallel, name) > 1 for name in ("tensor", "sequence", "pipeline")},
         "zero.offload_optimizer": zero.offload_optimizer.device is not schema.Device.none,
         "zero.offload_param": zero.offload_param.device is not schema.Device.none,
-        "tuning.method": cfg.tuning.method not in _METHODS or bool(cfg.tuning.adapter),
+        "tuning.method": cfg.tuning.method not in _TRACEABLE_METHODS or bool(cfg.tuning.adapter),
         "preference.loss": cfg.preference.is_on,
         "compile.enabled": cfg.compile.enabled,
         "model.trust_remote_code": cfg.model.trust_remote_code,
@@ -39,8 +39,8 @@ def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
 
 
 def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
-    """Return what toolkit.extras.traced_steps finds of the first and the last rank. `words`: recipe and overrides.
-    Raises ConfigError where an operation of the step fails.
+    """Trace a step of the first and the last rank in a child process; return what `toolkit.extras.traced_steps.trace`
+    returns, for each rank. `words`: recipe and overrides. ConfigError if an operation of the step fails.
     """
     ranks = sorted({0, machine.world_size - 1})
     with tempfile.TemporaryDirectory() as folder:
@@ -62,12 +62,14 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
 
 
 def difference(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return which collective is the first to differ between ranks, where a run would hang; "" if none does."""
+    """Return the first collective that differs between ranks, where a run would hang, as a
+    sentence; "" if none does.
+    """
     first = ranks[0]
     for other in ranks[1:]:
-        ours, theirs = ([[*collective] for collective in rank["collectives"]] for rank in (first, other))
-        for index in range(max(len(ours), len(theirs))):
-            pair = [shown(many[index]) if index < len(many) else tr("none") for many in (ours, theirs)]
+        both = [rank["collectives"] for rank in (first, other)]
+        for index in range(max(map(len, both))):
+            pair = [shown(sent[index]) if index < len(sent) else tr("none") for sent in both]
             if pair[0] != pair[1]:
                 return tr(
                     "collective {place} of a step is {mine} on rank {first}, {theirs} on rank {rank}",
@@ -81,14 +83,15 @@ def difference(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def shown(collective: Sequence[Any]) -> str:
-    """Return a collective as one reads it."""
+    """Return a traced collective as text: name, numbers and type sent, ranks of the group."""
     name, ranks, numbers, dtype = collective
     return f"{name}({numbers:,} {dtype}, {ranks})"
 
 
 def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[str, Any]:
-    """Print the trace beside the plan; return what `output=` gets of it."""
+    """Print the traced memory, waits and collectives beside the plan; return them as a dict for `output=`."""
     planned, memory = layout.memory.peak("step"), layout.memory.device
+    # Between two steps there is what a save finds, but for the parameters that it gathers.
     at_rest = sum(size for kind, size in memory["save"].items() if kind != "gathered")
     worst = max(results, key=lambda result: result["peak_bytes"])
     ratio = planned / worst["peak_bytes"]
@@ -103,8 +106,8 @@ def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[st
     head = [tr("GiB per rank"), tr("planned"), tr("traced"), tr("planned / traced")]
     for line in terminal.text_table(head, rows, indent=""):
         say(line)
-    if abs(ratio - 1) > OFF:
-        say("The plan differs by more than {percent} %: trust the trace.", percent=f"{100 * OFF:.0f}")
+    if abs(ratio - 1) > TOLERANCE:
+        say("The plan differs by more than {percent} %: trust the trace.", percent=f"{100 * TOLERANCE:.0f}")
     say("The largest tensors then:")
     for what, count, size in worst["largest"]:
         say(f"  {size / GIB:8.3f} GiB  {count} x {what}")

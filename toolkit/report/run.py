@@ -230,8 +230,6 @@ class History:
     def _add_events(self, rows: Sequence[list[Any]], values: NDArray[np.float64]) -> None:
         """Add the events (counters that grew, NaN or Inf) of some rows, in the order of their steps.
 
-        x
-
         Args:
             rows: The values of NAMES as they stand in the file, a list for each row.
             values: The same rows as numbers, [rows, names]; NaN where a value is missing or is not a finite number.
@@ -580,8 +578,7 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return run directories, a sweep's replaced by those of its runs; RunFolderError if none of them has metrics yet.
-    """
+    """Return run directories, a sweep's replaced by those of its runs; RunFolderError if no run of it has metrics."""
     folders: list[Path] = []
     for path in paths:
         runs = runs_of(path) if os.path.isfile(path / "sweep.json") else [path]

@@ -22,4 +22,4 @@ def run(words: list[str]) -> int:
     environment.refuse_ranks()
     problems = Problems()
     plan = parse_sweep(words, problems)
-    return (run_trials if "trials" in plan.own else run_grid)(plan, words, problems)
+    return (run_trials if "trials" in plan.settings else run_grid)(plan, words, problems)
