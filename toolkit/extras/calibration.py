@@ -1,7 +1,7 @@
-"""Measure what `toolkit plan` assumes of this machine: `python -m toolkit.extras.calibration CONFIG ANSWER` on every
-rank.
+"""Measures the speeds that `toolkit plan` would otherwise assume of this machine, on every rank:
+`python -m toolkit.extras.calibration CONFIG ANSWER`.
 
-All ranks measure at once, as they train. A layer, with its real sizes and rows, is what two layers take beyond one.
+All ranks measure at once, as they train. A layer's time, at its real sizes, is that of two layers less that of one.
 """
 
 import json
@@ -40,21 +40,22 @@ from toolkit.plan.speed import Rates
 
 _REPEATS = 7
 _ELEMENTS = 4_000_000
-"""Weights that are updated, and numbers that are sent."""
+"""Weights that an optimizer step updates, and numbers that a collective sends."""
 _TRIES = 3
+"""Attempts at measuring a layer, whose time is a difference and must be positive."""
 _NEVER = 1_000_000
 """Micro-batches of a step that never comes: the optimizer is measured by itself."""
 
 
 def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
-    """Return this machine's rates. A collective."""
+    """Measure FLOP/s, memory and link speed of this rank for a config's model and longest rows. A collective."""
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
         torch.cuda.set_device(device)
     full_cfg = replace(cfg, tuning=type(cfg.tuning)())
     width = memory.WIDTHS[cfg.precision.dtype]
     outline = outline_of(full_cfg)
-    first_s, layer_s, first_flops, layer_flops = _layers(full_cfg, outline, device)
+    first_s, layer_s, first_flops, layer_flops = _time_layers(full_cfg, outline, device)
     speed = layer_flops / layer_s
     link, latency_s = 1e12, 0.0
     if world_size > 1:
@@ -78,8 +79,8 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
     )
 
 
-def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
-    """Return the seconds of a micro-batch of a model with one layer, those of one layer more, and the FLOPs of both."""
+def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
+    """Return seconds of a micro-batch of a one-layer model, seconds that another layer adds, and the FLOPs of both."""
     rows = memory.longest_rows(outline, cfg)
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []
@@ -98,16 +99,17 @@ def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tu
 
 
 def _pass(model: torch.nn.Module, batch: attention.Batch) -> None:
+    """Run a micro-batch forward and backward."""
     loss.token_loss_sum(model, batch).backward()
     model.zero_grad()
 
 
 def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
-    """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients, from how much longer a layer takes than
+    """Return the bytes/s at which ZeRO-3 gathers and reduces a layer, from how much longer a layer takes under it than
     `layer_s`, its seconds without ZeRO. That includes DeepSpeed's copies and work around each collective (0.19.8: on
     CPU ranks as much again).
     """
-    split = replace(
+    zero3 = replace(
         cfg,
         zero=schema.ZeroConfig(stage=3),
         optim=replace(cfg.optim, torch=True),  # DeepSpeed's own Adam would have to be compiled first
@@ -117,29 +119,29 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
         profile=schema.ProfileConfig(),
         ds_extra={},
     )
-    ds = ds_config.build_ds_config(split, world_size).values
+    ds = ds_config.build_ds_config(zero3, world_size).values
     calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
         model = build_model(cfg, layers, device)
         sizes.append(sum(parameter.numel() for parameter in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
-        engine = build.initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
+        engine = build.initialize_engine(model, ds, zero3.train.activation_checkpointing, schedule, optim=zero3.optim)
         engine.train()
         engines.append(engine)
         calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
-    _, split_s = _seconds_and_more(calls, device)
+    _, zero3_layer_s = _seconds_and_more(calls, device)
     for engine in engines:
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
     layer = sizes[1] - sizes[0]
     # Of a micro-batch: weights forward and backward, and gradients.
     sent = 3 * layer * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
-    return sent / max(split_s - layer_s, 1e-6)
+    return sent / max(zero3_layer_s - layer_s, 1e-6)
 
 
 def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> attention.Batch:
-    """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
+    """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token is trained."""
     rows = memory.longest_rows(outline, cfg)
     size = (rows.rows, rows.length)
     ids = torch.full(size, 5)
@@ -154,7 +156,9 @@ def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Modul
 
 
 def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
-    """Return a recipe's model with random weights and so many layers; only its config is read."""
+    """Return a recipe's model with random weights and `layers` layers, in its precision on `device`; only its config is
+    read.
+    """
     if cfg.model.init is schema.Init.random:
         shape = replace(cfg.model.shape, num_layers=layers)
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
@@ -178,14 +182,14 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median of a few runs after the first: the machine as it is, whatever else it does."""
+    """Return the median seconds of a call over several runs after a first one."""
     call()
     return statistics.median(_once(call, device) for _ in range(_REPEATS))
 
 
 def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
     """Return the median seconds of the first of two calls, and how many more the second takes, on the slowest rank.
-    They are timed in turns, as a machine's speed drifts.
+    They are timed in turns, as a machine's speed drifts. A collective.
     """
     first, second = calls
     first(), second()
@@ -196,7 +200,7 @@ def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.devic
 
 
 def _once(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, which all ranks begin together, until the device has done its work."""
+    """Return the seconds of one call, begun by all ranks together, until the device has finished its work."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if device.type == "cuda":
@@ -209,7 +213,7 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def main(config: str, answer: str) -> None:
-    """Measure a config's model and sequences as one of all ranks; write this rank's rates into a JSON file."""
+    """Measure a config's model and sequences as one of all ranks; write this rank's rates to the JSON file `answer`."""
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs what it builds.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

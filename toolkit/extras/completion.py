@@ -16,7 +16,9 @@ PATH_KEYS = re.compile(
 
 
 def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], str]) -> list[str]:
-    """Return the words that the last word of a line may become; `line` ends where the cursor is."""
+    """Return the words that the last word of a command line may become; `line` ends at the cursor. `module_of`: name of
+    a command -> its module, whose docstring holds its usage.
+    """
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
     typed = "" if line[-1:].isspace() else words.pop()
     if len(words) == 1:
@@ -32,7 +34,9 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
 
 
 def _arguments(typed: str, doc: str) -> Iterator[str]:
-    """Yield the words that may follow a command and begin like `typed`, or more, by the usage in its help `doc`."""
+    """Yield arguments of a command that may follow, by the usage in its help `doc`; not only those that begin with
+    `typed`.
+    """
     usage = doc.split("\n\n")[1]
     placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))  # name=PLACEHOLDER
     takes_keys = placeholders.pop("key", "") == "value"
@@ -56,7 +60,9 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
 
 
 def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
-    """Yield the values of the argument `name`; `placeholder`: what its help has for them, such as yes|no or FILE."""
+    """Yield values that an argument `name` may have: recipes, groups' choices, enums, booleans, paths. `placeholder`:
+    what its usage shows as value, such as en|zh.
+    """
     section, _, field = name.rpartition(".")
     sections = dict(dotted_keys.sections())
     kind: Any = dotted_keys.types_of(sections.get(f"{section}." if section else "", schema.RunConfig)).get(field)
@@ -75,11 +81,12 @@ def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
 
 
 def _groups() -> list[str]:
+    """Return the names of the config groups."""
     return sorted(path.name for path in files.conf_folder().iterdir() if path.is_dir())
 
 
 def _paths(typed: str) -> Iterator[str]:
-    """Yield the files and directories that a path may become."""
+    """Yield the files and directories that begin with a path as typed."""
     folder = typed.rpartition("/")[0] + "/" if "/" in typed else ""
     hidden = typed.rpartition("/")[2].startswith(".")
     for path in sorted(Path(folder or ".").glob("*")):

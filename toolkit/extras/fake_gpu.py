@@ -1,4 +1,4 @@
-"""A GPU that is not there: DeepSpeed's engine and a model run on it, and their tensors have shapes but no numbers.
+"""A fake GPU: DeepSpeed's engine and a model run on it, and their tensors have shapes but no numbers.
 
 PyTorch's fake tensors do it, on a device of a backend that nobody has implemented: each operation on them is only its
 shapes. A FakeTensor of a "cuda" device would do without a GPU as well, but not without PyTorch's CUDA build, as its
@@ -38,7 +38,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Backend:
-    """What PyTorch asks of a device's module; not there, so that no number is ever made on the device."""
+    """The module that PyTorch asks of a device backend; `is_available` is false, so that no number
+    is ever made on it.
+    """
 
     is_initialized = staticmethod(lambda: True)
     is_available = _is_in_bad_fork = staticmethod(lambda: False)
@@ -49,7 +51,7 @@ class _Backend:
 
 
 class _Stream:
-    """A stream or an event on which nothing happens."""
+    """A CUDA stream or event stub on which nothing happens."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -58,7 +60,7 @@ class _Stream:
 
 
 class _Accelerator(CPU_Accelerator):
-    """DeepSpeed's view of it: work is queued on streams, as on a GPU."""
+    """DeepSpeed's accelerator for the fake GPU: work is queued on streams, as on a real one."""
 
     Stream = Event = _Stream
 
@@ -104,7 +106,9 @@ class _Accelerator(CPU_Accelerator):
     default_stream = current_stream
 
     def get_op_builder(self, class_name: str) -> Any:
-        """DeepSpeed's own FusedAdam and FusedLion run; their kernels, which need no memory of their own, do nothing."""
+        """Return the stub for every op: DeepSpeed's FusedAdam and FusedLion run, their kernels, which need no memory of
+        their own, do nothing.
+        """
         return _Builder
 
     def create_op_builder(self, op_name: str) -> Any:
@@ -112,6 +116,8 @@ class _Accelerator(CPU_Accelerator):
 
 
 class _Builder:
+    """A DeepSpeed op builder stub, whose op does nothing."""
+
     name = "none"
 
     def load(self, *_: Any, **__: Any) -> "_Builder":
@@ -125,7 +131,9 @@ class _Builder:
 
 
 def begin(rank: int, world_size: int) -> None:
-    """Be a rank of so many, none of which is there."""
+    """Make this process rank `rank` of `world_size` on the fake GPU: patch PyTorch and DeepSpeed, start fake process
+    groups.
+    """
     _setup_privateuseone_for_python_backend(NAME, _Backend)
     set_accelerator(_Accelerator())
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
@@ -142,14 +150,14 @@ def begin(rank: int, world_size: int) -> None:
 
 
 def _tolist(tensor: torch.Tensor) -> Any:
-    """Read all numbers at once, as `tolist` of a real tensor does."""
+    """Return a fake tensor's `tolist`, reading one number from the device, as a real tensor's reads all at once."""
     value = tensor.flatten()[0].item()
     return value if tensor.dim() == 0 else [value] * len(tensor) if tensor.dim() == 1 else [*map(_tolist, tensor)]
 
 
 def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """Do what `torch.nn.Module._apply` does, but keep parameters that stay on their device, and set their data, as it
-    does for real tensors: fake ones it would swap, which fails if something refers to them.
+    """Do what `torch.nn.Module._apply` does, but set the data of parameters that stay on their device, as it does for
+    real tensors: fake ones it would swap, which fails if something refers to them.
     """
     for child in module.children() if recurse else ():
         child._apply(function)
@@ -176,7 +184,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Take the kernel that PyTorch takes on an NVIDIA GPU: flash attention, or another one in fp32 or with a mask."""
+    """Return what scaled_dot_product_attention does, by the kernel that PyTorch takes on an NVIDIA GPU: flash
+    attention, or the memory-efficient one in fp32 or with a mask.
+    """
     if attn_mask is None and query.dtype in _HALF:
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -187,7 +197,9 @@ def _fused_attention(
 
 
 class Watch(LiveBytes):
-    """Notes bytes of the device's tensors, collectives, and where the host waits for the device.
+    """A dispatch mode that notes bytes of the device's tensors, collectives, and where the host waits for the device. A
+    number that the host reads is 1.0, or 0 if it is an integer or a truth value (such as an overflow). Works above a
+    FakeTensorMode.
 
     A number that is read is 1.0, or 0 where it is a whole number or a truth value (such as an overflow). Works above a
     FakeTensorMode.
@@ -196,20 +208,24 @@ class Watch(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[tuple[Any, ...]] = []
-        """Name, ranks of the group, and numbers and type of what is sent, in their order."""
+        """(name, ranks of the group, numbers sent, their type) of each collective, in order."""
         self.waits: Counter[str] = Counter()
-        """Where in the code."""
+        """Code that waits for the device -> how often."""
         self._events: list[tuple[int, int, str]] = []
+        """(storage, change of its bytes, what was made or "" if it was freed) of each allocation."""
         self._function: Any = None
-        """What is being computed."""
+        """The operation being computed."""
         self._begun = 0
+        """Number of events before the step."""
 
     def restart(self) -> None:
-        """Begin anew: with the peak, what is sent, and the waits."""
+        """Forget collectives, waits and the peak so far: a step begins."""
         self.collectives, self.waits, self.peak, self._begun = [], Counter(), self.now, len(self._events)
 
     def largest(self, most: int) -> list[tuple[str, int, int]]:
-        """Return what, how many and bytes of all of the `most` largest kinds of tensors at the peak since `restart`."""
+        """Return (operation, type and shape; how many; bytes together) of the `most` largest kinds of tensors that were
+        alive at the peak since `restart`.
+        """
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
         at = self._begun
         for index in range(self._begun, len(self._events)):
@@ -235,7 +251,7 @@ class Watch(LiveBytes):
         if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
             assert first is not None
             if on_device:
-                self.waits[_place()] += 1
+                self.waits[_waiting_code()] += 1
             elif getattr(first, "constant", None) is not None and func is _aten._local_scalar_dense.default:
                 return first.constant.item()  # type: ignore[attr-defined]
             if func is _aten.nonzero.default:
@@ -248,13 +264,14 @@ class Watch(LiveBytes):
         result = func(*args, **(kwargs or {}))
         leaves = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if on_device and func is _aten._to_copy.default and leaves[0].device.type == "cpu":
-            self.waits[_place()] += 1
+            self.waits[_waiting_code()] += 1
         self._function = func
         for leaf in leaves:
             self.see(leaf)
         return result
 
     def _note_collective(self, func: Any, args: Any) -> None:
+        """Note a collective's name, group size, and numbers and type of what it sends."""
         sent = [tensor for tensor in _pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
         groups = [group for group in _pytree.tree_leaves(args) if isinstance(group, torch.ScriptObject)]
         sizes = [dist.ProcessGroup.unbox(group).size() for group in groups if "ProcessGroup" in str(group._type())]
@@ -265,9 +282,11 @@ class Watch(LiveBytes):
         )
 
     def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the fake GPU, so that its bytes count."""
         return tensor.device.type == NAME
 
     def _change(self, key: int, change: int, tensor: torch.Tensor | None = None) -> None:
+        """Note that memory of `key` changed by `change` bytes: a tensor was made, or (without `tensor`) freed."""
         super()._change(key, change)
         what = ""
         if tensor is not None:
@@ -276,7 +295,7 @@ class Watch(LiveBytes):
         self._events.append((key, change, what))
 
 
-def _place() -> str:
+def _waiting_code() -> str:
     """Return file, line and function of the innermost caller outside PyTorch: the code that waits for the device."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and not frame.filename.endswith("fake_gpu.py"):

@@ -1,4 +1,4 @@
-"""What transformers alone makes of a model directory: a program that imports nothing of this package.
+"""What transformers alone does with a model directory: a program that imports nothing of this package.
 
 python -I plain_transformers.py REQUEST.json ANSWER.json
 
@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 
 
 def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
-    """Return the ids of a conversation's prompt for each mode; a text says what failed."""
+    """Return the token ids of a conversation's prompt for each mode (options of the chat template); a text where it
+    failed.
+    """
     prompts: list[Any] = []
     for mode in asked["modes"]:
         try:
@@ -31,7 +33,9 @@ def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
 
 
 def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[Any] | None:
-    """Return what the parser that transformers' server takes for this model reads in answers, None without one."""
+    """Return trained answers as parsed by the response parser of transformers' server for this model; None if it has
+    none.
+    """
     from transformers.cli.serving.utils import get_response_template
 
     template = get_response_template(tokenizer, SimpleNamespace(config=config))
@@ -48,7 +52,9 @@ def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[An
 
 
 def main() -> None:
-    """Answer a request."""
+    """Answer the request file: tokenize prompts, parse answers, load the model, compute logits;
+    write the answer file.
+    """
     request_file, answer_file = map(Path, sys.argv[1:])
     request = json.loads(request_file.read_text(encoding="utf-8"))
     folder = request["folder"]

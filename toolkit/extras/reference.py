@@ -1,7 +1,7 @@
-"""The same steps as a run's, in a plain PyTorch loop in one process: what `toolkit prove` holds the run against.
+"""A run's steps in a plain PyTorch loop in one process, with which `toolkit prove` compares the run.
 
-Nothing of the engine, the loss or the step takes part: each sample has a row of its own, attention is written out, the
-optimizer is PyTorch's. `python -m toolkit.extras.reference SPEC` does what a JSON file says, see `main`.
+It shares no code of engine, loss or step with the run: no packing, eager attention, PyTorch's optimizer.
+`python -m toolkit.extras.reference SPEC` does what a JSON file says, see `main`.
 """
 
 import json
@@ -28,7 +28,7 @@ from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.tasks import language_data
 
 ROWS = 4
-"""Samples that are computed at once, and that the logits of the end are compared on."""
+"""Samples per forward pass, and samples whose logits are compared at the end."""
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -72,14 +72,14 @@ def follow(
     model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
     if cfg.tuning.method is not schema.TuningMethod.full:
         fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
-    wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
+    loop_dtype = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(run_dtype).to(wanted)
+        parameter.data = parameter.data.to(run_dtype).to(loop_dtype)
     model.train().to(device)
     if dtype != "float64":
         fp8.convert(model, cfg.precision.fp8)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    is_low = wanted in (torch.bfloat16, torch.float16)
+    is_low = loop_dtype in (torch.bfloat16, torch.float16)
     masters = {
         name: parameter.detach().float().requires_grad_() if is_low else parameter
         for name, parameter in trained.items()
@@ -102,7 +102,7 @@ def follow(
 
 
 def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: schema.OptimConfig) -> torch.optim.Optimizer:
-    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, whichever a recipe names."""
+    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, as the config says; `named`: trained parameters by name."""
     groups, betas = parameter_groups(named.items(), optim), (optim.betas[0], optim.betas[1])
     shared: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name is schema.OptimizerName.sgd:
@@ -116,7 +116,7 @@ def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: schema.OptimCon
 def _batches(
     cfg: schema.RunConfig, data: language_data.LanguageData, world_size: int, num_steps: int
 ) -> Iterator[list[store.Sample]]:
-    """Yield the samples of each step over all ranks."""
+    """Yield the samples of the global batch of each step, those of all ranks of a run with `world_size` ranks."""
     position, per_step = sampler.BEGINNING, language_data.rows_per_step(cfg, data.packing)[0]
     for _ in range(num_steps):
         by_rank = language_data.step_samples(cfg, data, world_size, position)
@@ -128,7 +128,7 @@ def _batches(
 
 
 def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> float:
-    """Add up the gradient of a step's mean loss; return the loss, nats per trained token."""
+    """Backpropagate a step's mean loss, ROWS samples at a time; return that loss, in nats per trained token."""
     total = sum(int(trained[1:].sum()) for _, trained in samples)
     loss = 0.0
     for begin in range(0, len(samples), ROWS):
@@ -142,6 +142,7 @@ def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) 
 
 
 def _forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits [B, S, V] of a padded batch."""
     ids, mask = batch["input_ids"].to(model.device), (batch["segment_ids"] > 0).long().to(model.device)
     logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return logits
@@ -149,7 +150,7 @@ def _forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Te
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> list[float]:
-    """Return the logits of some of the vocabulary at the last token of each of a few samples."""
+    """Return the first 1,024 logits at the last token of each sample, flattened."""
     batch = loader.collate([[sample] for sample in samples], pad_id)
     logits = _forward(model, batch)
     ends = (batch["segment_ids"] > 0).sum(1) - 1
@@ -160,5 +161,5 @@ def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) ->
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    given = json.loads(file.read_text(encoding="utf-8"))
-    Path(given["output"]).write_text(json.dumps(main(given)), encoding="utf-8")
+    spec = json.loads(file.read_text(encoding="utf-8"))
+    Path(spec["output"]).write_text(json.dumps(main(spec)), encoding="utf-8")

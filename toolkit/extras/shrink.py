@@ -32,7 +32,9 @@ _QUERY_HEADS, _KEY_HEADS = ("num_attention_heads", "n_head"), ("num_key_value_he
 
 
 def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
-    """Return a config.json with the same architecture and vocabulary, `heads` heads, LAYERS layers and no dropout."""
+    """Return a config.json with the same architecture and vocabulary, but `heads` heads, LAYERS
+    layers and no dropout.
+    """
     own_heads = next((config[name] for name in _QUERY_HEADS if name in config), 0)
     small = dict(config)
     for name, value in config.items():
@@ -59,8 +61,8 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
 
 
 def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTrainedModel:
-    """Build a random fp32 model on the CPU after a directory's config.json, whose weights are not read; ModelError if
-    that needs the directory's own Python code, or the model stays large.
+    """Return a random fp32 model on the CPU of a small version of a directory's config.json, whose weights are not
+    read; ModelError if that needs the directory's own Python code, or the model stays large.
     """
     folder = Path(path)
     config = shrunk_config(read_config(path, with_weights=False), heads)

@@ -1,4 +1,4 @@
-"""Two training steps on a GPU that is not there: `python -m toolkit.extras.traced_steps SPEC`; see `main`.
+"""Two training steps traced on a fake GPU: `python -m toolkit.extras.traced_steps SPEC`; see `main`.
 
 The model, adapters, loss, checkpointing and step are those of a run, and so is DeepSpeed's engine: with its own ZeRO
 optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers there are none, see extras/fake_gpu.py.
@@ -35,15 +35,18 @@ from toolkit.train import schedule
 from toolkit.train.step import StepGuard, train_step
 
 _STEPS = 2
-"""The optimizer makes its states in the first."""
+"""Steps that are run: the optimizer allocates its states in the first, the second is traced."""
 _TOTAL_STEPS = 100
 _SAMPLES = 4
-"""Of a packed sequence."""
+"""Samples of a packed sequence."""
 _LARGEST = 8
+"""Kinds of tensors that are listed."""
 
 
 class _Task(language.LanguageTask):
-    """Language modelling whose tokens are counted beforehand: all of a micro-batch."""
+    """Language modelling whose tokens are counted beforehand, as fake tensors have no numbers: all tokens of a
+    micro-batch are trained.
+    """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -57,10 +60,12 @@ class _Task(language.LanguageTask):
 
 
 def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
-    """Return what a rank holds, sends and waits for in a step on the longest rows."""
+    """Return what rank `rank` of `world_size` holds, sends and waits for in its second training step, on the longest
+    rows: at_rest_bytes, peak_bytes, largest tensors, waits, collectives, optimizer.
+    """
     fake_gpu.begin(rank, world_size)
     attention.trains_on_gpu = lambda: True
-    if cfg.optim.torch is not True:  # as where there is an nvcc
+    if cfg.optim.torch is not True:  # DeepSpeed's optimizer, as on a machine with nvcc
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
     total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
     outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, total_steps)
@@ -86,7 +91,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
         engine.train()
-        for _ in range(_STEPS):
+        for _ in range(_STEPS):  # of which the last is traced
             watch.restart()
             at_rest = watch.now
             train_step(engine, task, [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))], world_size, guard)
@@ -103,7 +108,9 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:
-    """Do with an untrained model what tasks/language_model.py, `build_model`, does."""
+    """Prepare a random model for training as `build_model` of tasks/language_model.py does: attention, loss head,
+    adapters.
+    """
     attention.choose_attention(
         model, cfg.model.attention, cfg.data.packing is schema.Packing.packed, TORCH_DTYPES[cfg.precision.dtype]
     )
@@ -115,15 +122,15 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
 
 
 def _assumed_rows(rows: int, most: float, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Stand for `experts.rows_exchanged`, as no number is known: a rank sends as many rows to each, and gets `most`
-    times as many.
+    """Stand in for `experts.rows_exchanged`, as router choices are not known: return the rows that a rank sends to each
+    rank, evenly divided, and those that it receives, `most` times as many.
     """
     received.sum(1).tolist()  # waited for all the same
     return [rows // len(counts)] * len(counts), [math.ceil(most * rows / len(counts))] * len(counts)
 
 
 def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> attention.Batch:
-    """Return the largest micro-batch; a packed one of a few samples of the same length."""
+    """Return the largest micro-batch; a packed one holds _SAMPLES samples of the same length per sequence."""
     batch = calibration.longest_batch(cfg, outline, model)
     if cfg.data.packing is not schema.Packing.packed:
         return batch
@@ -136,7 +143,9 @@ def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) 
 
 
 def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trace the recipe and overrides `words` on some `ranks` of `world_size`, each in a process of its own."""
+    """Trace the recipe and overrides `words` on some `ranks` of `world_size`, each in a forked process; return a trace
+    or error per rank.
+    """
     set_language(spec["language"])
     cfg = mesh.with_micro_batch(load(spec["words"]).cfg)
     # A copy each: what is registered with PyTorch stays.
@@ -144,6 +153,7 @@ def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _traced(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the trace of a rank, or the error that ended it, in a forked process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     try:
         return trace(cfg, rank, world_size)
@@ -156,5 +166,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     file = Path(sys.argv[1])
-    given = json.loads(file.read_text(encoding="utf-8"))
-    Path(given["output"]).write_text(json.dumps(main(given)), encoding="utf-8")
+    spec = json.loads(file.read_text(encoding="utf-8"))
+    Path(spec["output"]).write_text(json.dumps(main(spec)), encoding="utf-8")
