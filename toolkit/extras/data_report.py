@@ -1,5 +1,5 @@
-"""What a data set holds that harms training, and what it is like: duplicates, leftovers of templates, declined and cut
-answers; lengths, turns, scripts. One pass over the rows, in as many processes as tokenising uses.
+"""Inspects a dataset for what harms training (duplicates, control strings of templates, declined and cut answers), and
+measures lengths, turns and scripts. One pass over the rows, in as many processes as tokenizing uses.
 
 Near-duplicates: the 5-character shingles of the user's and the assistant's texts, lower-cased and without white space,
 are hashed once into 32 bins, each of which keeps its least hash (one-permutation MinHash; an empty bin takes the next
@@ -38,14 +38,14 @@ OTHER = "other"
 
 @dataclass(slots=True)
 class Facts:
-    """What was found in some rows."""
+    """What inspecting some rows has counted; of all rows once merged."""
 
     rows: int = 0
     bad: int = 0
     found: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(kind, what) -> rows; kinds: unusable, leftover in a question, leftover in an answer, answer."""
     examples: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """The first few, "file:line"."""
+    """(kind, what) -> the first few rows, "file:line"."""
     turns: Counter[int] = field(default_factory=Counter)
     """User's messages -> conversations."""
     scripts: Counter[str] = field(default_factory=Counter)
@@ -53,24 +53,25 @@ class Facts:
     mostly: Counter[str] = field(default_factory=Counter)
     """Rows by the script that most of their letters are of."""
     asked: list[NDArray[np.uint32]] = field(default_factory=list)
-    """Characters of the user's messages, of each row."""
+    """Characters of the user's messages of each row; as all lists below, an array [rows] for each batch of rows."""
     answered: list[NDArray[np.uint32]] = field(default_factory=list)
+    """Characters of the assistant's messages of each row."""
     hashes: list[NDArray[np.uint64]] = field(default_factory=list)
-    """Of all messages of each row."""
+    """Hash of all messages of each row: equal rows have equal hashes."""
     bins: list[NDArray[np.uint32]] = field(default_factory=list)
-    """MinHash of each, [rows, 32]."""
+    """MinHash of each row, [rows, 32]."""
     places: list[NDArray[np.uint32]] = field(default_factory=list)
-    """File and line of each, [rows, 2]."""
+    """Number of the file and line of each row, [rows, 2]."""
 
     def note(self, kind: str, what: str, where: str) -> None:
-        """Count a row."""
+        """Count a row with the finding `what` of a `kind`, and keep the first few places (`where`) as examples."""
         self.found[kind, what] += 1
         examples = self.examples.setdefault((kind, what), [])
         if len(examples) < EXAMPLES:
             examples.append(where)
 
     def add(self, other: "Facts") -> None:
-        """Add what was found in later rows."""
+        """Merge the facts of later rows into these."""
         self.rows, self.bad = self.rows + other.rows, self.bad + other.bad
         for name in ("found", "turns", "scripts", "mostly"):
             getattr(self, name).update(getattr(other, name))
@@ -82,7 +83,7 @@ class Facts:
 
 @cache
 def _script_table() -> tuple[list[str], NDArray[np.uint8]]:
-    """Return the names of scripts, and which one each code point is of."""
+    """Return the names of scripts, and for every Unicode code point the index of its script, [0x110000]."""
     scripts = read_table("extras/data_report.yaml")["scripts"]
     table = np.zeros(0x110000, np.uint8)
     for number, ranges in enumerate(scripts.values(), start=1):
@@ -93,7 +94,7 @@ def _script_table() -> tuple[list[str], NDArray[np.uint8]]:
 
 
 class Inspector:
-    """Looks at blocks of rows; `special`: the control strings of the tokenizer."""
+    """Inspects blocks of rows, in several processes; `special`: the tokenizer's control strings."""
 
     def __init__(self, special: Iterable[str]) -> None:
         rules = read_table("extras/data_report.yaml")
@@ -103,7 +104,7 @@ class Inspector:
         self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
 
     def inspect(self, number: int, file: sources.DataFile, block: readers.Block) -> Facts:
-        """Return what is in a block of the file with this number."""
+        """Return the facts of a block of rows of the file with this `number`."""
         facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
         waiting: list[tuple[int, formats.Conversation]] = []
         size = 0
@@ -117,20 +118,22 @@ class Inspector:
                 facts.note("unusable", str(error)[:80], f"{file.path}:{line}")
                 continue
             for conversation in read:
-                self._look(conversation, f"{file.path}:{line}", facts)
-            first = read[0]  # and what the row's others, such as a pair's second answer, have beside it
+                self._inspect_conversation(conversation, f"{file.path}:{line}", facts)
+            first = read[0]  # with messages that only the row's others have, such as a pair's second answer
             more = [message for other in read[1:] for message in other.messages if message not in first.messages]
             waiting.append((line, replace(first, messages=[*first.messages, *more])))
             size += sum(len(message["content"]) for message in waiting[-1][1].messages)
             if size >= _BATCH_CHARS:
-                _measure(number, waiting, facts)
+                _add_measures(number, waiting, facts)
                 waiting, size = [], 0
         if waiting:
-            _measure(number, waiting, facts)
+            _add_measures(number, waiting, facts)
         return facts
 
-    def _look(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
-        """Count leftovers, and what the last answer is."""
+    def _inspect_conversation(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
+        """Count a conversation's turns, control strings in its texts, and patterns (declined, cut, …) of its last
+        answer.
+        """
         messages = conversation.messages
         facts.turns[sum(message["role"] == "user" for message in messages)] += 1
         for is_answer in (False, True):
@@ -145,7 +148,7 @@ class Inspector:
                     facts.note("answer", what, where)
 
 
-def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
+def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
     """Add lengths, scripts, hashes and MinHashes of rows to the facts.
 
     Args:
@@ -185,7 +188,7 @@ def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64
 
 
 def _count_scripts(texts: list[str], facts: Facts) -> None:
-    """Add the characters of each script, and of each text the script that most of its letters are of."""
+    """Count the characters of each script, and of each text the script that most of its letters are of."""
     names, table = _script_table()
     points, rows = _code_points(texts)
     counts = np.bincount(rows * len(names) + table[points], minlength=len(texts) * len(names))
@@ -198,7 +201,7 @@ def _count_scripts(texts: list[str], facts: Facts) -> None:
 
 
 def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
-    """Return the MinHash of each text, [texts, 32]."""
+    """Return the MinHash of each text, [texts, 32]: rows that share many shingles agree in many of the 32 values."""
     hashes, text_indices = _shingle_hashes(texts)
     least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)
     slots = text_indices * _BINS + (hashes & np.uint64(_BINS - 1)).astype(np.int64)
@@ -235,7 +238,7 @@ def _shingle_hashes(texts: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.in
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Rows that are there more than once."""
+    """Rows that repeat an earlier row."""
 
     count: int
     pairs: list[tuple[int, int]]
@@ -243,7 +246,9 @@ class Alike:
 
 
 def alike(facts: Facts) -> tuple[Alike, Alike]:
-    """Return the rows that are equal to an earlier one, and those of the others that are similar to an earlier one."""
+    """Return two results: rows that equal an earlier one, and among the others those that are similar to an earlier
+    one.
+    """
     if not facts.hashes:
         return Alike(0, []), Alike(0, [])
     _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
@@ -254,7 +259,9 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
 
 
 def _alike_rows(rows: NDArray[np.int64], partners: NDArray[np.int64]) -> Alike:
-    """Count rows that are there more than once, and list the first few, each with its partner."""
+    """Return the number of `rows`, and the first few with the earlier row that each repeats
+    (`partners`, of every row).
+    """
     return Alike(len(rows), [(int(row), int(partners[row])) for row in rows[:EXAMPLES]])
 
 
@@ -285,7 +292,7 @@ def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDAr
 
 
 def kinds() -> dict[str, str]:
-    """Return the kinds of findings in the reader's words."""
+    """Return kind of finding -> its words in the reader's language."""
     return {
         "unusable": tr("the row cannot be used"),
         "leftover in a question": tr("control string of a template in a question"),
@@ -295,7 +302,9 @@ def kinds() -> dict[str, str]:
 
 
 def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
-    """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
+    """Return the facts of all rows of files. `special`: the tokenizer's control strings; `workers`: processes, 0 one
+    for each core.
+    """
     size, facts = sources.total_bytes(files), Facts()
     count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
     for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files)):
@@ -304,13 +313,15 @@ def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = ()
 
 
 def spread(lengths: list[NDArray[Any]]) -> list[str]:
-    """Return the least, the median, the 95th and 99th percentile and the most of lengths."""
+    """Return shortest, median, 95th and 99th percentile and longest of lengths, as texts."""
     values = np.concatenate(lengths) if lengths else np.zeros(1)
     return [f"{int(value):,}" for value in np.percentile(values, [0, 50, 95, 99, 100])]
 
 
 def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepared: PrepareReport | None) -> str:
-    """Return the page of what was found in files; `prepared`: of a recipe whose rows are tokenized."""
+    """Return the HTML page of the data report; `prepared`: the report of tokenizing, if a recipe's
+    data was tokenized.
+    """
     equal, near = alike(facts)
     places = [file_and_line for part in facts.places for file_and_line in part.tolist()]
     total = len(places)
@@ -337,7 +348,7 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
             id="texts",
             title=tr("Texts to look at"),
             tables=[_findings_table(facts)] if facts.found else [],
-            empty=_none(facts),
+            empty=_no_findings(facts),
         ),
         Section(id="lengths", title=tr("Lengths and turns"), tables=_lengths(facts)),
         Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts)]),
@@ -357,15 +368,18 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
 
 
 def _duplicates_row(name: str, repeated: Alike, total: int, where: Callable[[int], str]) -> list[str]:
+    """Return a row of the table of duplicates; `where`: row number -> "file:line"."""
     pairs = "; ".join(f"{where(row)} = {where(earlier)}" for row, earlier in repeated.pairs)
     return [name, f"{repeated.count:,}", f"{repeated.count / max(total, 1):.2%}", pairs]
 
 
-def _none(facts: Facts) -> str:
+def _no_findings(facts: Facts) -> str:
+    """Return the sentence of a section without findings; "" if there are some."""
     return "" if facts.found else tr("No control strings of templates, declined or cut answers or unusable rows.")
 
 
 def _findings_table(facts: Facts) -> Table:
+    """Return the table of findings, the most frequent first, each with its first places."""
     words, rows = kinds(), []
     for (kind, what), count in sorted(facts.found.items(), key=lambda entry: -entry[1])[:100]:
         shown = translated(what) if kind == "answer" else what
@@ -374,6 +388,7 @@ def _findings_table(facts: Facts) -> Table:
 
 
 def _lengths(facts: Facts) -> list[Table]:
+    """Return tables of the lengths of questions and answers in characters, and of turns per conversation."""
     heads = [tr("characters"), tr("shortest"), tr("median"), "95 %", "99 %", tr("longest")]
     rows = [[tr("questions of a row"), *spread(facts.asked)], [tr("answers of a row"), *spread(facts.answered)]]
     turns = [[str(count), f"{rows:,}"] for count, rows in sorted(facts.turns.items())[:20]]
@@ -381,6 +396,7 @@ def _lengths(facts: Facts) -> list[Table]:
 
 
 def _scripts(facts: Facts) -> Table:
+    """Return the table of scripts: share of characters, and rows mostly written in each."""
     characters = max(sum(facts.scripts.values()), 1)
     rows = [
         [

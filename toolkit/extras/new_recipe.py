@@ -1,4 +1,4 @@
-"""A recipe for a model, data and GPUs: looks at the data, plans each fine-tuning method, writes what fits."""
+"""`toolkit new`: looks at the data, plans each fine-tuning method on the GPUs, and writes a recipe of one that fits."""
 
 import bisect
 import math
@@ -33,9 +33,9 @@ METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
 _LEAST_LENGTH, _TEXT_LENGTH = 256, 2048
 """Shortest `data.max_length` that is tried, and that of plain texts, which are split."""
 _CAUTIOUS_BYTES = 3
-"""Per token, for the longest row, where the tokenizer is not here: more than `BYTES_PER_TOKEN` would cut it."""
+"""Bytes per token assumed of the longest row without a tokenizer: with `BYTES_PER_TOKEN`, the mean, it might be cut."""
 _LONGER = 0.005
-"""So many of the first rows may be longer than the length that is chosen, lest a single one decide it."""
+"""Share of the first rows that may be longer than the chosen length, so that no single row decides it."""
 _UNBOUNDED = 1 << 24
 _SAMPLES = 16
 """Least `batch.global_size`, as in the recipe chatglm."""
@@ -46,7 +46,7 @@ Arguments = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """The fastest layout of a fine-tuning method that fits, or the smallest where none does."""
+    """The fastest layout of a fine-tuning method that fits in memory, or the smallest if none does."""
 
     method: TuningMethod
     layout: Layout
@@ -54,12 +54,14 @@ class MethodPlan:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether anything is in host memory."""
+        """Whether optimizer states are offloaded to host memory."""
         return self.layout.cfg.zero.offload_optimizer.device is not Device.none
 
 
 def data_facts(arguments: Arguments) -> dict[str, Any]:
-    """Return what the recipe says of model and data, and what was seen of the data. Raises for wrong ones."""
+    """Return what the recipe's template needs to know of model and data: groups, sources, lengths, formats, counts of
+    the first rows. ConfigError for a wrong model, data or length.
+    """
     groups, model, data = load.group_choices(), arguments["model"], arguments["data"]
     is_group = model in groups["model"]
     if not is_group and not Path(model).is_dir() and not files.is_hub_name(model):
@@ -89,8 +91,8 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
     is_text = formats == [RowFormat.text]
     cfg = _planned(_compose(facts)).cfg
     lengths = _token_counts(cfg)
-    held = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
-    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(held + 1)))
+    covered = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
+    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(covered + 1)))
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
     length = positive_int(dict(arguments), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
@@ -112,8 +114,9 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
 
 
 def _token_counts(cfg: RunConfig) -> list[int]:
-    """Return the tokens of the data's first samples, ascending; [] where no tokenizer on this disk encodes them. What
-    keys of the recipe may mend is a warning, a model that cannot be trained an error, as in `toolkit check`.
+    """Return the token counts of the data's first samples, ascending; [] if no tokenizer on this disk can encode them.
+    Warns of what the recipe can mend; ConfigError or ModelError for a model that cannot be trained, as in `toolkit
+    check`.
     """
     if not Path(cfg.model.path or "-").is_dir():  # before slow imports
         return []
@@ -137,7 +140,7 @@ def _token_counts(cfg: RunConfig) -> list[int]:
 def plan_methods(
     arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
 ) -> Iterator[MethodPlan]:
-    """Yield the plan of each method that these GPUs can run, with at least so many samples per step."""
+    """Yield the plan of each method that these GPUs support, with at least `samples` samples per optimizer step."""
     machine = machine_of(arguments)
     precision = "fp32" if machine.on_cpu else "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
     for method in methods:
@@ -156,19 +159,23 @@ def plan_methods(
 
 
 def machine_of(arguments: Arguments) -> Machine:
-    """Return the nodes that are planned for."""
+    """Return the nodes to plan for, by the arguments gpus, nodes and host_memory."""
     return parse_machine(
         arguments["gpus"], positive_int(dict(arguments), "nodes") or 1, arguments.get("host_memory", "")
     )
 
 
 def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
-    """Return the plan whose method is used; None if nothing fits."""
+    """Return the plan to use: the first that fits on GPUs alone, else the first that fits offloaded; None if nothing
+    fits.
+    """
     return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.is_offloaded, default=None)
 
 
 def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
-    """Return the arguments with which something would fit: the smallest change of each kind that is enough."""
+    """Return arguments with which some method would fit, for each of max_length, host_memory, gpus and nodes the
+    smallest change that is enough.
+    """
     ranks, card = machine_of(arguments).ranks, re.sub(r"^\d+\s*[xX*×]", "", arguments["gpus"])
     nodes, length = int(arguments.get("nodes", 1)), int(facts["max_length"])
     ways = (
@@ -190,7 +197,7 @@ def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[T
 
 
 def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[str]) -> str:
-    """Return the recipe of a plan, composed once to see that it is what was planned."""
+    """Return the YAML text of a plan's recipe, once it composes to the planned config."""
     cfg, layout = plan.layout.cfg, plan.layout
     settings: dict[str, Any] = {"zero": {"stage": cfg.zero.stage}}
     for word in overrides(RunConfig(), cfg):
@@ -217,6 +224,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
 
 
 def _rendered(facts: Mapping[str, Any]) -> str:
+    """Return the recipe's template filled in with facts, and with usual values for those that are missing."""
     method = facts.get("method", TuningMethod.full.value)
     environment = jinja2.Environment(keep_trailing_newline=True)  # noqa: S701  # YAML, whose values `inline` quotes
     environment.filters["yaml"] = inline
@@ -227,6 +235,7 @@ def _rendered(facts: Mapping[str, Any]) -> str:
 
 
 def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
+    """Return the checked config of the recipe with these facts; errors do not name its temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(_rendered(facts), encoding="utf-8")
@@ -239,6 +248,6 @@ def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
 
 
 def _planned(loaded: load.LoadedConfig) -> load.LoadedConfig:
-    """Return a config whose model has a config.json here, or known sizes."""
+    """Return a config whose model has its config.json on this disk, fetched if need be, or known sizes."""
     is_unknown = hub.needs_lookup(loaded.cfg.model)
     return hub.resolve_model_path(loaded, config_only=True) if is_unknown else loaded

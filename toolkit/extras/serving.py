@@ -1,12 +1,12 @@
-"""Whether a server will feed an export what it was trained on: prompts, logits, parsers, stop tokens, config fields.
+"""Checks that servers use an export as it was trained: prompts, logits, parsers, stop tokens, config fields.
 
-Each trained answer of some conversations is encoded as training does it. What precedes it must be, token for token, the
-prompt that a server makes of the messages before it. Transformers answers in a process that imports nothing of this
-package; vLLM, SGLang and llama.cpp are started on the export where they are installed, and asked over HTTP. What was
-not checked is called so.
+Each trained answer of some conversations is encoded as training does it. The tokens before it must be exactly the
+prompt that a server makes of the messages before it. Transformers is run in a process that imports nothing of this
+package; vLLM, SGLang and llama.cpp are started on the export where they are installed, and asked over HTTP. What could
+not be checked is reported as such.
 
-vLLM and llama.cpp tell the ids of a chat's prompt (`/tokenize` with messages; `/apply-template`, then `/tokenize`),
-SGLang only how many there are (`usage.prompt_tokens`).
+vLLM and llama.cpp return the ids of a chat's prompt (`/tokenize` with messages; `/apply-template`, then `/tokenize`),
+SGLang only their number (`usage.prompt_tokens`).
 """
 
 import importlib.util
@@ -43,39 +43,41 @@ from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
 from toolkit.models.shield import Shield
 
-MOST = 100
+MOST_CONVERSATIONS = 100
 """Conversations of a run that are tried."""
 _SHOWN = 3
 _CONTEXT = 256
 """Tokens of a conversation on which logits are compared."""
-_PLAIN = Path(__file__).with_name("plain_transformers.py")
+_PLAIN_PROGRAM = Path(__file__).with_name("plain_transformers.py")
 _PLAIN_S = 3600
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     state: str
+    """PASSED, FAILED or SKIPPED."""
     text: str
     details: list[str] = field(default_factory=list)
     """The first few differences."""
 
 
 class Case(NamedTuple):
-    """A trained answer, and what the model has read by then."""
+    """A trained answer of a conversation, and the tokens before it."""
 
     where: str
+    """Where the conversation is from, for messages."""
     messages: Sequence[Message]
     """Those before the answer, as a client sends them."""
     tools: list[Any] | None
     answer: Message
     ids: list[int]
-    """As trained, up to the end of the answer."""
+    """Token ids as trained, up to the end of the answer."""
     start: int
-    """Of the answer in `ids`."""
+    """Index of the answer's first token in `ids`."""
     trains_all: bool
     """Whether the loss covers the answer from its first token on."""
 
@@ -87,7 +89,7 @@ _WEATHER = {
 }
 
 
-def built_in() -> list[Conversation]:
+def built_in_conversations() -> list[Conversation]:
     """Return conversations of one and three turns, with and without tools, reasoning and a system message."""
     conversations = []
     for turns, has_tools, thinks, has_system in product((1, 3), (False, True), (False, True), (False, True)):
@@ -107,8 +109,8 @@ def built_in() -> list[Conversation]:
 
 
 def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Conversation]]:
-    """Return the first conversations of a run's validation sources, else of its training sources, each with its place;
-    [] where they are gone.
+    """Return (where, conversation) of the first conversations in a run's validation data, else in its training data; []
+    with a warning if the files are gone.
     """
     try:
         located = sources.locate_all(data, cache_dir)
@@ -116,13 +118,15 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
     held = [file for file in located if file.source >= len(data.sources)] or located
-    return list(islice(sources.usable_rows(held), MOST))
+    return list(islice(sources.usable_rows(held), MOST_CONVERSATIONS))
 
 
 def trained_answers(
     encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
 ) -> tuple[list[Case], Counter[str]]:
-    """Return each trained answer of conversations, and how many conversations were left out by reason."""
+    """Return a case for each trained answer of conversations, and reason -> number of conversations that cannot be
+    compared.
+    """
     shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
@@ -186,12 +190,13 @@ def _case_of(
 
 
 class Served(NamedTuple):
-    """What is checked, with what."""
+    """What the checks need: the export, the encoder that training used, and the answers to compare."""
 
     folder: Path
     encoder: AnyChatEncoder
     cases: list[Case]
     style: preview.Style
+    """How differences of tokens are printed."""
 
 
 def verify_serving(
@@ -203,17 +208,17 @@ def verify_serving(
     programs: Sequence[str] = (),
     style: preview.Style = preview.BRACKETS,
 ) -> list[Finding]:
-    """Return what each check of an export found. `encoder`: that of the training; `programs`: those of
-    `ENGINES` to be tried beside transformers, where they are installed.
+    """Run all checks of an export and return their findings. `encoder`: that of the training; `programs`: servers of
+    `ENGINES` to try besides transformers, if they are installed.
     """
     folder = resolve_servable(folder)
     built = [
         (tr("built-in conversation {number}", number=n), conversation)
-        for n, conversation in enumerate(built_in(), start=1)
+        for n, conversation in enumerate(built_in_conversations(), start=1)
     ]
     cases, left_out = trained_answers(encoder, [*conversations, *built], train_on)
     served = Served(folder, encoder, cases, style)
-    findings = [_files(folder)]
+    findings = [_check_files(folder)]
     saved = probe.read(folder)
     probes = [] if saved is None else [saved]
     if longest := max(cases, key=lambda case: case.start, default=None):
@@ -229,11 +234,11 @@ def verify_serving(
     note = messages.clauses(f"{count} x {reason}" for reason, count in left_out.items())
     findings += [
         _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
-        _parsers(served, answer),
-        _stops(served, answer["ends"]),
-        _fields(folder, answer),
+        _check_parsers(served, answer),
+        _check_stop_tokens(served, answer["ends"]),
+        _check_config_fields(folder, answer),
         *(
-            _logits(folder, logits_probe, logits[str(number)], logits_probe is not saved)
+            _check_logits(folder, logits_probe, logits[str(number)], logits_probe is not saved)
             for number, logits_probe in enumerate(probes)
         ),
     ]
@@ -250,8 +255,8 @@ def verify_serving(
 def require_serving(
     folder: Path, encoder: AnyChatEncoder, conversations: Sequence[tuple[str, Conversation]], train_on: TrainOn
 ) -> None:
-    """Hold an export back that transformers alone does not serve as it was trained: CheckpointError; it has another
-    name then, and the reasons stand in a file next to it.
+    """Run the checks with transformers alone. If one fails, rename the export to export.held, write the findings to a
+    file next to it, and raise CheckpointError.
     """
     try:
         findings = verify_serving(folder, encoder, conversations, train_on=train_on)
@@ -278,7 +283,8 @@ def require_serving(
     )
 
 
-def _files(folder: Path) -> Finding:
+def _check_files(folder: Path) -> Finding:
+    """Check the files' sizes and hashes against the export's manifest."""
     check = tr("files as they were written")
     if not (folder / directory.MANIFEST).is_file():
         return Finding(check, SKIPPED, tr("there is no manifest: another program wrote it"))
@@ -287,7 +293,9 @@ def _files(folder: Path) -> Finding:
 
 
 def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the answer of `plain_transformers`, and the logits of each probe's ids; ModelError if it fails."""
+    """Return the answer of extras/plain_transformers.py (see there), run on the export, and name -> logits [R, V] of
+    each probe's ids; ModelError if it fails.
+    """
     asked = [{"messages": case.messages, "tools": case.tools, "modes": chat_template.MODES} for case in served.cases]
     answers = [
         {"prompt": case.ids[: case.start], "ids": case.ids[case.start :], "tools": case.tools} for case in served.cases
@@ -298,7 +306,7 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
         files = [Path(scratch, name) for name in ("request.json", "answer.json")]
         files[0].write_text(json.dumps(request), encoding="utf-8")
         alone = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-        command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN), *map(str, files)]
+        command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN_PROGRAM), *map(str, files)]
         try:
             done = children.run(command, capture_output=True, text=True, env=without_ranks() | alone, timeout=_PLAIN_S)
         except subprocess.TimeoutExpired:
@@ -312,8 +320,8 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
 def _compare_prompts(
     served: Served, program: str, prompts: Sequence[Sequence[list[int] | int]], wrong: Sequence[str], note: str
 ) -> Finding:
-    """Compare training's tokens before each answer with a program's prompts: those of each mode that it can be asked
-    in; a number is a prompt's length alone.
+    """Compare the tokens before each trained answer with a program's prompts. `prompts`: by case and mode, ids or their
+    number alone; one mode must match. `wrong`: errors; `note`: what was not tried.
     """
     check, details, equal, other = tr("prompts by {program}", program=program), [], 0, 0
     by_length = False
@@ -345,8 +353,8 @@ def _compare_prompts(
     return Finding(check, FAILED if details else PASSED, text, [*dict.fromkeys(wrong), *details][:_SHOWN])
 
 
-def _parsers(served: Served, answer: dict[str, Any]) -> Finding:
-    """Compare what transformers' server reads in trained answers with the messages that they were."""
+def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
+    """Check that the parser of transformers' server reads trained answers back as the messages they were."""
     check, parsed = tr("calls and reasoning are parsed"), answer["parsed"]
     marked = [i for i, case in enumerate(served.cases) if case.answer.get("tool_calls") or _reasoning(case.answer)]
     if parsed is None or not marked:
@@ -381,18 +389,20 @@ def _parsers(served: Served, answer: dict[str, Any]) -> Finding:
 
 
 def _call(call: dict[str, Any]) -> list[Any]:
+    """Return [name, arguments] of a tool call, arguments parsed if they are JSON text."""
     function = call.get("function", {})
     arguments = function.get("arguments")
     return [function.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments]
 
 
 def _reasoning(message: Message) -> str:
+    """Return the reasoning of an answer, of its field or of a <think> block in its content."""
     block = chat_template.THOUGHT.match(str(message["content"]))
     return str(message.get("reasoning_content") or (block[1] if block else "")).strip()
 
 
-def _stops(served: Served, ends: int | list[int] | None) -> Finding:
-    """Check that a server stops where training ends an answer."""
+def _check_stop_tokens(served: Served, ends: int | list[int] | None) -> Finding:
+    """Check that the tokens that end trained answers are in generation_config.json's eos_token_id (`ends`)."""
     stop_ids = {ends} if isinstance(ends, int) else {*(ends or [])}
     trained = {case.ids[-1] for case in served.cases} | {*served.encoder.stop_ids}
     names = {token: served.encoder.tokenizer.convert_ids_to_tokens(token) for token in sorted(trained)}
@@ -405,8 +415,10 @@ def _stops(served: Served, ends: int | list[int] | None) -> Finding:
     return Finding(tr("stop tokens of generation_config.json"), FAILED if missing else PASSED, text, details)
 
 
-def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
-    """Check that config.json describes the weights."""
+def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
+    """Check that config.json describes the weights: names, layers, precision, class and vocabulary; `answer`: what
+    transformers says.
+    """
     config, files = answer["config"], weights.WeightFiles(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
@@ -430,8 +442,10 @@ def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
     return Finding(tr("config.json describes the weights"), FAILED if wrong else PASSED, text, wrong)
 
 
-def _logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own: bool) -> Finding:
-    """Compare transformers' logits with those that training saved, or `is_own`, with those of our own forward pass."""
+def _check_logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own: bool) -> Finding:
+    """Compare transformers' logits with those that training saved, or with `is_own` with those of this toolkit's
+    forward pass.
+    """
     check = tr("logits of a conversation") if is_own else tr("logits that training saved")
     if not saved.logits.isfinite().all():
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
@@ -462,14 +476,15 @@ _ANSWER_S = 60
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business on this machine
 
 Prompts = list[list[list[int] | int]]
-"""Of each case, in each mode: ids, or how many there are."""
+"""A server's prompts, by case and mode of the chat template: token ids, or their number alone."""
 
 
 class NotRun(Exception):
-    """Why an engine was not asked."""
+    """A server could not be asked; the message says why."""
 
 
-def _program(name: str) -> str | None:
+def _executable(name: str) -> str | None:
+    """Return the path of a program next to this Python or on PATH, None if it is not installed."""
     python_folder = str(Path(sys.executable).parent)
     return shutil.which(name, path=os.pathsep.join([python_folder, os.environ.get("PATH", "")]))
 
@@ -503,6 +518,7 @@ def _server(command: Sequence[str]) -> Iterator[str]:
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send a JSON request and return the JSON answer; an OSError if it is rejected."""
     content = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json"})  # noqa: S310  ours
     with _OPENER.open(request, timeout=_ANSWER_S) as answer:
@@ -525,13 +541,15 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
 
 
 def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
-    if not (program := _program("vllm")):
+    """Ask vLLM's server for the prompts of cases."""
+    if not (program := _executable("vllm")):
         raise NotRun(tr("it is not installed"))
     with _server([program, "serve", str(folder), "--served-model-name", "model"]) as url:
         return _prompts_of_server(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))
 
 
 def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
+    """Ask SGLang's server for the prompts of cases, of which it tells the number of tokens."""
     if importlib.util.find_spec("sglang") is None:
         raise NotRun(tr("it is not installed"))
     with _server([sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]) as url:
@@ -543,7 +561,7 @@ def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
 
 def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Convert to GGUF, which keeps the vocabulary and the template, and ask llama.cpp's server."""
-    program, convert = _program("llama-server"), _program("convert_hf_to_gguf.py")
+    program, convert = _executable("llama-server"), _executable("convert_hf_to_gguf.py")
     if not program:
         raise NotRun(tr("it is not installed"))
     if not convert:
