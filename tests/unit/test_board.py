@@ -280,7 +280,7 @@ def test_the_rest_of_an_answer_that_nobody_waits_for_is_no_answer_to_the_next_qu
     assert next(left) == lines[0]
     left.close()
     assert list(board._answer()) == lines[3:]
-    assert board.owed == 0
+    assert board.pending_answers == 0
     assert "closed" in next(board._answer())
 
 

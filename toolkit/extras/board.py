@@ -1,7 +1,7 @@
-"""`toolkit board`: a page on this machine to look at runs, write recipes, see samples, and ask a model.
+"""`toolkit board`: a web page on this machine to look at runs, write recipes, see samples, and chat with a model.
 
-It holds nothing of its own: reports, checks and plans are those of the commands; samples, chats and runs are processes.
-Runs that it started go on when it ends, and it finds them again by what they leave in .board/.
+Reports, checks and plans are those of the commands; samples, chats and runs are child processes. Runs that it started
+continue when it ends; a new board finds them by their records in .board/.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from toolkit.report.run import distinct_names, is_run, is_worked_on, no_answer, 
 from toolkit.secrets import hide
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names by which a browser may ask: a page elsewhere whose name was made to mean this machine has another."""
+"""Host names that requests may have: against DNS rebinding, by which another site's name resolves to this machine."""
 _FILES = {"board.js": "text/javascript", "board.css": "text/css"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -68,31 +68,33 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
-"""Files of a run by which a change is seen."""
+"""Files whose modification times tell whether a run has changed."""
 _LOG_BYTES = 64 << 10
-"""Of the end of a log that is shown."""
+"""Bytes of the end of a log that are shown."""
 _ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
-"""How long a run, all of them or a report, and anything else may take: a file server may not answer any more."""
+"""Limits for reading one run, for requests of _READING, and for all others: a file server may not answer."""
 _READING = ("runs", "log", "report")
 _KINDS = (("values", dict), ("groups", dict), ("gpus", str), ("base", str))
 Body = Mapping[str, Any]
-"""The JSON object that the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to
-plan for.
+"""The JSON object that the page sends with a request. A recipe has `base` (another's name), `groups` (group -> choice),
+`values` (dotted key -> text) and `gpus` to plan for.
 """
 
 
 class Board:
-    """What the page asks for; `folder` is for recipes as they are typed."""
+    """The actions behind the page's requests. `runs`: the directory of runs; `folder`: a temporary one for recipes as
+    typed.
+    """
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder, self.launches = runs, folder, Launches(runs)
         self.chat: subprocess.Popen[str] | None = None
         self.show: subprocess.Popen[str] | None = None
-        self.owed = 0
-        """Answers that the model has not ended yet."""
+        self.pending_answers = 0
+        """Number of answers that the model has not finished yet."""
         self._rows: dict[Path, tuple[object, list[str], str]] = {}
         self._waiting: set[Path] = set()
-        """Runs that are still being read, as their file server does not answer: no second thread waits for them."""
+        """Runs that are being read; if a file server does not answer, no second thread waits for the same run."""
         self.actions: dict[str, Callable[[Body], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
@@ -109,16 +111,16 @@ class Board:
             "open": self.open_chat,
             "ask": self.ask,
         }
-        """Answers of processes, as they come. They are started on the main thread, whose end would end them."""
+        """Requests answered by a process's output as it comes; processes end with the thread that starts them: main."""
 
     def run_folders(self) -> dict[str, Path]:
-        """Return the directories of runs, those of sweeps too, by their paths below the directory of runs."""
+        """Return path below the directory of runs -> run directory, of all runs, those of sweeps too."""
         paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
         nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if os.path.isdir(inner)]
         return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
 
     def list_runs(self, body: Body) -> dict[str, Any]:
-        """Return a row of figures for each run, the newest first, and those that have no directory yet."""
+        """Return a table of all runs, the newest first, with those that were started here and have no directory yet."""
         folders, rows, heads = self.run_folders(), [], page.overview([]).heads
         blank = [page.NONE] * (len(heads) - 2)
         for name, path in folders.items():
@@ -138,7 +140,9 @@ class Board:
         return {"heads": heads, "rows": [row for _, row in rows]}
 
     def _row_in_time(self, path: Path) -> tuple[list[float], list[str], str]:
-        """Return what `_row` does; a RunFolderError after _ROW_S seconds, and while such a reading is not back yet."""
+        """Return what `_row` does; RunFolderError after _ROW_S seconds, or while an earlier reading of the same run has
+        not returned.
+        """
 
         def read() -> tuple[list[float], list[str], str]:
             try:
@@ -152,7 +156,9 @@ class Board:
         return read_within(_ROW_S, read, path)
 
     def _row(self, path: Path) -> tuple[list[float], list[str], str]:
-        """Return when a run's files changed, its row of figures and its state, cached until its files change."""
+        """Return when a run's files changed (epoch seconds), its cells of the table and its state; cached until files
+        change.
+        """
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
         stamp = (times, is_worked_on(path))
         if self._rows.get(path, (None,))[0] != stamp:
@@ -163,7 +169,7 @@ class Board:
         return times, cells, state
 
     def report(self, names: list[str]) -> str:
-        """Return the report of one run, or of several in comparison."""
+        """Return the HTML report of one run, or of several in comparison."""
         folders = self.run_folders()
         if unknown := [name for name in names if name not in folders]:
             raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
@@ -172,7 +178,7 @@ class Board:
         return page.render(runs, figures.draw(runs), "report")
 
     def log(self, body: Body) -> dict[str, str]:
-        """Return the end of what a run that was started here has printed."""
+        """Return the end of the output of a run that was started here."""
         name = str(body.get("run"))
         if name not in self.launches.names():
             raise messages.RunFolderError("there is no run {name}.", name=name)
@@ -181,7 +187,9 @@ class Board:
             return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
 
     def samples(self, body: Body) -> Iterator[str]:
-        """Return what `toolkit show` prints of the recipe that was typed, coloured."""
+        """Start `toolkit show` on the recipe that was typed; return an iterator of its output lines, with terminal
+        colors.
+        """
         problems, file = messages.Problems(), self.folder / "samples.yaml"
         file.write_text(recipe_text(body, problems), encoding="utf-8")
         problems.raise_all()
@@ -189,7 +197,7 @@ class Board:
         words += [f"n={body.get('n', 5)}", f"split={body.get('split', 'train')}"]
         if self.show is not None:
             self.show.kill()
-        self.show = process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
+        self.show = process = _start_module("toolkit", "show", *words, stderr=subprocess.STDOUT)
 
         def lines() -> Iterator[str]:
             with process:
@@ -201,16 +209,16 @@ class Board:
         return lines()
 
     def open_chat(self, body: Body) -> Iterator[str]:
-        """Load a model in a process of its own."""
+        """Start a process that loads the model in `path`; return an iterator of its first answer's lines."""
         self.close(body)
         path = str(body.get("path", ""))
         if not Path(path).is_dir():
             raise messages.ConfigError("there is no directory {folder}", folder=path)
-        self.chat = _start("toolkit.jobs.chat", path, messages.current_language())
+        self.chat = _start_module("toolkit.jobs.chat", path, messages.current_language())
         return self._answer()
 
     def ask(self, body: Body) -> Iterator[str]:
-        """Ask the model that is loaded."""
+        """Send `text` to the loaded model; return an iterator of its answer's lines. ConfigError if none is loaded."""
         if self.chat is None or self.chat.poll() is not None:
             raise messages.ConfigError(tr("no model is loaded."))
         assert self.chat.stdin is not None
@@ -219,54 +227,61 @@ class Board:
         return self._answer()
 
     def _answer(self) -> Iterator[str]:
-        """Yield the lines of the model's answer to the question just asked; earlier answers, still due, are dropped."""
+        """Yield the lines of the model's answer to the last question; those of earlier answers
+        still due are dropped.
+        """
         assert self.chat is not None and self.chat.stdout is not None
-        self.owed += 1
+        self.pending_answers += 1
         for line in self.chat.stdout:
-            is_awaited = self.owed == 1  # not the rest of one that nobody waits for, as the page was loaded again
-            self.owed -= line.startswith('{"end"')
+            is_awaited = (
+                self.pending_answers == 1
+            )  # not the rest of one that nobody waits for, as the page was loaded again
+            self.pending_answers -= line.startswith('{"end"')
             if is_awaited:
                 yield line
-            if not self.owed:
+            if not self.pending_answers:
                 return
         yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
 
     def interrupt(self, body: Body) -> dict[str, str]:
-        """Stop the answer that is being given."""
-        if self.chat is not None and self.owed:
+        """Stop the answer that the model is giving."""
+        if self.chat is not None and self.pending_answers:
             self.chat.send_signal(signal.SIGINT)
         return {}
 
     def end(self) -> None:
-        """End what a page may be waiting for, as the board is asked to end."""
+        """Kill the processes that a page may be waiting for, as the board ends."""
         for process in filter(None, (self.chat, self.show)):
             process.kill()
 
     def close(self, body: Body) -> dict[str, str]:
-        """Free the model's memory."""
+        """End the model's process, which frees its memory."""
         if self.chat is not None:
             self.chat.kill()
             self.chat.wait()
             for pipe in filter(None, (self.chat.stdin, self.chat.stdout)):
                 with suppress(OSError):  # a question that it has not read
                     pipe.close()
-            self.chat, self.owed = None, 0
+            self.chat, self.pending_answers = None, 0
         return {}
 
 
-def _start(module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+def _start_module(module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+    """Start a module as a child process with text pipes."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8", **options}
     return children.start([sys.executable, "-m", module, *words], **pipes)
 
 
 class Guard:
-    """Wraps an ASGI application: answers only who has the token, under a name of this machine, and sets the headers."""
+    """ASGI middleware: answers only requests with the token and one of HOSTS as host name, and sets
+    security headers.
+    """
 
     def __init__(self, app: Any, token: str, cookie: str) -> None:
         self.app, self.token, self.cookie = app, token, cookie
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Answer a request, or reject it."""
+        """Answer a request, or reject it with status 403."""
         if scope["type"] != "http":  # there is no route for anything else
             await self.app(scope, receive, send)
             return
@@ -274,9 +289,10 @@ class Guard:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         shown_token = request.query_params.get("token") if scope["path"] == "/" else None
         shown_token = shown_token or request.cookies.get(self.cookie, "")
-        may = _parts(f"//{host}").hostname in HOSTS and hmac.compare_digest(shown_token.encode(), self.token.encode())
-        if origin and _parts(origin).netloc != host:  # another page, which the browser gave the cookie along
-            may = False
+        has_token = hmac.compare_digest(shown_token.encode(), self.token.encode())
+        is_allowed = _split_url(f"//{host}").hostname in HOSTS and has_token
+        if origin and _split_url(origin).netloc != host:  # another site's page, to whose request the cookie was added
+            is_allowed = False
 
         async def with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -286,11 +302,11 @@ class Guard:
             await send(message)
 
         rejected = PlainTextResponse(tr("Open the address that `toolkit board` has printed."), status_code=403)
-        await (self.app if may else rejected)(scope, receive, with_headers)
+        await (self.app if is_allowed else rejected)(scope, receive, with_headers)
 
 
-def _parts(address: str) -> SplitResult:
-    """Return the parts of an address as a browser sends it, none of one that is none: `[::1`."""
+def _split_url(address: str) -> SplitResult:
+    """Return the parts of an address that a browser sent, empty ones if it is malformed, such as `[::1`."""
     try:
         return urlsplit(address)
     except ValueError:
@@ -298,15 +314,15 @@ def _parts(address: str) -> SplitResult:
 
 
 class _Worker:
-    """Does what a page asks for, in threads for which the end of the board does not wait. One at a time, as checking a
-    recipe chooses the language of messages for a moment.
+    """Runs a page's requests in daemon threads, one at a time, as checking a recipe changes the language of messages
+    for a moment. The board's end does not wait for them.
     """
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.turn = runs, asyncio.Lock()
 
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns; a RunFolderError if its time is over, as a file server does not answer."""
+        """Return `function(*arguments)` for the request `name`; RunFolderError if a file server does not answer in time."""
         seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
         outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
 
@@ -329,7 +345,7 @@ class _Worker:
 
 
 def application(board: Board, token: str, cookie: str) -> Guard:
-    """Return the ASGI application."""
+    """Return the ASGI application that serves the page, its files, reports and actions."""
     work = _Worker(board.runs)
 
     def page(request: Request) -> Response:
@@ -374,7 +390,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
 
 
 def serve(runs: Path, port: int) -> None:
-    """Serve the page until Ctrl-C; a ConfigError if the port is taken."""
+    """Serve the board until Ctrl-C; ConfigError if the port cannot be used. Port 0 takes a free one."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -401,11 +417,11 @@ def serve(runs: Path, port: int) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
         try:
             with suppress(KeyboardInterrupt):
-                server, told = uvicorn.Server(config), uvicorn.Server.handle_exit
+                server, default_handler = uvicorn.Server(config), uvicorn.Server.handle_exit
 
                 def handle_exit(number: int, frame: FrameType | None) -> None:
-                    board.end()  # else its answers would be waited for
-                    told(server, number, frame)
+                    board.end()  # else uvicorn would wait for its streams to end
+                    default_handler(server, number, frame)
 
                 server.handle_exit = handle_exit  # type: ignore[assignment]
                 server.run(sockets=[listener])
@@ -414,28 +430,30 @@ def serve(runs: Path, port: int) -> None:
 
 
 def _file(name: str) -> str:
+    """Return the text of a packaged file of the page."""
     return (resources.files("toolkit.extras") / "page" / name).read_text(encoding="utf-8")
 
 
 def _page() -> str:
+    """Return the board's HTML page in the current language."""
     language = "zh-CN" if messages.current_language() == "zh" else "en"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(_file("board.html.j2")).render(language=language, tr=tr)
 
 
 class Launches:
-    """The `toolkit launch` processes of a directory of runs."""
+    """The runs that a board has started in a directory of runs, recorded in .board/."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.folder = runs, runs / ".board"
         self._children: list[Any] = []
 
     def names(self) -> list[str]:
-        """Return the names of the runs that were started here."""
+        """Return the names of the runs that were started by a board."""
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def start(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Launch `recipe` as the run `name` on `ranks` GPUs (or CPU processes)."""
+        """Start the recipe `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached from the board."""
         name, recipe, ranks = (str(body.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
@@ -460,7 +478,7 @@ class Launches:
         return {"said": tr("Started {name}.", name=name)}
 
     def stop(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Stop a run as Ctrl-C does: it saves a checkpoint at the next step."""
+        """Stop a run as Ctrl-C does: it saves a checkpoint after its current step."""
         name = str(body.get("run", ""))
         if self.is_alive(name):
             os.kill(self._record(name)["pid"], signal.SIGTERM)
@@ -471,7 +489,7 @@ class Launches:
         return {"said": tr("{name} saves a checkpoint and stops.", name=name)}
 
     def is_alive(self, name: str) -> bool:
-        """Whether a run's launcher, as it was started here, is still there."""
+        """Whether the launcher that a board started for a run is still running."""
         self._children = [child for child in self._children if child.poll() is None]
         try:
             record = self._record(name)
@@ -481,14 +499,15 @@ class Launches:
             return False
 
     def log(self, name: str) -> Path:
-        """Return the file of what a run's launcher prints."""
+        """Return the file with the output of a run's launcher."""
         return self.folder / f"{name}.log"
 
     def started(self, name: str) -> float:
-        """Return when a run was last started here."""
+        """Return when a run was last started by a board (epoch seconds); now if that is not recorded yet."""
         return float(self._record(name)["created"]) if (self.folder / f"{name}.json").is_file() else time.time()
 
     def _record(self, name: str) -> dict[str, Any]:
+        """Return pid, creation time and command of a run's launcher."""
         return dict(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
 
 
@@ -496,12 +515,15 @@ _NOT_IN_A_FORM = ("recipe", "defaults")
 
 
 def recipe_form() -> dict[str, Any]:
-    """Return what can be chosen: recipes, choices of groups, and every key with its sentence, default and choices."""
+    """Return what the recipe form offers: recipes, choices of groups, and every key with its sentence and choices."""
     schema = json.loads((files.shipped_folder("recipes") / "recipe.schema.json").read_text(encoding="utf-8"))
     return {"recipes": list(files.known_recipes()), "groups": group_choices(), "keys": list(_keys(schema))}
 
 
 def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
+    """Yield every key of the recipe schema below `prefix`, with its sentence in the current
+    language and its choices.
+    """
     sentences = messages.chinese()["sentences"] if messages.current_language() == "zh" else {}
     for name, key in section["properties"].items():
         value = key.get("anyOf", [key])[0]
@@ -514,7 +536,7 @@ def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, An
 
 
 def recipe_text(body: Body, problems: messages.Problems) -> str:
-    """Return the recipe that was typed, as its file has it; a value that is no YAML is left out, and a problem."""
+    """Return the recipe that was typed, as YAML text; a value that is no YAML is omitted and added to `problems`."""
     tree: dict[str, Any] = {}
     for key, value in body.get("values", {}).items():
         text = " ".join(str(value).split("\n"))
@@ -531,6 +553,7 @@ def recipe_text(body: Body, problems: messages.Problems) -> str:
 
 
 def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield the YAML lines of nested values."""
     for name, value in tree.items():
         if isinstance(value, str):
             yield f"{indent}{name}: {value}"
@@ -540,9 +563,9 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
-    """Return the recipe's text, all errors with their keys, what check and plan say, and the values in effect.
-    `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
-    out.
+    """Return the typed recipe's text, all errors with their keys, the output of check and plan, and the values in
+    effect. `folder`: where the text is written to be read. Nothing is downloaded: a model known only to Hugging Face is
+    not planned.
     """
     problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
     answer: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
@@ -571,6 +594,7 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
 
 
 def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
+    """Return the lines that `toolkit plan` prints."""
     model = loaded.cfg.model
     if needs_lookup(model):
         return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model.path)]
@@ -582,7 +606,7 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
 
 
 def save_recipe(body: Body) -> dict[str, Any]:
-    """Write the recipe that was typed to `file`; over one that exists only where `overwrite` is asked for."""
+    """Write the typed recipe to `file`; an existing file only with `overwrite`, else `exists` is returned."""
     problems, file = messages.Problems(), Path(str(body.get("file", "")))
     text = recipe_text(body, problems)
     problems.raise_all()

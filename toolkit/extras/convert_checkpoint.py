@@ -1,4 +1,4 @@
-"""Checkpoints in DeepSpeed's own files, made into fragments: those of format 1, and those of any other program.
+"""Converts checkpoints in DeepSpeed's own files to this toolkit's fragments: of its format 1, and of other programs.
 
 The layout is that of DeepSpeed 0.19.8 (engine.save_checkpoint, utils/zero_to_fp32.py), whose own converters are not
 used: they unpickle anything. Files are mapped into memory, and what a rank had of a parameter is written with its place
@@ -26,15 +26,15 @@ from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import mesh
 from toolkit.messages import CheckpointError, ConfigError, clauses
 
-# All that these files name beside tensors and plain values (measured); their fields are filled in, nothing is called.
+# All classes that these files name besides tensors and plain values (measured); only their fields are set.
 _SAFE = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _Files = Mapping[tuple[str, int, int], Path]
-"""Kind (model or optim), part of a divided model, rank -> file."""
+"""(kind: model or optim, tensor-parallel part or pipeline stage, data-parallel rank) -> file."""
 _STATES = {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
-"""What Adam, Lion, SGD and Adagrad keep of each number; other optimizers' states depend on how ranks divide them."""
+"""Elementwise states of Adam, Lion, SGD and Adagrad; other optimizers' states depend on how ranks divide parameters."""
 _MOST_BYTES = 4 << 30
-"""Of a file, unless one tensor has more."""
+"""Most bytes of a written file, unless one tensor has more."""
 
 
 def find(source: Path) -> Path:
@@ -52,15 +52,15 @@ def find(source: Path) -> Path:
 
 
 def convert(source: Path, target: Path) -> directory.RunState:
-    """Write what a directory of `find` holds into an empty one, all but the manifest; return the state of its run,
-    which of another program has no config.
+    """Convert the files in `source`, a directory of `find`, to fragments in the empty directory `target`, all but the
+    manifest; return the run's state, which has no config if another program saved it.
     """
     is_ours = (source / directory.MANIFEST).is_file()
     if is_ours and (wrong := directory.manifest_problems(source, 1)):
         raise CheckpointError("the checkpoint {folder} is damaged: {reason}.", folder=source, reason=clauses(wrong[:3]))
     try:
-        counts = _counts(source)
-        _write(_fragments(source), target)
+        counts = _engine_counts(source)
+        _write_fragments(_fragments(source), target)
         if is_ours:
             for path in source.iterdir():
                 if path.suffix != ".pt" and path.name != directory.MANIFEST:
@@ -72,12 +72,13 @@ def convert(source: Path, target: Path) -> directory.RunState:
             if other := {key for name in written.names for key in written.states(name)} - {"exp_avg", "exp_avg_sq"}:
                 raise ValueError(f"optimizer states {', '.join(sorted(other))}")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
-        raise _unknown(source, f"{type(error).__name__}: {error}") from error
+        raise _unsupported_error(source, f"{type(error).__name__}: {error}") from error
     (target / engine_state.COUNTS).write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
     return directory.read_run_state(target)
 
 
-def _unknown(folder: Path, reason: object) -> CheckpointError:
+def _unsupported_error(folder: Path, reason: object) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be converted."""
     return CheckpointError(
         "{folder} cannot be converted: {reason}. What can be: ZeRO 0 to 3, not on NVMe, with Adam (of "
         "format 1 also with Lion, SGD and Adagrad), as DeepSpeed 0.19 writes it.",
@@ -86,8 +87,8 @@ def _unknown(folder: Path, reason: object) -> CheckpointError:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return what a file holds: tensors, mapped into memory, and plain values."""
+def _load_file(path: Path) -> dict[str, Any]:
+    """Return the content of a .pt file: tensors, memory-mapped, and plain values. CheckpointError if it holds code."""
     try:
         with torch.serialization.safe_globals(_SAFE):
             content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -98,62 +99,65 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _files(folder: Path) -> _Files:
+def _state_files(folder: Path) -> _Files:
+    """Return the checkpoint's files of model and optimizer states by (kind, part, rank); CheckpointError for kinds that
+    are not supported.
+    """
     files = {}
     for path in folder.iterdir():
         if match := _FILE.fullmatch(path.name):
             files[match[3], int(match[2]), int(match[1] or 0)] = path
         elif re.search(r"expert_|expp_rank|offloaded_tensors", path.name):
-            raise _unknown(folder, path.name)
+            raise _unsupported_error(folder, path.name)
     return files
 
 
-def _optimizer(files: _Files, saved: dict[str, Any], part: int, rank: int) -> dict[str, Any]:
-    """Return what a rank saved of its optimizer; without ZeRO that is in the model's file."""
-    state: dict[str, Any] = saved["optimizer"] or _read(files["optim", part, rank])["optimizer_state_dict"]
+def _optimizer_state(files: _Files, saved: dict[str, Any], part: int, rank: int) -> dict[str, Any]:
+    """Return a rank's saved optimizer state dict; without ZeRO it is in the model's file `saved`."""
+    state: dict[str, Any] = saved["optimizer"] or _load_file(files["optim", part, rank])["optimizer_state_dict"]
     return state
 
 
-def _inner(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the optimizer that DeepSpeed's wraps; in fp32 without ZeRO there is no other."""
+def _wrapped_state(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of the optimizer that DeepSpeed's wraps; in fp32 without ZeRO there is no wrapper."""
     return optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
 
 
-def _counts(source: Path) -> dict[str, Any]:
-    """Return what the engine counted, as `engine_state.counts_of` does."""
-    files = _files(source)
-    saved = _read(files["model", 0, 0])
-    optimizer = _optimizer(files, saved, 0, 0)
+def _engine_counts(source: Path) -> dict[str, Any]:
+    """Return the engine's counters, schedule and loss scale, as `engine_state.counts_of` does."""
+    files = _state_files(source)
+    saved = _load_file(files["model", 0, 0])
+    optimizer = _optimizer_state(files, saved, 0, 0)
     scaler = vars(optimizer["loss_scaler"]) if "loss_scaler" in optimizer else optimizer
     changing = engine_state.SCALER if optimizer.get("dynamic_loss_scale") else ()
     return {
         **{name: int(saved[name]) for name in ("global_steps", "global_samples", "skipped_steps")},
         "schedule": saved["lr_scheduler"] or {},
-        "group_step": _inner(optimizer)["param_groups"][0].get("step"),
+        "group_step": _wrapped_state(optimizer)["param_groups"][0].get("step"),
         "loss_scaler": {name: scaler[name] for name in changing if name in scaler},
     }
 
 
-_Stretch = tuple[str, tuple[int, ...], int, dict[str, torch.Tensor], dict[str, float]]
-"""Name of a parameter, its shape, place in it, values by state, states that are one number."""
-_Group = tuple[torch.Tensor, dict[str, Any], dict[str, torch.Size]]
-"""A flat tensor of fp32 weights, the optimizer's states of it, and the shapes of all parameters that lie in it."""
+_Slice = tuple[str, tuple[int, ...], int, dict[str, torch.Tensor], dict[str, float]]
+"""(parameter, its shape, position in it flattened, values by state, states that are one number)."""
+_FlatGroup = tuple[torch.Tensor, dict[str, Any], dict[str, torch.Size]]
+"""(flat tensor of fp32 weights, its optimizer states, name -> shape of the parameters in it, in order)."""
 
 
 def _fragments(source: Path) -> Iterator[fragments.Fragment]:
-    """Yield all that a checkpoint holds, file by file; CheckpointError if a parameter is not there in full."""
-    files, layers = _files(source), sorted(source.glob("layer_*-model_states.pt"))
+    """Yield the fragments of all parameters and buffers, file by file; CheckpointError if a parameter is incomplete."""
+    files, layers = _state_files(source), sorted(source.glob("layer_*-model_states.pt"))
     parts = 1 + max(part for _, part, _ in files)
     # Pipeline stages have files for their layers, whose numbers begin the names of parameters; the other prefix is of
     # peft's wrapper.
     prefix = r"(\d+|tied_modules\.\w+)\." if layers else r"base_model\.model\."
-    module = {name: value for file in layers for name, value in _read(file).items()}
+    module = {name: value for file in layers for name, value in _load_file(file).items()}
     shapes, owners, lengths = dict[str, tuple[int, ...]](), dict[str, int](), Counter[str]()
     for part in range(parts):
-        saved = _named(_read(files["model", part, 0]), prefix)
+        saved = _without_prefixes(_load_file(files["model", part, 0]), prefix)
         module = module or saved["module"]
         tensors = module if layers else saved["module"]
-        for name, shape, position, values, numbers in _stretches(files, part, saved, prefix):
+        for name, shape, position, values, numbers in _saved_slices(files, part, saved, prefix):
             count = parts if not layers and mesh.split_of(name) else 1
             if count == 1 and owners.setdefault(name, part) != part:
                 continue  # what all parts have, the first has saved
@@ -162,16 +166,16 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
             which = (part, count) if count > 1 else (0, 1)
             yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, which, values, numbers)
     if lacking := [name for name, shape in shapes.items() if lengths[name] != math.prod(shape)]:
-        raise _unknown(source, ", ".join(lacking[:3]))
-    seen = {_memory(module[name]) for name in shapes}
+        raise _unsupported_error(source, ", ".join(lacking[:3]))
+    seen = {_storage_key(module[name]) for name in shapes}
     for name, value in module.items():  # buffers, and what is not trained, but not tied weights a second time
-        if name not in shapes and value.numel() and _memory(value) not in seen:
+        if name not in shapes and value.numel() and _storage_key(value) not in seen:
             stored = {fragments.WEIGHT: value.reshape(-1)}
             yield fragments.Fragment(name, tuple(value.shape), 0, value.dtype, values=stored)
 
 
-def _named(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what a model's file holds with the model's own names."""
+def _without_prefixes(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the content of a model's file with parameters under the model's own names."""
 
     def without_prefix(values: Any) -> Any:
         return {re.sub(f"^{prefix}", "", name): value for name, value in values.items()} if values else {}
@@ -181,40 +185,43 @@ def _named(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
     return saved | {key: without_prefix(saved.get(key)) for key in keys} | {"param_shapes": shapes}
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+def _storage_key(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return a key that tied weights share."""
     return tensor.data_ptr(), tensor.shape
 
 
-def _stretches(files: _Files, part: int, saved: dict[str, Any], prefix: str) -> Iterator[_Stretch]:
+def _saved_slices(files: _Files, part: int, saved: dict[str, Any], prefix: str) -> Iterator[_Slice]:
     """Yield the stretches of parameters that each rank saved of a tensor-parallel part or pipeline stage. `saved`:
     model file of its first rank; `prefix`: what DeepSpeed or peft put before parameters' names.
     """
     sizes: list[int] = []
     ranks = int(saved["dp_world_size"]) if saved["param_shapes"] else 1
     for rank in range(ranks):
-        optimizer = _optimizer(files, saved, part, rank)
-        groups = list(_groups(optimizer, saved))
+        optimizer = _optimizer_state(files, saved, part, rank)
+        groups = list(_flat_groups(optimizer, saved))
         if (
             not sizes
         ):  # of each group's partitions: that of the first rank, which is full; 0 under ZeRO-3, see `_pieces`
             sizes = [0 if "fp32_flat_groups" in optimizer else len(flat) for flat, _, _ in groups]
         padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
         for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
-            values, numbers = _states(flat, state, size)
-            for name, position, offset, length in _pieces(group, paddings, rank, ranks, size, len(flat)):
+            values, numbers = _weights_and_states(flat, state, size)
+            for name, position, offset, length in _rank_slices(group, paddings, rank, ranks, size, len(flat)):
                 pieces = {key: value.narrow(0, offset, length) for key, value in values.items()}
                 yield name, tuple(group[name]), position, pieces, numbers
         if ("model", part, rank) in files:  # each rank has one under ZeRO-3
-            frozen = _named(_read(files["model", part, rank]), prefix)
+            frozen = _without_prefixes(_load_file(files["model", part, rank]), prefix)
             for name, value in frozen["frozen_param_fragments"].items():
                 shape, position = frozen["frozen_param_shapes"][name], rank * value.numel()
                 length = max(0, min(value.numel(), shape.numel() - position))
                 yield name, tuple(shape), position, {fragments.WEIGHT: value.reshape(-1)[:length]}, {}
 
 
-def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group]:
-    """Yield the flat tensors that a rank saved. Without ZeRO no names are saved: parameters are told by their order."""
-    inner = _inner(optimizer)
+def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_FlatGroup]:
+    """Yield the flat tensors that a rank saved, with the parameters in each. Without ZeRO no names are saved: the order
+    of parameters tells them.
+    """
+    inner = _wrapped_state(optimizer)
     states, members = inner["state"], [group["params"] for group in inner["param_groups"]]
     if any("use_muon" in group for group in inner["param_groups"]):
         raise ValueError("Muon")
@@ -222,12 +229,14 @@ def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group
     flats = next((optimizer[key] for key in keys if key in optimizer), None)
     named = saved["param_shapes"]
     if flats is not None:
-        named = named or _divided(saved, [len(flat) for flat in flats], lambda group: sum(map(math.prod, group)))
+        named = named or _parameter_groups(
+            saved, [len(flat) for flat in flats], lambda group: sum(map(math.prod, group))
+        )
         for number, (flat, group) in enumerate(zip(flats, named, strict=True)):
             yield flat, states.get(number, {}), group
         return
     masters = optimizer.get("fp32_groups")  # in 16 bits, where DeepSpeed does not know the optimizer
-    for number, group in enumerate(_divided(saved, list(map(len, members)), len)):
+    for number, group in enumerate(_parameter_groups(saved, list(map(len, members)), len)):
         weights = masters[number] if masters else [saved["module"][name] for name in group]
         for name, member, master in zip(group, members[number], weights, strict=True):
             if master.shape != group[name]:
@@ -235,17 +244,18 @@ def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group
             yield master.reshape(-1), states.get(member, {}), {name: group[name]}
 
 
-def _divided(
+def _parameter_groups(
     saved: dict[str, Any], counts: list[int], count: Callable[[Collection[torch.Size]], int]
 ) -> list[dict[str, torch.Size]]:
-    """Return name -> shape of the parameters of each optimizer group. Only `counts`, what `count` says of each group,
-    are saved: of one group of all, or of two, matrices and (without weight decay) vectors, they tell which it was.
+    """Return name -> shape of the parameters of each optimizer group. A checkpoint without names has only a number for
+    each group, `counts`, which `count` computes of a group's shapes: they are compared with those of one group of all
+    parameters, and of two, matrices and (without weight decay) vectors.
     """
-    once = dict[Any, str]()
+    first_names = dict[Any, str]()  # of tied weights the first
     for name, tensor in saved["module"].items():
         if name not in saved["buffer_names"]:
-            once.setdefault(_memory(tensor), name)  # a tied weight has its first name
-    shapes = {name: saved["module"][name].shape for name in once.values()}
+            first_names.setdefault(_storage_key(tensor), name)
+    shapes = {name: saved["module"][name].shape for name in first_names.values()}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
     for groups in ([shapes], [matrices, vectors], [vectors, matrices]):
@@ -254,7 +264,9 @@ def _divided(
     raise ValueError(f"parameter groups {counts}")
 
 
-def _states(flat: torch.Tensor, state: dict[str, Any], size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def _weights_and_states(
+    flat: torch.Tensor, state: dict[str, Any], size: int
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return a flat tensor's weights and states in two dicts by name: those with a number for each weight, and those
     that are one number for all. ValueError for other states.
     """
@@ -269,7 +281,7 @@ def _states(flat: torch.Tensor, state: dict[str, Any], size: int) -> tuple[dict[
     return values, numbers
 
 
-def _pieces(
+def _rank_slices(
     group: Mapping[str, torch.Size], paddings: Sequence[int], rank: int, ranks: int, size: int, length: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, position in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
@@ -288,8 +300,8 @@ def _pieces(
         raise ValueError(f"{offset} / {length}")
 
 
-def _write(some: Iterable[fragments.Fragment], target: Path) -> None:
-    """Write files of bounded size; in each a parameter can stand once."""
+def _write_fragments(some: Iterable[fragments.Fragment], target: Path) -> None:
+    """Write fragments to files of bounded size; a file holds at most one fragment of a parameter."""
     number, size, pending = 0, 0, dict[str, fragments.Fragment]()
     for fragment in chain(some, [None]):
         if pending and (fragment is None or fragment.name in pending or size > _MOST_BYTES):
