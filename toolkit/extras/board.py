@@ -322,7 +322,7 @@ class _Worker:
         self.runs, self.turn = runs, asyncio.Lock()
 
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)` for the request `name`; RunFolderError if a file server does not answer in time."""
+        """Return `function(*arguments)` for the request `name`; RunFolderError if that takes too long."""
         seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
         outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
 

@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
 
 
 def _tell(examination: examine.Examination, seconds: float) -> None:
-    """Print a table, and below it what is wrong, the worst first."""
+    """Print a table of the checks, and below it what each found, the worst first."""
     checks = [check for check in findings.checks() if check in _looked_at(examination)]
     width = max(map(len, checks))
     for check in checks:
@@ -66,7 +66,7 @@ def _tell(examination: examine.Examination, seconds: float) -> None:
 
 
 def _looked_at(examination: examine.Examination) -> set[str]:
-    """Return the checks that were made, so that no check is called good that nobody made."""
+    """Return the checks that were really made: only these are printed as ok."""
     checks = {finding.check for finding in examination.findings} | set(examination.summaries)
     if examination.ssh.through_ssh:
         checks |= {"ssh", *(("clocks", "environment") if examination.facts else ())}

@@ -48,7 +48,7 @@ def run(words: list[str]) -> None:
 
 
 def _header(config: read.ForeignConfig, converted: convert.Converted, output: str) -> str:
-    """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
+    """Return the recipe's leading comment: the file it was made from, how to start it, and what is not the same."""
     name, ranks = output or "FILE.yaml", converted.world_size
     lines = [
         tr(
@@ -70,6 +70,7 @@ def _header(config: read.ForeignConfig, converted: convert.Converted, output: st
 
 
 def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], ...]:
+    """Return (title, lines) of what differs and what is lost."""
     return (
         (tr("Not quite the same here:"), converted.differs),
         (tr("Without counterpart, and training may differ for it:"), converted.lost),
@@ -77,7 +78,7 @@ def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], .
 
 
 def _report(converted: convert.Converted) -> str:
-    """Return what differs, is lost, ignored or still missing, as text for a terminal."""
+    """Return the notes to print: what differs, is lost, not needed, unknown, or still missing on this machine."""
     problems = Problems()
     problems.apply((*FILES, *RULES), converted.loaded)
     # Their places are in a file that was removed again, or in a group.

@@ -89,7 +89,7 @@ def run(words: list[str]) -> None:
 
 
 def _ask(arguments: dict[str, str], name: str, question: str) -> None:
-    """Ask for an argument that is missing, on a terminal; an error if it stays missing."""
+    """Ask for a missing argument if on a terminal; ConfigError if it is still missing."""
     if not arguments.get(name) and sys.stdin.isatty():
         try:
             arguments[name] = input(question).strip()
@@ -100,6 +100,7 @@ def _ask(arguments: dict[str, str], name: str, question: str) -> None:
 
 
 def _commands(recipe: str, machine: Machine) -> list[str]:
+    """Return the commands to run next, for the recipe's file."""
     where = "hostfile=hostfile" if machine.nodes > 1 else f"--num_gpus {machine.ranks}"
     return [
         f"toolkit check recipe={recipe} world_size={machine.world_size}",

@@ -86,6 +86,7 @@ def _devices(options: dict[str, str]) -> list[str]:
 
 
 def _gpus_here() -> int:
+    """Return the number of visible GPUs, 1 on CPUs."""
     import torch
 
     from toolkit.distributed import process_group

@@ -83,7 +83,9 @@ def run(words: list[str]) -> None:
 
 
 def _programs(names: str, engines: list[str]) -> list[str]:
-    """Return the servers of `programs=all|none|NAME,NAME`, as they are called in `engines`; an error for others."""
+    """Return the servers that `programs=all|none|NAME,NAME` means, spelled as in `engines`; ConfigError for unknown
+    ones.
+    """
     if names in ("all", "none"):
         return engines if names == "all" else []
     engine_of = {name.lower(): name for name in engines}

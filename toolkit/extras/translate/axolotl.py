@@ -33,7 +33,9 @@ _ASSISTANT = ("assistant", "gpt", "model")
 
 
 def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Write down what axolotl decides by other keys, and values of its own, as the Trainer's."""
+    """Before translating: add the defaults that axolotl derives from other keys, and turn values of its own into the
+    Trainer's.
+    """
     values = config.values
     is_half = any(values.get(name) not in (None, False) for name in ("fp16", "float32"))
     defaults: dict[str, Any] = {"bf16": not is_half, "tf32": False}
@@ -68,7 +70,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set what the keys that are axolotl's own mean."""
+    """Translate the keys that only this program has."""
     if config.has("plugins") or config.has("liger_fused_linear_cross_entropy"):
         _plugins(config, draft)
     _method(config, draft)
@@ -108,7 +110,7 @@ def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _trackers(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the trackers, which axolotl has a switch for each, and the names of W&B's project and team."""
+    """Set the trackers, each of which has a switch in axolotl, and the project and team of W&B."""
     for name in _TRACKERS:
         if f"track.{name}.enabled" in draft.values:
             draft.put(f"track.{name}.enabled", True, f"use_{name}", *(["wandb_project"] if name == "wandb" else []))
@@ -120,7 +122,7 @@ def _trackers(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Take over Liger's kernels; other plugins than the cut cross entropy are reported as lost."""
+    """Translate Liger's plugin; other plugins than cut cross entropy are noted as lost."""
     names = [name.rpartition(".")[2] for name in config.names("plugins")]
     if _LIGER in names:
         draft.put("kernels.liger", "always", "plugins", "liger_fused_linear_cross_entropy")
@@ -167,7 +169,7 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the data, what becomes of rows that are too long, and packing; `kind`: the value of `rl`, or ""."""
+    """Set data, handling of too long rows, and packing; `kind`: the value of `rl`, or ""."""
     is_text = config.has("pretraining_dataset")
     key = "pretraining_dataset" if is_text else "datasets"
     if not config.get(key):
@@ -199,7 +201,9 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for a list of datasets; those that cannot be read are reported."""
+    """Return the items of `data.sources` for the datasets in `key`; those that cannot be read are noted. `kind`: the
+    value of `rl`.
+    """
     value = config.get(key)
     entries = [
         entry if isinstance(entry, dict) else {"path": entry}
@@ -249,7 +253,7 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dic
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:
-    """Return the keys of a dataset that mean something there and nothing here."""
+    """Return the keys of a dataset that have a meaning in axolotl and none here."""
     settings = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
     if all(role in _ASSISTANT for role in _listed(settings.get("roles_to_train"))):
         settings.pop("roles_to_train", None)
@@ -265,16 +269,18 @@ def _unread(entry: dict[str, Any]) -> list[str]:
 
 
 def _listed(value: Any) -> list[Any]:
+    """Return a value as a list: itself, [] for None, else of one item."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _renamed(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return {"columns": …} of those columns (ours -> the file's name) whose names differ; {} if none do."""
     renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
     return {"columns": renamed} if renamed else {}
 
 
 def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
-    """Return format and columns of a dataset; None where its type has no counterpart."""
+    """Return format and columns of a dataset; None if its type has no counterpart. `kind`: the value of `rl`."""
     row_type, custom_type = entry.get("type"), entry.get("type") if isinstance(entry.get("type"), dict) else {}
     assert isinstance(custom_type, dict)
     base, last = str(row_type).partition(":")[0].partition(".")[0], str(row_type).rpartition(".")[2]
@@ -316,7 +322,7 @@ _PAIR = {"chosen": "field_chosen", "rejected": "field_rejected"}
 
 
 def _roles(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the names of role and content in a dataset's messages."""
+    """Return our column -> the file's name for the role, content and loss of messages."""
     mapping = entry.get("message_property_mappings")
     mapping = mapping if isinstance(mapping, dict) else {}
     names = {name: mapping.get(name) or entry.get(f"message_field_{name}") for name in ("role", "content")}

@@ -10,7 +10,7 @@ _PREFIX_DROPOUT = 0.1
 
 
 def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set what main.py makes of its arguments."""
+    """Translate the keys that only this program has."""
     if not config.flag("do_train"):
         raise ConfigError(
             "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
@@ -33,7 +33,7 @@ def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the data and the greatest length of main.py's arguments."""
+    """Set the data and the maximum length of main.py's arguments."""
     fields = {"prompt": "prompt_column", "response": "response_column", "history": "history_column"}
     columns = {
         name: str(config.get(key)) for name, key in fields.items() if config.has(key) and config.get(key) != name

@@ -34,7 +34,7 @@ _ALWAYS = ("batch", "cutoff_len", "two_lengths")
 
 @dataclass(kw_only=True, slots=True)
 class Converted:
-    """A recipe, and what there is to say about how it came about."""
+    """A recipe translated from another program's config, and what is reported about the translation."""
 
     text: str
     """The recipe without its header."""
@@ -55,17 +55,23 @@ class Converted:
 
 
 def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
-    """Translate a config to a recipe that composes and passes every check that needs no file, or raise ConfigError."""
+    """Translate a config, with its DeepSpeed JSON if one is named, to a recipe that composes and passes every check
+    that needs no file; ConfigError.
+    """
     draft = programs.translate(config)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return _finish(config, draft, deepspeed_json, Path(folder))
+            return _write_recipe(config, draft, deepspeed_json, Path(folder))
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _finish(config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
-    """Compose, import the JSON, write the recipe, read it again, check it."""
+def _write_recipe(
+    config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path
+) -> Converted:
+    """Compose the draft with its DeepSpeed JSON, write the recipe, read it again and check that it says the same.
+    `folder`: a temporary directory.
+    """
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
     path, has_zero = deepspeed_json or _named_json(config, folder, notes), "zero" in draft.groups
@@ -82,8 +88,8 @@ def _finish(config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_j
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     if path:
-        loaded, told = ds_import.import_json(path, loaded, config.world_size, strict=True)
-        notes += [note.replace(f"{folder}/", "") for note in told]
+        loaded, import_notes = ds_import.import_json(path, loaded, config.world_size, strict=True)
+        notes += [note.replace(f"{folder}/", "") for note in import_notes]
     elif not (
         has_zero
         or config.has("deepspeed")
@@ -95,7 +101,7 @@ def _finish(config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_j
     # Its messages say where the other program's config says so.
     rules.check_rules(loaded, config.world_size, files=False)
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
-    named = {key for key in unread if loaded.layers.get(key) == JSON}  # told by its import
+    named = {key for key in unread if loaded.layers.get(key) == JSON}  # import_notes by its import
     loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in named})
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
@@ -113,18 +119,21 @@ def _finish(config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_j
     rules.check_rules(final, config.world_size, files=False)
     ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), config.world_size, final.cfg.train.max_steps or None)
     result = Converted(text=text, loaded=final, world_size=config.world_size, notes=notes)
-    _report(config, draft, result)
+    _sort_keys(config, draft, result)
     return result
 
 
 def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
+    """Return the config of a recipe that only chooses groups."""
     path = folder / "groups.yaml"
     path.write_text(recipe_text(groups), encoding="utf-8")
     return load([f"recipe={path}"])
 
 
 def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
-    """Return the path of the JSON that the config names or holds; "" without one."""
+    """Return the path of the DeepSpeed JSON that the config names or contains; "" without one, with a note if it is
+    missing.
+    """
     named = config.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
         try:
@@ -150,8 +159,10 @@ def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> s
     return ""
 
 
-def _report(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
-    """Sort every key that is given, and is not taken over as it is, under what there is to say about it."""
+def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
+    """Sort every key of the config that is not translated as it is into the lists of `result`: differs, lost, needless,
+    unknown.
+    """
     shown = hide_all(config.values)
     differs: dict[str, list[str]] = {}
     needless: dict[str, list[str]] = {}
@@ -179,7 +190,7 @@ def _report(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Con
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a value says what the program does anyway; empty lists, texts and false are no value."""
+    """Whether a value is the program's default anyway; empty lists, texts and false count as unset."""
     empty = (None, False, "", "none", "no")
     if isinstance(value, list) and len(value) == 1:
         [value] = value
@@ -192,7 +203,7 @@ _INDENT = "  "
 
 
 def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
-    """Return the groups, other than those that are taken anyway, whose files say what a config says."""
+    """Return group -> choice, other than the default choices, whose files say what a config says."""
     stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
     kind = ""
     if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not schema.Device.none:
@@ -210,7 +221,7 @@ def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
 
 
 def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
-    """Return a recipe of groups and of the lines that set single keys."""
+    """Return a recipe's YAML text of groups (group -> choice) and lines that set single keys."""
     lines = ["# @package _global_", "defaults:"]
     lines += [f"  - override /{group}: {choice}" for group, choice in sorted(groups.items())]
     lines += ["  - _self_", *(["", *body] if body else [])]
@@ -218,7 +229,7 @@ def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
 
 
 def _differing(cfg: Any, base: Any) -> dict[str, Any]:
-    """Return the fields that differ, nested; the name of the recipe is no setting."""
+    """Return the fields in which two configs differ, nested by section; without the recipe's name."""
     differing: dict[str, Any] = {}
     for item in dataclasses.fields(cfg):
         value, base_value = getattr(cfg, item.name), getattr(base, item.name)
@@ -231,7 +242,9 @@ def _differing(cfg: Any, base: Any) -> dict[str, Any]:
 
 
 def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield the YAML lines of settings below `path`, each with its origin as a comment."""
+    """Yield the YAML lines of nested settings below `path`, with a comment naming the origin (key
+    -> source) of each.
+    """
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
         comment = f"  # {origins[key]}" if key in origins else ""
@@ -248,7 +261,7 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
 
 
 def inline(value: Any) -> str:
-    """Return a value in one line of YAML, which reads as the same value again."""
+    """Return a value as one line of YAML, which parses to the same value."""
     text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
     text = text.strip()[1:-1]
     return text if files.parse(f"x: {text}", "").values["x"] == escaped(value) else json.dumps(escaped(value))

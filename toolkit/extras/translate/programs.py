@@ -1,4 +1,4 @@
-"""What the arguments of transformers' Trainer, of TRL and of LLaMA-Factory become in a recipe."""
+"""Translates the arguments of transformers' Trainer, of TRL and of LLaMA-Factory to settings of a recipe."""
 
 import math
 import os
@@ -21,12 +21,12 @@ from toolkit.extras.translate.read import (
 from toolkit.messages import ConfigError, did_you_mean, joined, json_object, parsed_json, tr
 
 _LR_END = 1e-7
-"""Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
+"""Last learning rate of transformers' polynomial schedule (5.23, get_polynomial_decay_schedule_with_warmup)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RecipeDraft:
-    """Settings of ours on their way into a recipe, and what there is to say about them."""
+    """Settings of this toolkit translated from another program's config, and notes about the translation."""
 
     config: ForeignConfig
     """The config of the other program, whose keys are translated."""
@@ -35,11 +35,14 @@ class RecipeDraft:
     groups: dict[str, str] = field(default_factory=dict)
     """Groups that are chosen by name: {model: chatglm_6b}."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Key of the other program -> why its value cannot be had here; beside what the tables say."""
+    """Key of the other program -> why its value has no counterpart here."""
     notes: list[str] = field(default_factory=list)
+    """Further sentences for the user."""
 
     def put(self, key: str, value: Any, *sources: str) -> None:
-        """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""
+        """Set a key of ours. `sources`: the other program's keys that it comes from, none for that program's default;
+        only those that the config sets are noted.
+        """
         self.values[key] = (value, ", ".join(map(self.config.spelling, filter(self.config.has, sources))))
 
 
@@ -47,10 +50,10 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
 def translate(config: ForeignConfig) -> RecipeDraft:
-    """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
+    """Translate a config's keys to settings of ours; ConfigError if its values cannot be understood."""
     draft = RecipeDraft(config=config)
     if config.program in (SWIFT_NAME, AXOLOTL_NAME):
-        _module(config.program).settle(config, draft)
+        _program_module(config.program).settle(config, draft)
     trl = _trl_loss(config)
     if rate := _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None:
         defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
@@ -75,28 +78,31 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     else:
         _peft(config, draft)
         _named_data(config, draft, trl)
-        _trl(config, draft, trl)
+        _trl_settings(config, draft, trl)
     return draft
 
 
-def _module(program: str) -> Any:
+def _program_module(program: str) -> Any:
+    """Return the module of this package that translates a program's own keys."""
     from toolkit.extras.translate import axolotl, chatglm, swift  # they build on this module
 
     return {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl, CHATGLM_NAME: chatglm}[program]
 
 
 def _translator(program: str) -> Callable[[ForeignConfig, RecipeDraft], None] | None:
-    """Return what reads the keys that are a program's own; None for the Trainer's and TRL's."""
+    """Return the function that translates the keys that only this program has; None for the Trainer's and TRL's."""
     if program in (SWIFT_NAME, AXOLOTL_NAME, CHATGLM_NAME):
-        return cast("Callable[[ForeignConfig, RecipeDraft], None]", _module(program).translate_own)
-    return _factory if program == FACTORY_NAME else None
+        return cast("Callable[[ForeignConfig, RecipeDraft], None]", _program_module(program).translate_own)
+    return _translate_factory if program == FACTORY_NAME else None
 
 
 _ZERO = ("", "0", "1", "2", "3")
 
 
 def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Take over what the Trainer reads of the options of `accelerate launch`, where its own arguments are silent."""
+    """Translate those options of `accelerate launch` that the Trainer reads if its own arguments do
+    not say otherwise.
+    """
     options = {name: value for name, value in config.accelerate.items() if name not in names_of("accelerate")}
     if options.get("mixed_precision") in ("no", "bf16", "fp16"):
         dtype = options.pop("mixed_precision")
@@ -117,7 +123,7 @@ def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the learning rate's schedule and its warm-up."""
+    """Set the learning-rate schedule and its warm-up."""
     name = str(config.get("lr_scheduler_type")).lower()
     schedules = names_of("schedules")
     if name in schedules:
@@ -142,7 +148,7 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) -> None:
-    """Set what `lr_scheduler_kwargs` says; an error if the schedule `name` needs what is not there."""
+    """Set what `lr_scheduler_kwargs` says of the schedule `name`; ConfigError if a required argument is missing."""
     location = f"{config.location('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
     values: Any = config.get("lr_scheduler_kwargs") or {}
     if isinstance(values, str):
@@ -190,7 +196,7 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
 
 
 def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """A folder becomes model.path; the published ChatGLM models have groups of their own."""
+    """Set the model: a group for the published ChatGLM models, and model.path for directories and others."""
     path = config.get("model_name_or_path")
     if not path:
         return
@@ -208,7 +214,7 @@ def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost["model_revision"] = tr("model.path is a directory")
 
 
-_TRL = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo_gamma")
+_TRL_PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo_gamma")
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 
@@ -218,8 +224,13 @@ _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 
 
 def _trl_loss(config: ForeignConfig) -> str:
-    """Return the loss that TRL's DPOConfig, CPOConfig, KTOConfig or RewardConfig asks for; "" if it is none of them."""
-    named, script = [name for name in (*_TRL, *_TRL_KTO) if config.has(name)], names_of("trl").get(config.script, "")
+    """Return what a config of TRL trains: a loss of `_TRL_LOSSES`, "reward", or "" if it is no DPO, CPO, KTO or
+    RewardConfig.
+    """
+    named, script = (
+        [name for name in (*_TRL_PREFERENCE_KEYS, *_TRL_KTO) if config.has(name)],
+        names_of("trl").get(config.script, ""),
+    )
     if config.program != HF_NAME or not (named or script):
         return ""
     kind = str((config.names("loss_type") or ["sigmoid"])[0])
@@ -236,7 +247,7 @@ def _trl_loss(config: ForeignConfig) -> str:
 
 
 def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set what TRL's ModelConfig says of LoRA, which nothing reads there without use_peft."""
+    """Set LoRA as TRL's ModelConfig says, which counts only with use_peft."""
     if not config.flag("use_peft"):
         return
     kind = "qlora" if config.flag("load_in_4bit") else "lora"
@@ -247,13 +258,17 @@ def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
-    """Set the data that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
+    """Set the data that a command names, with the other split as validation. `trl`: as returned by `_trl_loss`."""
     is_hub, strategy = config.has("dataset_name"), str(config.get("eval_strategy")).lower()
     has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and config.has("validation_file"))
     set_evaluation(config, draft, has_validation)
     if not has_validation:
         draft.put("data.validation_fraction", 0.0)
-    rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")} if trl else _rows(config, draft)
+    rows = (
+        {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
+        if trl
+        else _row_settings(config, draft)
+    )
     if not is_hub:
         for ours, theirs in {"data.sources": "train_file", "data.validation": "validation_file"}.items():
             if config.has(theirs):
@@ -269,8 +284,10 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
         draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
 
 
-def _rows(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
-    """Return how TRL's sft and transformers' run_clm read rows, where they say it, and set what becomes of them."""
+def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
+    """Return format and columns of rows for TRL's sft and transformers' run_clm, if they say it; set length, packing
+    and loss mask.
+    """
     if config.script == "run_clm" or config.has("block_size"):
         draft.put("data.max_length", config.number("block_size", int), "block_size")
         draft.put("data.packing", "packed", "block_size")
@@ -285,8 +302,8 @@ def _rows(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
     return named_format("text", {"text": config.get("dataset_text_field")}) if config.has("dataset_text_field") else {}
 
 
-def _trl(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set what the arguments of TRL's configs mean; `kind`: the loss, "" for another program's."""
+def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`."""
     if not kind:
         return
     if kind == "reward":
@@ -301,7 +318,7 @@ def _trl(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
-    """Choose the reward task with what TRL's RewardConfig has, which others pass on."""
+    """Choose the reward task, with the coefficient of TRL's RewardConfig; `sources`: keys that choose it."""
     draft.groups["task"] = "reward"
     draft.put("task.kind", "reward", *sources)
     if config.has("center_rewards_coefficient"):
@@ -311,7 +328,9 @@ def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None
 def set_preference(
     config: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
 ) -> None:
-    """Set what both programs have of such losses. `keys`: theirs; `terms`: weights of the cross entropy by key."""
+    """Set a preference loss. `keys`: the program's names of beta, loss and smoothing; `terms`: its key -> weight of the
+    additional cross entropy.
+    """
     draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss
     draft.put("preference.loss", loss, keys["loss"])
     draft.put("preference.beta", config.number(keys["beta"]), keys["beta"])
@@ -324,7 +343,9 @@ def set_preference(
 
 
 def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
-    """How often is evaluated, and whether the best is kept; nothing of it without validation data."""
+    """Set how often the model is evaluated and whether the best checkpoint is kept; without validation data note what
+    is lost.
+    """
     name = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
     strategy = str(config.get(name)).lower()
     if not has_validation:
@@ -350,7 +371,7 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
 
 
 def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the batch, and how many steps or epochs are trained."""
+    """Set batch sizes, and the number of steps or epochs; ConfigError if the number of ranks is unknown."""
     if config.world_size is None:
         raise ConfigError(
             "{place}: {key} = {rows} are the rows of one rank, and it is not said of how many. Add world_size=N: the "
@@ -381,7 +402,7 @@ def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the optimizer, and what the Trainer decides together with it."""
+    """Set the optimizer, its parameters, weight decay and clipping."""
     name, key = str(config.get("optim")).lower(), "optim"
     if "use_muon" in config.keys and config.flag("use_muon"):
         name = key = "use_muon"
@@ -453,7 +474,7 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _whole_steps(config: ForeignConfig, draft: RecipeDraft, name: str) -> int:
-    """Return a number of steps; 0 where it is a fraction of all steps, which has no counterpart."""
+    """Return a key's number of steps; 0, noted as lost, if it is a fraction of all steps."""
     steps = config.number(name)
     if 0 < steps < 1:
         draft.lost[name] = tr("steps only; a fraction of all steps has no counterpart")
@@ -462,7 +483,7 @@ def _whole_steps(config: ForeignConfig, draft: RecipeDraft, name: str) -> int:
 
 
 def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set how often is logged and saved, how many checkpoints stay, and the trackers."""
+    """Set logging, saving, how many checkpoints are kept, and trackers."""
     if config.has("logging_steps") and (steps := _whole_steps(config, draft, "logging_steps")):
         draft.put("train.log_every", steps, "logging_steps")
     strategy = str(config.get("save_strategy")).lower()
@@ -495,7 +516,7 @@ _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether the name of a dataset is one on Hugging Face, and no file or directory, here or elsewhere."""
+    """Whether a dataset's name is one on Hugging Face, not a file or directory."""
     return files.is_hub_name(name) and not os.path.exists(name) and not name.endswith(_FILES)
 
 
@@ -504,7 +525,9 @@ _MEDIA = ("images", "videos", "audios")
 
 
 def sources_of(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for a list of datasets; a ConfigError if dataset_info.json lacks one."""
+    """Return items of `data.sources` for LLaMA-Factory's datasets in the key `name`, by dataset_info.json; ConfigError
+    if that lacks one, [] with a note if it is not on this disk.
+    """
     sets = config.names(name)
     folder = str(config.get("dataset_dir"))
     if not sets:
@@ -538,7 +561,9 @@ def sources_of(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft)
 
 
 def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
-    """Return one source; {} where it cannot be one."""
+    """Return one item of `data.sources`, {} with a note if its data cannot be used. `entry`: of dataset_info.json,
+    which is in `base`; `stage`: LLaMA-Factory's.
+    """
     columns: dict[str, Any] = entry.get("columns") or {}
     reason = ""
     has_pairs = stage in ("dpo", "rm")
@@ -565,7 +590,9 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
 def _format(
     name: str, entry: dict[str, Any], columns: dict[str, Any], stage: str, draft: RecipeDraft
 ) -> dict[str, Any]:
-    """Return format and columns; LLaMA-Factory's prompt, query and response are our instruction, input and output."""
+    """Return format and columns of a LLaMA-Factory dataset, whose prompt, query and response are our instruction, input
+    and output.
+    """
     if stage == "pt":
         return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
     row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
@@ -600,7 +627,7 @@ def _format(
 
 
 def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the format, and those columns that are called otherwise in the file."""
+    """Return a format, and as `columns` those of `columns` (ours -> the file's name) whose names differ."""
     renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
 
@@ -608,8 +635,8 @@ def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
 
 
-def _factory(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what LLaMA-Factory makes of its arguments."""
+def _translate_factory(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Translate the keys that only LLaMA-Factory has."""
     stage = str(config.get("stage"))
     if stage not in _STAGES:
         raise config.without_counterpart("stage", _STAGES)
@@ -679,7 +706,7 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _lora(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Continue the adapter that is named, or set the shape of a new one."""
+    """Set the adapter that LLaMA-Factory continues, or the shape of a new one."""
     adapters = config.names("adapter_name_or_path")
     if len(adapters) == 1 and not config.flag("create_new_adapter"):
         draft.put("tuning.adapter", adapters[0], "adapter_name_or_path")
@@ -690,7 +717,9 @@ def _lora(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
-    """Set the shape of a new adapter, from keys that both programs have and from these of theirs."""
+    """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target and fully
+    trained modules.
+    """
     size = config.number(rank, int)
     draft.put("tuning.rank", size, rank)
     alpha = config.number("lora_alpha") if config.get("lora_alpha") else 2.0 * size
@@ -710,7 +739,7 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
 
 
 def _freeze(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the last layers that LLaMA-Factory trains; an error if it trains the first ones."""
+    """Set the last layers that LLaMA-Factory trains; ConfigError if it trains the first ones."""
     layers = config.number("freeze_trainable_layers", int)
     trains_all_modules = config.names("freeze_trainable_modules") == ["all"]
     if layers <= 0:

@@ -1,6 +1,7 @@
-"""Configs of other programs: whose they are, what they say, and their values.
+"""Reads configs of other programs: which program's they are, and the values of their keys.
 
-Shell scripts are read, not executed, without the environment: what only a shell could say is an error where needed.
+Shell scripts are parsed, not executed, and the environment is not read: a needed value that only a shell could know is
+an error.
 """
 
 import math
@@ -20,20 +21,20 @@ from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, pars
 
 @dataclass(kw_only=True, slots=True)
 class ForeignConfig:
-    """One config of another program, read and not yet understood."""
+    """The config of another program, read and not yet translated."""
 
     program: str
-    """Whose config it is, as a person says it."""
+    """Name of the program, as printed."""
     keys: Mapping[str, Key]
     """All keys of that program."""
     shown: str
-    """The file, as messages name it."""
+    """The file's name in messages."""
     folder: Path
-    """Where it lies: paths in it may be relative to that."""
+    """Directory of the file, to which its paths may be relative."""
     values: dict[str, Any]
-    """What it gives, without nulls."""
+    """Key -> value as set in the file, without nulls."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Line of each key, where known."""
+    """Key -> line, if known."""
     spelled: dict[str, str] = field(default_factory=dict)
     """The Trainer's name of a key -> how this file spells it, where that differs."""
     world_size: int | None = None
@@ -44,25 +45,25 @@ class ForeignConfig:
     """Options of the `accelerate launch` that starts it, without their dashes."""
 
     def get(self, name: str) -> Any:
-        """Return a key's value, the program's default where it is not given."""
+        """Return a key's value, or the program's default if it is not set."""
         value = self.values.get(name)
         return self.keys[name].default if value is None else value
 
     def has(self, name: str) -> bool:
-        """Say whether a key is given."""
+        """Whether a key is set."""
         return self.values.get(name) is not None
 
     def location(self, name: str) -> str:
-        """Return "file:line" of a key, or the file."""
+        """Return "file:line" of a key for messages, or the file if the line is unknown."""
         line = self.lines.get(self.spelling(name))
         return f"{self.shown}:{line}" if line else self.shown
 
     def spelling(self, name: str) -> str:
-        """Return a key's name as the file has it."""
+        """Return a key's name as the file spells it."""
         return self.spelled.get(name, name)
 
     def without_counterpart(self, name: str, supported: Iterable[str]) -> ConfigError:
-        """Return the error about a value that has no counterpart here, where those of `supported` have."""
+        """Return the error for a value that has no counterpart here; `supported`: values that have one."""
         return ConfigError(
             "{place}: {key} = {value} has no counterpart: {names} have.",
             place=self.location(name),
@@ -72,23 +73,23 @@ class ForeignConfig:
         )
 
     def number(self, name: str, kind: type = float) -> Any:
-        """Return a key's value as a number; an error if it is none."""
+        """Return a key's value as `kind`, int or float; ConfigError if it is no such number."""
         return typed(self.get(name), kind, f"{self.location(name)}: {self.spelling(name)}")
 
     def flag(self, name: str) -> bool:
-        """Return a key's value as true or false, false for null; an error if it is neither."""
+        """Return a key's value as a bool, False for null; ConfigError if it is neither true nor false."""
         value = self.get(name)
         return value is not None and bool(typed(value, bool, f"{self.location(name)}: {self.spelling(name)}"))
 
     def names(self, name: str) -> list[str]:
-        """Return a key's value, a list or a text with commas, as a list."""
+        """Return a key's value, a list or a comma-separated text, as a list."""
         value = self.get(name)
         listed = value if isinstance(value, list) else [] if value is None else str(value).split(",")
         return [str(item).strip() for item in listed]
 
 
 def typed(value: Any, kind: Any, location: str) -> Any:
-    """Return a value of a file or a command line as a type of the schema; an error if it cannot be read as that."""
+    """Return a value of a file or command line as the type `kind` of the schema; ConfigError if it is no such value."""
     wrong = ConfigError("{place} = {value} must be {kind}.", place=location, value=value, kind=type_name(kind))
     try:
         if kind is bool:
@@ -104,7 +105,7 @@ def typed(value: Any, kind: Any, location: str) -> Any:
 
 
 _QUOTED, _UNKNOWN = "\ue000", "\ue001"
-"""Stand for a dollar sign that means itself, and for what only a shell could say."""
+"""Placeholders for an escaped dollar sign, and for a value that only a shell could know."""
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\(\([^()]*\)\)")
 _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9}) *\\?([-+*/%]) *(\d{1,9})\s*\)?\)")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
@@ -122,9 +123,9 @@ class Command(NamedTuple):
     """One training command."""
 
     values: dict[str, Any]
-    """Argument -> value; True for one without, a list for several."""
+    """Argument -> value; True for an option without a value, a list for several."""
     line: int
-    """Where it begins."""
+    """Its first line in the script."""
     world_size: int | None
     """Number of ranks, where its launcher is told."""
     script: str
@@ -134,7 +135,9 @@ class Command(NamedTuple):
 
 
 def read_command(text: str, shown: str) -> Command:
-    """Return a script's one training command; a ConfigError if there is none or a shell would have to run a part."""
+    """Return a script's single training command; ConfigError if there is none or several, or if a part of it can only
+    be known by running a shell.
+    """
     variables: dict[str, str] = {}
     commands = []
     for number, line in _logical_lines(text):
@@ -162,7 +165,7 @@ def read_command(text: str, shown: str) -> Command:
         ):
             continue  # such as `swift infer`
         if program_index is not None and any(word.startswith("--") for word in words[program_index + 1 :]):
-            commands.append(_command(words, program_index, number, variables | before, shown))
+            commands.append(_parse_command(words, program_index, number, variables | before, shown))
         elif program_index is not None and (
             named := [word for word in words[program_index:] if word.endswith(_CONFIGS)]
         ):
@@ -187,7 +190,7 @@ def read_command(text: str, shown: str) -> Command:
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines after joining those that end with a backslash, with the number of their first."""
+    """Return (number of the first line, text) of a script's lines, those that end with a backslash joined."""
     lines: list[tuple[int, str]] = []
     begun, parts = 0, []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -201,7 +204,9 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
 
 
 def _words_of_command(line: str, variables: dict[str, str], location: str) -> list[str]:
-    """Split a line into words, variables replaced; texts that a shell would have to make become `_UNKNOWN`."""
+    """Split a line into words, with variables replaced and arithmetic computed; what only a shell could know becomes
+    `_UNKNOWN`.
+    """
     plain = re.sub(r"'[^']*'", lambda match: match[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
 
     def value(match: "re.Match[str]") -> str:
@@ -209,10 +214,10 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
         return variables.get(name, match[2] if match[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
 
     def computed(match: "re.Match[str]") -> str:
-        sum_of = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
-        if sum_of is None or (sum_of[2] in "/%" and not int(sum_of[3])):
+        terms = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
+        if terms is None or (terms[2] in "/%" and not int(terms[3])):
             return _UNKNOWN
-        return str(_OPERATORS[sum_of[2]](int(sum_of[1]), int(sum_of[3])))
+        return str(_OPERATORS[terms[2]](int(terms[1]), int(terms[3])))
 
     plain = _SUBSTITUTION.sub(computed, plain.replace("\\$", _QUOTED))
     try:
@@ -222,8 +227,8 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
     return [word.replace(_QUOTED, "$").replace("\ue002", "`") for word in words]
 
 
-def _command(words: list[str], program_index: int, line: int, variables: dict[str, str], shown: str) -> Command:
-    """Read a command whose program is the word number `program_index`."""
+def _parse_command(words: list[str], program_index: int, line: int, variables: dict[str, str], shown: str) -> Command:
+    """Parse a command whose program is `words[program_index]`: launcher options before it, arguments behind it."""
     rest = words[program_index + 1 :]
     if end := next((index for index, word in enumerate(rest) if re.match(r"(?:\d?>|\||&|;)", word)), None):
         rest = rest[:end]  # where the output goes
@@ -278,7 +283,7 @@ def _command(words: list[str], program_index: int, line: int, variables: dict[st
 
 
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
-    """Return the number of ranks that a launcher is asked for, None where it decides by itself."""
+    """Return the number of ranks that a launcher's options ask for, None if it decides by itself."""
     if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
         counts = [variables["NPROC_PER_NODE"], variables.get("NNODES", "1")]
         return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
@@ -315,7 +320,7 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
     """Return a config, and its DeepSpeed JSON's path or ""; a ConfigError if files are unknown, none or too many.
     `world_size` None takes the command's number of ranks.
     """
-    read = [(path, _read(Path(path))) for path in paths]
+    read = [(path, _read_config(Path(path))) for path in paths]
     configs = [config for _, config in read if config]
     jsons = [path for path, config in read if not config]
     if not configs:
@@ -331,7 +336,7 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
     return config, jsons[0] if jsons else ""
 
 
-def _read(path: Path) -> ForeignConfig | None:
+def _read_config(path: Path) -> ForeignConfig | None:
     """Read one file; None for a DeepSpeed JSON."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
@@ -358,7 +363,7 @@ def _read(path: Path) -> ForeignConfig | None:
             below = path.parent / named if os.path.isfile(path.parent / named) else Path(named)
             values = files.read(below).values | values
     elif path.suffix.lower() == ".json":
-        values = _json(text, path)
+        values = _json_object(text, path)
         if any(name in values for name in _DEEPSPEED):
             return None
     else:
@@ -367,7 +372,7 @@ def _read(path: Path) -> ForeignConfig | None:
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     named = {SWIFT_NAME: script.startswith("swift "), HF_NAME: script in names_of("trl")}
-    program = next((name for name, is_it in named.items() if is_it), "") or _program(values, path)
+    program = next((name for name, is_it in named.items() if is_it), "") or _owner_of(values, path)
     keys = keys_of(_TABLES[program])
     values_by_key, spelled = dict[str, Any](), dict[str, str]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
@@ -392,7 +397,7 @@ def _read(path: Path) -> ForeignConfig | None:
 
 
 def _check_values(values: dict[str, Any], path: Path, line: int) -> None:
-    """Reject options of a command that lack their value; take DeepSpeed's own options as the Trainer's."""
+    """Reject options of a command that lack their value, and map DeepSpeed's own options to the Trainer's."""
     if values.get("deepspeed") is True and isinstance(values.get("deepspeed_config"), str):
         values["deepspeed"] = values.pop("deepspeed_config")
     for name in names_of("valued"):
@@ -405,7 +410,8 @@ def _check_values(values: dict[str, Any], path: Path, line: int) -> None:
             )
 
 
-def _json(text: str, path: Path) -> dict[str, Any]:
+def _json_object(text: str, path: Path) -> dict[str, Any]:
+    """Return the object in a JSON text; ConfigError if it is no JSON or no object."""
     try:
         values = parsed_json(text, once=True)
     except ValueError as error:
@@ -415,8 +421,10 @@ def _json(text: str, path: Path) -> dict[str, Any]:
     return values
 
 
-def _program(values: dict[str, Any], path: Path) -> str:
-    """Return whose keys these are: whose own ones are most, and the Trainer's where nobody's are."""
+def _owner_of(values: dict[str, Any], path: Path) -> str:
+    """Return the program whose config has these keys: the one with most of the keys that the Trainer does not have,
+    else the Trainer.
+    """
     if len(later := [name for name in values if name in names_of("factory_v1")]) > 1:
         raise ConfigError(
             "{file}: a config of LLaMA-Factory v1 ({keys}), whose keys are not translated. Import the one for its "

@@ -31,7 +31,9 @@ _TOO_LONG = {"delete": "drop", "left": "truncate", "right": "truncate", "split":
 
 
 def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Write down what ms-swift decides by other arguments, as their defaults."""
+    """Before translating: add the defaults that ms-swift derives from other arguments to `config.keys`, and rename its
+    own spellings to the Trainer's.
+    """
     rows, ranks = config.number("per_device_train_batch_size", int), config.world_size or 1
     strategy = config.get("save_strategy") if _has_validation(config) else "no"
     dtype = str(config.get("torch_dtype") or "bfloat16")
@@ -64,7 +66,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set what the arguments that are ms-swift's own mean."""
+    """Translate the keys that only this program has."""
     kind = _kind(config)
     if config.has("torch_dtype"):
         draft.values["precision.dtype"] = (draft.values["precision.dtype"][0], "torch_dtype")
@@ -91,7 +93,7 @@ def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _kind(config: ForeignConfig) -> str:
-    """Return what `swift rlhf` trains, "" for the other commands; a ConfigError if it has no counterpart."""
+    """Return what `swift rlhf` trains (its rlhf_type), "" for other commands; ConfigError if it has no counterpart."""
     if config.get("task_type") != "causal_lm":
         raise ConfigError(
             "{place}: task_type = {value} is not translated. Recipes for it begin with task=classify, task=embed or "
@@ -129,7 +131,7 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _method(config: ForeignConfig) -> str:
-    """Return the tuning method, by whichever of its three names it is given."""
+    """Return the tuning method (lora, full), whichever of its three names is used."""
     name = next((name for name in ("tuner_type", "train_type", "sft_type") if config.has(name)), "tuner_type")
     if str(config.get(name)) not in _METHODS:
         raise config.without_counterpart(name, _METHODS)
@@ -137,7 +139,7 @@ def _method(config: ForeignConfig) -> str:
 
 
 def _method_and_adapter(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the tuning method, and the adapter that is continued or the shape of a new one."""
+    """Set the tuning method, with the adapter that is continued or the shape of a new one."""
     method, names = _method(config), ("tuner_type", "train_type", "sft_type")
     draft.put("tuning.method", method, *names)
     if method != "lora":
@@ -158,11 +160,12 @@ def _method_and_adapter(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _has_validation(config: ForeignConfig) -> bool:
+    """Whether validation data are named or split off."""
     return config.has("val_dataset") or config.number("split_dataset_ratio") > 0
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the data, what becomes of rows that are too long, packing, and which answers are trained."""
+    """Set data, handling of too long rows, packing, and which answers are trained; `kind`: as returned by `_kind`."""
     is_text = config.script == "swift pt"
     if is_text:
         draft.notes.append(
@@ -196,7 +199,9 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for ID[:subset][#rows], of which those on ModelScope are left to the user."""
+    """Return the items of `data.sources` for datasets ID[:subset][#rows] in the key `name`; those on ModelScope are
+    left to the user with a note.
+    """
     value = config.values.get(name)
     if not value:
         raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
@@ -230,7 +235,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
 
 
 def _columns(config: ForeignConfig) -> dict[str, str]:
-    """Return our columns: ms-swift's map a file's name to the format's."""
+    """Return our name -> the file's name of columns; ms-swift's map the other way round."""
     value = config.get("columns")
     if isinstance(value, str):
         try:
