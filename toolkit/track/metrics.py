@@ -1,6 +1,4 @@
-"""What rank 0 records and prints while training: metrics.jsonl, one object per logged step or evaluation (its names are
-in docs/tracking.md), and the same on a terminal, as a live view or plain lines.
-"""
+"""What rank 0 records and prints while training: metrics.jsonl (docs/tracking.md), and progress on a terminal."""
 
 import json
 import math
@@ -62,9 +60,7 @@ def metric_values(row: Mapping[str, object]) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl or deadline.jsonl, calling `on_row`; on a full disk they wait in memory. Rank 0
-    only.
-    """
+    """Appends rows to a JSONL file and hands each to `on_row`; on a full disk they wait in memory. For rank 0 only."""
 
     def __init__(self, file: Path, on_row: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
         self.file, self.on_row = file, on_row

@@ -49,9 +49,8 @@ def warn_of_bad_step(
 def record_samples(
     file: Path, head: Mapping[str, Any], result: StepResult, samples: Callable[[], Samples]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Write JSON lines: `head`, which has the "step", then a step's samples, those of the micro-batch with the highest
-    loss first. Return the samples' rows, and " (reason)" if the file could not be written, else "", the same on all
-    ranks. A collective; `samples` returns those of all ranks and is called on rank 0 only.
+    """Write JSON lines: `head` (with "step"), then the step's samples, highest loss first. Return the samples' rows,
+    and " (reason)" if writing failed, else "". A collective; `samples`, of all ranks, is called on rank 0 only.
     """
     sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])

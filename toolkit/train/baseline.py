@@ -1,6 +1,4 @@
-"""What a run's speed is compared with: the model's FLOPs per step, the GPU's datasheet, and the measured speed of this
-machine's matrix products, as not every datasheet is known, or true.
-"""
+"""What a run's speed is compared with: model FLOPs, the GPU's datasheet, and measured matrix products."""
 
 import statistics
 import time
@@ -24,10 +22,8 @@ _GPU_SIZES = (8192, 4096, 2048)
 _CPU_SIZES = (96, 192, 384, 768)
 """The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
 _LONG_ENOUGH_S = 0.005
-_GPU_S, _CPU_S = 0.3, 0.1
-"""Seconds for which products are repeated."""
-_AT_ONCE = 5
-"""Products between two synchronizations of a GPU."""
+_GPU_S, _CPU_S, _AT_ONCE = 0.3, 0.1, 5
+"""Seconds for which products are repeated, and products between two synchronizations of a GPU."""
 
 
 def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
@@ -101,9 +97,7 @@ class Baseline:
     """Planned memory of a rank: of its GPU, on CPUs of its process; None without a plan."""
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
-        """Return FLOP/s, MFU and HFU of a mean rank for metrics.jsonl; {} if the model's FLOPs are not known. Summed
-        over all ranks: `needed`, work without padding, `computed`, with padding, and `rank_seconds`.
-        """
+        """Return a mean rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding), `computed`: of all ranks."""
         if self.formula is None:
             return {}
         hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops

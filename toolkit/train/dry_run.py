@@ -1,6 +1,4 @@
-"""What is checked before the first step: the memory plan, and the dry run, which tries to write files, the longest
-batch and an evaluation, without a trace.
-"""
+"""What is checked before step 1: the memory plan, disk space, and a dry run of longest batch and evaluation."""
 
 import json
 import shutil
@@ -104,9 +102,8 @@ _TRIAL_STEP = -2
 
 
 def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try writing, one step on the longest batch and an evaluation, and leave everything as it was; return the line to
-    print about it. A collective. Raises OutOfMemory, CheckpointError or TrackError (not writable, no room), ModelError
-    (the model cannot answer or be exported).
+    """Try writing, a step on the longest batch and an evaluation, leaving everything as it was; return a line about it.
+    Raises OutOfMemory, CheckpointError, TrackError (not writable, no room) or ModelError (export). A collective.
     """
     began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
     run.watchdog.enter("rehearsal", start.step)

@@ -30,9 +30,9 @@ def trim_metrics(folder: Path, length: int) -> None:
 def starting_state(
     cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: run_dir.RunSource
 ) -> directory.RunState:
-    """Return the state in which the run begins, a new one or the checkpoint's, with this run's settings; move rows of
-    repeated steps out of metrics.jsonl. `data`: the task's `identity`. For rank 0 only. ConfigError if the run would
-    compute something else than the saved one, CheckpointError if its states cannot be loaded in this layout.
+    """Return the state to begin with, new or the checkpoint's; move rows of repeated steps out of metrics.jsonl.
+    `data`: the task's `identity`. ConfigError if the run would compute something else than the saved one,
+    CheckpointError if its states cannot be loaded in this layout. For rank 0 only.
     """
     config = json.loads(json.dumps(load.to_dict(cfg)))
     of_this_run: dict[str, Any] = {

@@ -12,9 +12,8 @@ from toolkit.messages import CheckpointError, reason_of, warn
 
 
 class Rotation:
-    """Keeps the newest `checkpoint.keep` checkpoints of `folder`, and exported weights of `keep_weights` older ones.
-    What is not yet removed when a run stops, its next start removes. `export(checkpoint, directory)` exports weights or
-    raises CheckpointError.
+    """Keeps the newest `checkpoint.keep` checkpoints, and exported weights of `keep_weights` older ones; what is not
+    yet removed at a stop, the next start removes. `export(checkpoint, directory)` may raise CheckpointError.
     """
 
     def __init__(self, folder: Path, config: schema.CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
@@ -25,8 +24,8 @@ class Rotation:
         self._also_keep: Collection[Path] | None = None
 
     def request(self, also_keep: Collection[Path] | None = None) -> None:
-        """Let the thread remove outdated checkpoints but those in `also_keep` (None: remove only what is renamed to be
-        deleted already). Returns at once. A collection replaces that of a request which has not begun yet.
+        """Let the thread remove outdated checkpoints but `also_keep` (None: only what is renamed to be deleted
+        already), and return at once. A collection replaces that of a request which has not begun yet.
         """
         with self._lock:
             self._is_due, self._also_keep = True, self._also_keep if also_keep is None else also_keep

@@ -61,10 +61,9 @@ class _LockedRunDir:
 
 
 def choose_run_dir(cfg: RunConfig) -> RunSource:
-    """Choose the run directory, make or lock it, put aside what an unfinished start left in it, and note the start;
-    return it with the checkpoint to resume from. For rank 0 only. Raises
-    RunFolderError (finished, in use, cannot be made), RepeatedDeath, CheckpointError (nothing to resume), ConfigError
-    (`resume`).
+    """Choose the run directory, make or lock it, put aside what an unfinished start left in it, and record the start;
+    return it with the checkpoint to resume from. Raises RunFolderError (finished, in use, cannot be made),
+    RepeatedDeath, CheckpointError (nothing to resume), ConfigError (`resume`). For rank 0 only.
     """
     locked = _create_or_lock(cfg)
     folder, checkpoint = locked.folder, locked.checkpoint
@@ -328,8 +327,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def record_start(folder: Path, step: int, config_digest: str = "") -> None:
-    """Append this start to logs/starts.jsonl, before anything else in the run directory changes. `step`: that of the
-    checkpoint it resumes from, 0 without one. RepeatedDeath if restarting has not got any further.
+    """Append this start to logs/starts.jsonl, before anything else changes. `step`: that of the checkpoint it resumes
+    from, 0 without one. RepeatedDeath if restarts get no further.
     """
     restart = environment.restart_number()
     if restart:

@@ -245,7 +245,6 @@ class StepResult:
     arrived: float
     """`time.perf_counter()` when this rank reached the step's first collective."""
     forward_s: float
-    """Seconds of this rank's forward passes."""
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
     expert_loads: torch.Tensor | None = None
@@ -330,9 +329,8 @@ def _data_parallel_passes(
     world_size: int,
     forward: Stopwatch,
 ) -> _StepSums:
-    """Run each micro-batch forward and backward, then update, without pipeline stages; return all ranks' sums. The
-    engine averages gradients over ranks, hence `world_size`; with `scale_wrt_gas=False` it divides by nothing else
-    (deepspeed 0.19.8, backward).
+    """Run each micro-batch forward and backward, then update; return all ranks' sums. The engine averages gradients
+    over ranks, hence `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
     factor = (world_size / counts[0]).float()
     micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.routers(engine)

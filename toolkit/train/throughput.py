@@ -66,9 +66,8 @@ def slowest_rank(values: Sequence[float]) -> int:
 
 
 _IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
-"""Names of figures in the rows of a task that counts samples in place of tokens."""
 _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
-"""Figures that such a task's rows lack."""
+"""Other names, and figures that are left out, in rows of a task that counts samples in place of tokens."""
 
 
 class ThroughputMeter:
