@@ -71,6 +71,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
 
     @aside_if_wrong(folder)
     def compare() -> None:
+        """Compare on rank 0, and rename the directory if it differs."""
         values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]

@@ -168,6 +168,7 @@ def _check_method(part: TunedPart) -> None:
 
 
 def _not_mergeable(part: TunedPart, reason: str) -> NotMergeable:
+    """Return the error for an adapter that cannot be merged into its base."""
     return NotMergeable(
         "{adapter} cannot be merged into its base: {reason}. Use it as an adapter of its base, which toolkit generate, "
         "chat and eval take (adapter=DIR).",

@@ -145,6 +145,7 @@ class Board:
         """
 
         def read() -> tuple[list[float], list[str], str]:
+            """Read the run, and note that it is no longer being read."""
             try:
                 return self._row(path)
             finally:
@@ -200,6 +201,7 @@ class Board:
         self.show = process = _start_module("toolkit", "show", *words, stderr=subprocess.STDOUT)
 
         def lines() -> Iterator[str]:
+            """Yield the process's output; end the process when the page is left."""
             with process:
                 try:
                     yield from process.stdout or ()
@@ -295,6 +297,7 @@ class Guard:
             is_allowed = False
 
         async def with_headers(message: MutableMapping[str, Any]) -> None:
+            """Send a message with the security headers that it lacks."""
             if message["type"] == "http.response.start":
                 present = {name for name, _ in message["headers"]}
                 more = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
@@ -349,15 +352,18 @@ def application(board: Board, token: str, cookie: str) -> Guard:
     work = _Worker(board.runs)
 
     def page(request: Request) -> Response:
+        """Answer / with the page, and set the token as a cookie."""
         response = HTMLResponse(_page())
         response.set_cookie(cookie, token, httponly=True, samesite="strict")
         return response
 
     def file(request: Request) -> Response:
+        """Answer /file/NAME with a script or style sheet."""
         name = request.path_params["name"]
         return Response(_file(name), media_type=_FILES[name]) if name in _FILES else Response(status_code=404)
 
     async def report(request: Request) -> Response:
+        """Answer /report?run=NAME… with the report of runs."""
         try:
             text = await work.do("report", board.report, request.query_params.getlist("run"))
         except messages.ToolkitError as error:
@@ -365,6 +371,9 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     async def act(request: Request) -> Response:
+        """Answer POST /do/NAME, whose body is a JSON object, by the board's stream or action NAME; status 400 for
+        errors.
+        """
         name = request.path_params["name"]
         try:
             body = messages.parsed_json(await request.body())
@@ -420,6 +429,7 @@ def serve(runs: Path, port: int) -> None:
                 server, default_handler = uvicorn.Server(config), uvicorn.Server.handle_exit
 
                 def handle_exit(number: int, frame: FrameType | None) -> None:
+                    """End the board's processes before uvicorn handles the signal."""
                     board.end()  # else uvicorn would wait for its streams to end
                     default_handler(server, number, frame)
 

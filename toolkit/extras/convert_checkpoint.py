@@ -178,6 +178,7 @@ def _without_prefixes(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the content of a model's file with parameters under the model's own names."""
 
     def without_prefix(values: Any) -> Any:
+        """Return a dict with the prefix removed from its names; {} for None."""
         return {re.sub(f"^{prefix}", "", name): value for name, value in values.items()} if values else {}
 
     keys = ("module", "frozen_param_shapes", "frozen_param_fragments")

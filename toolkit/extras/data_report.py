@@ -327,6 +327,7 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
     total = len(places)
 
     def where(row: int) -> str:
+        """Return "file:line" of a row, by its number over all files."""
         number, line = places[row]
         return f"{files[number].path}:{line}"
 

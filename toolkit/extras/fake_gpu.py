@@ -226,21 +226,22 @@ class Watch(LiveBytes):
         """Return (operation, type and shape; how many; bytes together) of the `most` largest kinds of tensors that were
         alive at the peak since `restart`.
         """
+        # How many events had happened at the peak.
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
         at = self._begun
         for index in range(self._begun, len(self._events)):
             now += self._events[index][1]
             if now > highest:
                 highest, at = now, index + 1
-        live: dict[int, tuple[int, str]] = {}
-        for key, change, what in self._events[:at]:
+        alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and what it holds
+        for storage, change, what in self._events[:at]:
             if what:
-                live[key] = (live.get(key, (0, ""))[0] + change, what)
+                alive[storage] = (alive.get(storage, (0, ""))[0] + change, what)
             else:
-                live.pop(key, None)
+                alive.pop(storage, None)
         sizes: Counter[str] = Counter()
         counts: Counter[str] = Counter()
-        for size, what in live.values():
+        for size, what in alive.values():
             sizes[what] += size
             counts[what] += 1
         return [(what, counts[what], size) for what, size in sizes.most_common(most)]

@@ -574,6 +574,7 @@ def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
             raise NotRun(tr("it cannot be converted to GGUF: {reason}", reason=reason))
 
         def ask(body: dict[str, Any]) -> list[int]:
+            """Return the ids of a chat's prompt: the template applied, then tokenized."""
             prompt = _post(f"{url}/apply-template", body)["prompt"]
             asked = {"content": prompt, "add_special": True, "parse_special": True}  # as its chat does
             return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]

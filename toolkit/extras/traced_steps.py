@@ -53,9 +53,11 @@ class _Task(language.LanguageTask):
         self.tokens = tokens
 
     def count(self, batch: attention.Batch) -> int:
+        """Return the trained tokens of a micro-batch."""
         return self.tokens
 
     def sizes(self, batches: list[attention.Batch]) -> list[int]:
+        """Return total, computed, attended-pair and trained counts, which a trace does not need, as all tokens."""
         return [self.tokens * len(batches)] * 4
 
 

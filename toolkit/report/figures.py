@@ -461,6 +461,7 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
     """Return a function that draws a metric of _WORDS over the steps, a line for each run; `look`: fields of Axes."""
 
     def draw_lines(runs: Sequence[Run]) -> list[Drawing]:
+        """Draw the metric of one run, raw and smoothed, or of several, a line each."""
         is_one = len(runs) == 1
         records, looks = [], Series(colors={"": BLUE} if is_one else _colors(runs))
         for run in runs:
@@ -551,6 +552,7 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
     shown = {name: name.removeprefix("eval_") for name in scores[: len(PALETTE)]}
 
     def draw_scores(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
+        """Return one chart of scores over the steps."""
         axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
         return lines(records, axes, Series(colors=colors, dotted=list(colors)), Caption(name, title))
 

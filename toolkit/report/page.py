@@ -590,6 +590,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
     changed = settings(runs)
 
     def section(name: str, title: str, *tables: Table | None, empty: str = "") -> Section:
+        """Return a section with the charts of its name, and those tables that are not None."""
         shown = [table for table in tables if table]
         return Section(id=name, title=title, drawings=drawings.get(name, ()), tables=shown, empty=empty)
 

@@ -114,6 +114,7 @@ class CsvFile(Backend):
         return {TRAIN: -1, EVAL: -1}
 
     def take_back(self, step: int) -> None:
+        """Rewrite the file without rows after `step`; not before the new session has written any."""
         if not self.is_old:
             self._write(self.columns, [row for row in self._read() if int(row["step"]) <= step])
 
@@ -173,6 +174,7 @@ class TensorboardEvents(Backend):
 
     @staticmethod
     def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
+        """Return the directory that `track.tensorboard.dir` names, if any."""
         return {"dir": Path(settings["dir"])} if settings["dir"] else {}
 
     def begin(self, run: TrackedRun) -> None:
@@ -208,6 +210,7 @@ class TensorboardEvents(Backend):
         self._write(*({"step": step, "summary": {"value": scalars}} for step, scalars in for_step))
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
+        """Write answers as a Markdown table."""
         self._write(self._text(step, name, as_markdown(answers)))
 
     def _beginning(self, step: int) -> dict[str, Any]:
@@ -236,12 +239,15 @@ class _LoggedRun(Backend):
     """The library's type of a text in Markdown."""
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
+        """Log figures under transformers' names."""
         self.run.log({tracked_name(name): value for name, value in values.items()}, step=step)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
+        """Log answers as a Markdown table."""
         self.run.log({name: self.as_text(as_markdown(answers))}, step=step)
 
     def end(self, status: str) -> None:
+        """Finish the run, whatever its status."""
         self.run.finish()
 
 
@@ -282,10 +288,12 @@ class WandbRun(_LoggedRun):
             self.run.save(str(folder / name), base_path=self.run.dir, policy="now")
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
+        """Log figures under transformers' names, with the step as a figure that charts use as x axis."""
         named = {tracked_name(name): value for name, value in values.items()}
         self.run.log(named | {"train/global_step": step}, step=step)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
+        """Log answers as a table."""
         columns = ["prompt", "answer", "reference"]
         data = [[answer.get(column, "") for column in columns] for answer in answers]
         self.run.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
@@ -295,6 +303,7 @@ class WandbRun(_LoggedRun):
         self.run.summary.update(dict(values))
 
     def end(self, status: str) -> None:
+        """End the run with exit code 0 if it has finished, else 1."""
         code = 0 if status == FINISHED else 1
         self.run.finish(exit_code=code)
         # `finish` of 0.31 does not wait for wandb's own process to close its file, and that process ends within 0.1 s
@@ -333,6 +342,7 @@ class SwanlabRun(_LoggedRun):
             self.run.log({name: self.as_text(text)}, step=run.step)
 
     def end(self, status: str) -> None:
+        """End the run as finished or crashed."""
         if status == FINISHED:
             self.run.finish()
         else:
@@ -348,6 +358,7 @@ class TrackioRun(_LoggedRun):
         self.trackio, self.as_text = trackio, trackio.Markdown
 
     def begin(self, run: TrackedRun) -> None:
+        """Begin the run, or resume it under its name."""
         self.run = self.trackio.init(
             project=run.settings["project"],
             name=f"{run.name}-{run.id}",
@@ -386,6 +397,7 @@ class MlflowRun(Backend):
         return {"uri": Path(parts.path if parts.scheme == "file" else uri)} if is_folder else {}
 
     def begin(self, run: TrackedRun) -> None:
+        """Begin the run, or resume the one with this run's id as a tag; log hyperparameters and texts."""
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or str(run.folder.parent / "mlruns")
         if self.folders({"uri": uri}):
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # mlflow 3 would rather have a database
@@ -431,6 +443,7 @@ class MlflowRun(Backend):
         self.client.log_text(self.id, "\n".join(lines) + "\n", f"{name}/step-{step}.jsonl")
 
     def end(self, status: str) -> None:
+        """Set the run's final status."""
         self.client.set_terminated(self.id, _STATUS[status])
 
     def _experiment(self, name: str) -> str:

@@ -464,6 +464,7 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
     lock = threading.Lock()
 
     def reply(message: Mapping[str, Any]) -> None:
+        """Write an answer for the parent; called by several threads."""
         with lock, suppress(OSError):
             replies.write(json.dumps(message) + "\n")
             replies.flush()

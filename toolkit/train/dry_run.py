@@ -5,7 +5,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -116,13 +116,10 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         stack.enter_context(restore_after(engine))
         batch, name = task.longest_batch(Position(start.epoch, start.row))
         memory = stack.enter_context(PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0))
-
-        def explained(doing: str) -> AbstractContextManager[None]:
-            return explain_out_of_memory(cfg, doing, memory, limit, plan, task.memory_sections)
-
-        with explained(tr("forward, backward and update of {batch}", batch=name)):
+        limits: dict[str, Any] = {"memory": memory, "limit": limit, "plan": plan, "sections": task.memory_sections}
+        with explain_out_of_memory(cfg, tr("forward, backward and update of {batch}", batch=name), **limits):
             measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
-        with explained(tr("an evaluation")):
+        with explain_out_of_memory(cfg, tr("an evaluation"), **limits):
             task.check_evaluation(run)
         highest = memory.highest()
     device_bytes = gather((highest, measured.before))

@@ -116,6 +116,7 @@ def _was_started_with(folder: Path, cfg: RunConfig) -> bool:
 
 
 def _config_digest(cfg: RunConfig) -> str:
+    """Return 16 hexadecimal digits that identify a config, for starts.jsonl."""
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
@@ -232,6 +233,7 @@ def make_parent(cfg: RunConfig) -> Path:
 
 
 def _creation_error(parent: Path, error: OSError) -> RunFolderError:
+    """Return the error for a run directory that cannot be created in `parent`."""
     return RunFolderError(
         "cannot create a run directory in {folder}: {reason}. Set run.dir to a directory that you may write to.",
         folder=parent,

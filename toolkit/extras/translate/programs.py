@@ -159,6 +159,7 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
     values = values if isinstance(values, dict) else {}
 
     def put(ours: str, theirs: str, kind: type, default: Any = None, divide_by: float = 1.0) -> None:
+        """Set schedule.`ours` to the argument `theirs`, or its default, divided by `divide_by`."""
         value = typed(values.get(theirs, default), kind, f"{location}.{theirs}")
         draft.put(f"schedule.{ours}", value / divide_by if divide_by != 1 else value, "lr_scheduler_kwargs")
 

@@ -210,10 +210,12 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
     plain = re.sub(r"'[^']*'", lambda match: match[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
 
     def value(match: "re.Match[str]") -> str:
+        """Return a variable's value, its default in the script, or a placeholder for an unknown one."""
         name = match[1] or match[3]
         return variables.get(name, match[2] if match[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
 
     def computed(match: "re.Match[str]") -> str:
+        """Return the result of an arithmetic substitution of two numbers, _UNKNOWN for any other."""
         terms = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
         if terms is None or (terms[2] in "/%" and not int(terms[3])):
             return _UNKNOWN
