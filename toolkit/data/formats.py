@@ -58,7 +58,7 @@ class Conversation:
 
 
 def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """Return the system messages at the beginning, and the rest cut before each user's message."""
+    """Return the system messages at the beginning, and the turns after them: each a user's messages and the replies."""
     start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     parts: list[list[Message]] = []
     for message in messages[start:]:
@@ -73,8 +73,8 @@ def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message
 
 
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
-    """Yield a conversation with `loss` set at its messages as `data.train_on` says. `only_last`, for formats that train
-    the last message only: one conversation for each trained answer, ending with it.
+    """Yield the conversation once, with the key `loss` (trained or not) of its messages set by `data.train_on`. With
+    `only_last` (chat formats that train the last message only) yield a copy for each trained answer, ending with it.
     """
     if conversation.is_text:
         yield conversation
@@ -138,13 +138,13 @@ class RowReader:
         self.answered = answered
         self.skipped: Counter[str] = Counter()  # keys of messages that are not read, and in how many messages
         fields = {field for names in ROW_FIELDS.values() for field in names}
-        self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
-        self.names = {field: columns.get(field, field) for field in fields}
+        self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}  # file's key -> field
+        self.names = {field: columns.get(field, field) for field in fields}  # field -> file's key
         self.columns = columns
-        self.flags = {**_LOSS, self.names["loss"]: True}
+        self.flags = {**_LOSS, self.names["loss"]: True}  # key of a message -> is it trained if the value is true
 
     def read(self, row: object) -> Conversation:
-        """Return the conversation of one parsed row; a RowError if it lacks something or a value has a wrong type."""
+        """Return one parsed row as a conversation; raise a RowError if a key is missing or a value has a wrong type."""
         mapping = as_object(row)
         check_trainable(mapping, self.columns)
         try:
@@ -163,11 +163,11 @@ class RowReader:
         return Conversation(messages, listed_tools(mapping.get(self.names["tools"]), self.names["tools"]))
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return what is learned from one parsed row: here one conversation."""
+        """Return the conversations of one parsed row: here one, in readers of preference pairs two."""
         return [self.read(row)]
 
     def _explained(self, error: RowError) -> RowError:
-        """Return an error that blames `columns` where these asked for a key that a row lacks."""
+        """Return the error; if a key is missing that `data.columns` names, one that says to correct `columns`."""
         if not isinstance(error, MissingKey) or error.key not in self.renamed:
             return error
         return RowError(
@@ -184,32 +184,32 @@ class RowReader:
         return [str(key) for key in row if key not in used]
 
     def _pair(self, row: Mapping[str, Any]) -> list[Message]:
-        """Question and answer, after what was said before."""
-        asked, answered = self._pair_keys(row)
+        """Return the messages of a row with a question and an answer: its history, the question, the answer."""
+        question_key, answer_key = self._pair_keys(row)
         messages: list[Message] = []
         key = self.names["history"]
         for question, answer in earlier_turns(row.get(key), key):
             messages += [plain_message("user", question), plain_message("assistant", answer)]
-        more = self.names["input"]
-        if self.row_format is RowFormat.prompt_response and isinstance(self._messages_in(row.get(asked)), list):
-            messages += self._items(row, asked, self._add_item)
+        input_key = self.names["input"]  # Alpaca's, a text to which the instruction applies
+        if self.row_format is RowFormat.prompt_response and isinstance(self._messages_in(row.get(question_key)), list):
+            messages += self._items(row, question_key, self._add_item)
         else:
-            question = required_text(row, asked)
-            if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
-                question += "\n" + required_text(row, more)
+            question = required_text(row, question_key)
+            if self.row_format is RowFormat.instruction and row.get(input_key) not in (None, ""):
+                question += "\n" + required_text(row, input_key)
             messages.append(plain_message("user", question))
-        if self.answered or row.get(answered) not in (None, ""):
-            self._add_answer(row, answered, messages)
+        if self.answered or row.get(answer_key) not in (None, ""):
+            self._add_answer(row, answer_key, messages)
         return messages
 
     def _pair_keys(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the keys of question and answer, which TRL calls `completion`."""
-        asked, answered = PAIR_FIELDS[self.row_format]
-        is_completion = answered == "response" and answered not in self.columns and answered not in row
-        return self.names[asked], "completion" if is_completion and "completion" in row else self.names[answered]
+        """Return the row's keys of the question and of the answer; TRL calls the answer `completion`."""
+        question, answer = PAIR_FIELDS[self.row_format]
+        is_trl = answer == "response" and answer not in self.columns and answer not in row and "completion" in row
+        return self.names[question], "completion" if is_trl else self.names[answer]
 
     def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
-        """Add an answer: a text, a message or a list of messages."""
+        """Append the answer under `key` to `messages`; the row may hold a text, a message or a list of messages."""
         answer = self._messages_in(row[key]) if key in row else missing_key(row, key)
         items = answer if isinstance(answer, list) else [answer]
         if not any(isinstance(item, dict) for item in items):
@@ -224,7 +224,7 @@ class RowReader:
                 raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
 
     def _messages_in(self, value: object) -> object:
-        """Return the messages that a text encodes, else the value as it is: JSON without roles may be the answer."""
+        """Return the messages that a text encodes as JSON; other values unchanged: JSON without roles may be a text."""
         conversation = conversation_in(value)
         items = conversation if isinstance(conversation, list) else [conversation]
         role_keys = {self.names["from"], self.names["role"]}
@@ -232,7 +232,7 @@ class RowReader:
         return conversation if has_roles else value
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
-        """Read a list of messages (from and value, or role and content), or of pairs (human and assistant)."""
+        """Return the messages of a row that lists messages ({from, value}, {role, content}) or {human, assistant}."""
         key = self.names[LIST_FIELDS[self.row_format]]
         is_paired = self.row_format is RowFormat.conversation
         messages = self._items(row, key, self._add_pair if is_paired else self._add_item)
@@ -243,7 +243,7 @@ class RowReader:
     def _items(
         self, row: Mapping[str, Any], key: str, add: Callable[[dict[str, Any], list[Message]], None]
     ) -> list[Message]:
-        """Return the messages of the list under a key; `add` appends those of one item to what precedes them."""
+        """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item."""
         listed = conversation_in(row[key]) if key in row else missing_key(row, key)
         if not isinstance(listed, list) or not listed:
             raise RowError(
@@ -263,15 +263,15 @@ class RowReader:
         return messages
 
     def _add_pair(self, item: dict[str, Any], messages: list[Message]) -> None:
-        """Add a question and its answer, which the last pair may lack where none is due."""
-        asked, answered = self.names["human"], self.names["assistant"]
-        messages.append(plain_message("user", required_text(item, asked)))
-        if self.answered or item.get(answered) not in (None, ""):
-            messages.append({**plain_message("assistant", required_text(item, answered)), **self._loss(item)})
-        self.skipped.update(unread_keys(item, (asked, answered, *self.flags), is_answer=True))
+        """Append the two messages of a {human, assistant} item; the answer may be missing if `self.answered` is off."""
+        question, answer = self.names["human"], self.names["assistant"]
+        messages.append(plain_message("user", required_text(item, question)))
+        if self.answered or item.get(answer) not in (None, ""):
+            messages.append({**plain_message("assistant", required_text(item, answer)), **self._loss_flag(item)})
+        self.skipped.update(unread_keys(item, (question, answer, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
-        """Add the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
+        """Append the message of one list item; a `tool` item of ChatGLM3 becomes two, the call and its result."""
         speaker, content_key = self.names["from"], self.names["value"]
         if speaker not in item:
             speaker, content_key = self.names["role"], self.names["content"]
@@ -284,12 +284,12 @@ class RowReader:
         is_call = role == "tool" and "parameters" in item
         read = (speaker, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
         self.skipped.update(unread_keys(item, read, is_answer=is_call or role in ("assistant", "function_call")))
-        extra = self._loss(item)
+        extra = self._loss_flag(item)
         if role == "system" and item.get(content_key) in (None, ""):
             return  # as under the row's "system"
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
-            messages.append({**plain_message("assistant", ""), "tool_calls": self._calls(call), **extra})
+            messages.append({**plain_message("assistant", ""), "tool_calls": self._tool_calls(call), **extra})
             messages.append(plain_message("tool", result_text(item.get("observation"))))
             return
         if role == "tool":
@@ -300,7 +300,7 @@ class RowReader:
         if role not in ("assistant", "function_call"):
             messages.append({**plain_message(role, self._content(item, content_key)[0]), **extra})
             return
-        message = self._answer(item, content_key, role)
+        message = self._assistant_message(item, content_key, role)
         if isinstance(item.get("metadata"), str):
             message["metadata"] = item["metadata"]
         last = messages[-1] if messages else {}
@@ -311,8 +311,8 @@ class RowReader:
             return
         messages.append({**message, **extra})
 
-    def _loss(self, item: Mapping[str, Any]) -> dict[str, bool]:
-        """Return whether a message is trained; {} where nothing is said."""
+    def _loss_flag(self, item: Mapping[str, Any]) -> dict[str, bool]:
+        """Return {"loss": whether the message is trained}, from any of the keys `flags`; {} if it has none of them."""
         flags: dict[str, bool] = {}
         for key, meaning in self.flags.items():
             value = item.get(key)
@@ -327,8 +327,8 @@ class RowReader:
                 )
         return flags
 
-    def _answer(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
-        """Return an item as the assistant's message, with reasoning and calls, which a function_call has as content."""
+    def _assistant_message(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
+        """Return an assistant's item as a message; the content of a `function_call` item is its tool calls."""
         message = plain_message("assistant", "")
         thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := reasoning_of(item, key))))
         if len(thoughts) > 1:
@@ -340,10 +340,10 @@ class RowReader:
             value: Any = item.get(content_key)
             if isinstance(value, str) and (block := _THINK.match(value)):  # LLaMA-Factory's way of thinking aloud
                 message["content"], value = block[1], value[block.end() :]
-            calls = self._calls(parsed_json(value))
+            calls = self._tool_calls(parsed_json(value))
         else:
-            called = item.get("tool_calls")
-            calls = self._calls(parsed_json(called)) if called else []
+            listed_calls = item.get("tool_calls")
+            calls = self._tool_calls(parsed_json(listed_calls)) if listed_calls else []
             if not calls or item.get(content_key) not in (None, ""):
                 message["content"], more_thoughts, more_calls = self._content(item, content_key, is_answer=True)
                 thoughts, calls = thoughts + more_thoughts, calls + more_calls
@@ -354,7 +354,7 @@ class RowReader:
         return message
 
     def _content(self, item: Mapping[str, Any], key: str, is_answer: bool = False) -> tuple[str, list[str], list[Any]]:
-        """Return a message's text; of a list of parts, joined, also what an answer thinks and calls."""
+        """Return (text, reasoning texts, tool calls) of a message's content, a text or typed parts, as answers hold."""
         value = item.get(key)
         if not isinstance(value, list):
             return required_text(item, key), [], []
@@ -369,14 +369,14 @@ class RowReader:
                 (texts if kind == "text" else thoughts).append(required_text(part, held))
             elif is_answer and kind == "tool_call":
                 self.skipped.update(unread_keys(part, ("type", "value")))
-                calls += self._calls(parsed_json(part.get("value")))
+                calls += self._tool_calls(parsed_json(part.get("value")))
             else:
                 raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
         text = "".join(texts)
         return (text if calls else required_text({key: text}, key)), thoughts, calls
 
-    def _calls(self, value: object) -> list[dict[str, Any]]:
-        """Return tool calls as OpenAI writes them, with the arguments as an object."""
+    def _tool_calls(self, value: object) -> list[dict[str, Any]]:
+        """Return a row's tool call, or list of them, in OpenAI's form, but with the arguments as an object."""
         calls = []
         for item in value if isinstance(value, list) else [value]:
             entry = item if isinstance(item, dict) else {}
@@ -413,9 +413,9 @@ def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader:
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
-    """Return the format of a file from the keys of its first row; a RowError if no known format has these keys."""
+    """Return the format of a file by the keys of its first row, else raise; `columns`: field -> file's key."""
 
-    def there(field: str) -> bool:
+    def has(field: str) -> bool:
         return columns.get(field, field) in row
 
     check_trainable(row, columns)
@@ -426,13 +426,13 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
             keys=quoted_keys(row),
         )
     for row_format, field in LIST_FIELDS.items():
-        if there(field):
+        if has(field):
             return row_format
     for complete in (True, False):
         for row_format, fields in PAIR_FIELDS.items():
-            if all(map(there, fields)) if complete else any(map(there, fields)):
+            if all(map(has, fields)) if complete else any(map(has, fields)):
                 return row_format
-    if there("text"):
+    if has("text"):
         return RowFormat.text
     as_object(row)  # a CSV's first row may have more fields than names
     absent = [theirs for theirs in columns.values() if theirs not in row]
@@ -453,7 +453,7 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
 
 
 def _is_table(row: Mapping[str, object]) -> bool:
-    """Return whether a row is a whole table: lists of values by column, or objects by column or by number."""
+    """Whether a row is a whole table as pandas' to_json() writes it: column -> {row number: value} or a list."""
     values = list(row.values())
     if len(row) < 2 or len({type(value) for value in values}) > 1:
         return False
@@ -465,7 +465,7 @@ def _is_table(row: Mapping[str, object]) -> bool:
 
 
 def parse_row(row: object) -> object:
-    """Return the value of a row, which may be a line of JSON still."""
+    """Return a row's value: a line of JSON (bytes) is parsed, other values are checked for broken characters."""
     if isinstance(row, bytes):
         return parse_line(row)
     check_characters(row)
@@ -473,7 +473,7 @@ def parse_row(row: object) -> object:
 
 
 def plain_message(role: str, content: str) -> dict[str, Any]:
-    """Return a message of nothing but a text."""
+    """Return a message that has a role and a text only."""
     return {"role": role, "content": content}
 
 
@@ -490,7 +490,7 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise a RowError for a row with images, with a better and a worse answer, or with one that is marked as bad."""
+    """Raise a RowError for a row with media, a preference pair or a bad answer, which would be trained as good text."""
     for key in _MEDIA:
         if row.get(key) not in (None, "", [], {}) and key not in columns.values():
             raise RowError(

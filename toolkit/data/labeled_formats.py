@@ -39,24 +39,24 @@ class PairReader(RowReader):
         super().__init__(self.row_format, columns)
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
+        """Return [chosen, rejected] conversation of a row, which differ in the last answer only; RowError if unusable."""
         mapping, names = as_object(row), self.names
         answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
         if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
             # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
-            chosen = self._before(mapping, is_answered=True)
+            chosen = self._shared_conversation(mapping, with_answer=True)
             if "rejected" in answer_keys:
-                rejected = self._read(mapping, RowFormat.messages, messages=answer_keys["rejected"])
+                rejected = self._read_as(RowFormat.messages, mapping, messages=answer_keys["rejected"])
             else:
                 before = replace(chosen, messages=chosen.messages[:-1])
                 rejected = self._with_answer(before, mapping, "rejected_response")
             pair = [chosen, rejected]
         elif len(answer_keys) == len(_ANSWERS):
-            pair = [self._read(mapping, RowFormat.messages, messages=answer_keys[answer]) for answer in _ANSWERS]
+            pair = [self._read_as(RowFormat.messages, mapping, messages=answer_keys[answer]) for answer in _ANSWERS]
         else:
-            before = self._before(mapping)
+            before = self._shared_conversation(mapping)
             pair = [self._with_answer(before, mapping, answer) for answer in _ANSWERS]
-        plain = [_unmarked(conversation) for conversation in pair]
+        plain = [_without_loss_flags(conversation) for conversation in pair]
         for messages, name in zip(plain, _ANSWERS, strict=True):
             if messages[-1]["role"] != "assistant":
                 raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
@@ -66,42 +66,40 @@ class PairReader(RowReader):
             )
         return [replace(conversation, messages=messages) for conversation, messages in zip(pair, plain, strict=True)]
 
-    def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
-        """Return the conversation before the two answers, or with `is_answered` up to the chosen one, inclusive."""
+    def _shared_conversation(self, row: Mapping[str, Any], with_answer: bool = False) -> Conversation:
+        """Return the row's messages before the chosen and the rejected answer; `with_answer`: and the chosen answer."""
         names = self.names
         for row_format, field in LIST_FIELDS.items():
             if names[field] in row:
-                return self._read(row, row_format, is_answered)
+                return self._read_as(row_format, row, with_answer)
         if isinstance(self._messages_in(row.get(names["prompt"])), list):
-            return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
-        asked = {fields[0]: row_format for row_format, fields in PAIR_FIELDS.items()}
-        fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
-        row_format_asked = next((asked[field] for field in fields if names[field] in row), None)
-        return (
-            missing_key(row, names["prompt"])
-            if row_format_asked is None
-            else self._read(row, row_format_asked, is_answered)
-        )
+            return self._read_as(RowFormat.messages, row, with_answer, messages=names["prompt"])
+        format_of_question = {fields[0]: row_format for row_format, fields in PAIR_FIELDS.items()}
+        questions = sorted(format_of_question, key=lambda field: field not in self.columns)  # `columns` comes first
+        for field in questions:
+            if names[field] in row:
+                return self._read_as(format_of_question[field], row, with_answer)
+        return missing_key(row, names["prompt"])
 
-    def _read(
-        self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
+    def _read_as(
+        self, row_format: RowFormat, row: Mapping[str, Any], with_answer: bool = False, **columns: str
     ) -> Conversation:
-        """Read a row, without the keys of the two answers, in a format of single conversations; `columns`, field=key,
-        are added to this reader's.
+        """Read a row in a format of single conversations, without the keys of labels and, unless `with_answer`, of
+        answers; `columns`, field=key, are added to this reader's.
         """
-        reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
+        reader = RowReader(row_format, {**self.columns, **columns}, answered=with_answer)
         reader.skipped = self.skipped
-        others = self._others(is_answered) - set(columns.values())
-        return reader.read({key: value for key, value in row.items() if key not in others})
+        left_out = self._keys_left_out(with_answer) - set(columns.values())
+        return reader.read({key: value for key, value in row.items() if key not in left_out})
 
-    def _others(self, is_answered: bool) -> set[str]:
-        """Return the keys of a row that are not of the conversation."""
-        others = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
-        return others if is_answered else others | {self.names[answer] for _, answer in PAIR_FIELDS.values()}
+    def _keys_left_out(self, with_answer: bool) -> set[str]:
+        """Return the row's keys that `_read_as` leaves out: preferences, labels and, unless `with_answer`, answers."""
+        marks = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
+        return marks if with_answer else marks | {self.names[answer] for _, answer in PAIR_FIELDS.values()}
 
-    def _with_answer(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
-        """Return the conversation `before` with the row's answer of this field at its end."""
-        key = self.names[answer]
+    def _with_answer(self, before: Conversation, row: Mapping[str, Any], field: str) -> Conversation:
+        """Return the conversation `before`, followed by the answer in this field of the row, such as "rejected"."""
+        key = self.names[field]
         if not before.messages or before.messages[-1]["role"] == "assistant":
             raise RowError(tr("the messages before the two answers must end with a question"))
         messages = list(before.messages)
@@ -109,7 +107,9 @@ class PairReader(RowReader):
         return replace(before, messages=messages)
 
     def _conversation_key(self, row: Mapping[str, Any], answer: str) -> str:
-        """Return the key under which an answer stands together with the conversation before it; "" if none has that."""
+        """Return the row's key whose list of messages holds the answer ("chosen", "rejected") and the user's messages
+        before it; "" if the answer comes without them.
+        """
         keys = self.names["from"], self.names["role"]
         for name in (self.names[answer], self.names[f"{answer}_messages"]):
             items = conversation_in(row.get(name))
@@ -128,7 +128,7 @@ class MarginReader(PairReader):
     row_format = RowFormat.reward
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return the two conversations; a RowError as `RowReader`."""
+        """Return [chosen, rejected] conversation, both with the row's margin as `value`; RowError if not a number."""
         mapping, key = as_object(row), self.names["margin"]
         margin = mapping.get(key)
         try:
@@ -151,19 +151,19 @@ class LabelReader(PairReader):
     row_format, gives_pairs = RowFormat.labeled, False
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation; a RowError as `RowReader`."""
+        """Return [conversation], its `value` 1 for a good last answer and 0 for a bad one; RowError if unusable."""
         mapping = as_object(row)
         key = next((self.names[field] for field in ("label", "kto_tag") if self.names[field] in mapping), "")
         value = mapping[key] if key else missing_key(mapping, self.names["label"])
         if str(value).lower() not in _LABELS:
             raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
         if self.names["completion"] in mapping:
-            conversation = self._with_answer(self._before(mapping), mapping, "completion")
+            conversation = self._with_answer(self._shared_conversation(mapping), mapping, "completion")
         else:
-            conversation = self._before(mapping, is_answered=True)
+            conversation = self._shared_conversation(mapping, with_answer=True)
         if conversation.messages[-1]["role"] != "assistant":
             raise RowError(tr("the conversation does not end with the assistant's answer"))
-        return [replace(conversation, messages=_unmarked(conversation), value=_LABELS[str(value).lower()])]
+        return [replace(conversation, messages=_without_loss_flags(conversation), value=_LABELS[str(value).lower()])]
 
 
 class ClassReader(PairReader):
@@ -172,7 +172,7 @@ class ClassReader(PairReader):
     row_format, gives_pairs = RowFormat.classify, False
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation; a RowError as `RowReader`."""
+        """Return [conversation or text], its class name as `label`; RowError if the row has none."""
         mapping, key = as_object(row), self.names["label"]
         value = mapping[key] if key in mapping else missing_key(mapping, key)
         if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
@@ -181,11 +181,12 @@ class ClassReader(PairReader):
         if not label:
             raise RowError("'{key}' is empty: the row has no label", key=key)
         is_text = self.names["text"] in mapping
-        conversation = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
-        return [replace(conversation, messages=_unmarked(conversation), label=label, is_read=True)]
+        conversation = self._read_as(RowFormat.text, mapping) if is_text else self._shared_conversation(mapping)
+        return [replace(conversation, messages=_without_loss_flags(conversation), label=label, is_read=True)]
 
-    def _others(self, is_answered: bool) -> set[str]:
-        return {self.names["label"]}  # an answer that is there is read
+    def _keys_left_out(self, with_answer: bool) -> set[str]:
+        """Return the row's keys that are not of the text to classify: an answer, if there is one, is part of it."""
+        return {self.names["label"]}
 
 
 class TextPairReader(PairReader):
@@ -194,7 +195,7 @@ class TextPairReader(PairReader):
     row_format = RowFormat.embed
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return the texts; a RowError as `RowReader`."""
+        """Return [query, positive, negative, …], a conversation of one text each; RowError if a text is missing."""
         mapping, key = as_object(row), self.names["negatives"]
         check_trainable(mapping, self.columns)
         texts = [required_text(mapping, self.names[field]) for field in ("query", "positive")]
@@ -208,8 +209,8 @@ class TextPairReader(PairReader):
         return [Conversation([plain_message(TEXT, text)], is_read=True) for text in texts]
 
 
-def _unmarked(conversation: Conversation) -> list[Message]:
-    """Return messages that do not say whether they are trained."""
+def _without_loss_flags(conversation: Conversation) -> list[Message]:
+    """Return the messages without the key `loss`, which says whether a message is trained: here the task decides."""
     return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
 
 

@@ -52,11 +52,12 @@ def collate(
     packed: bool = False,
     multiple: int = packing.PAD_MULTIPLE,
 ) -> Batch:
-    """Lay samples out side by side and pad on the right to the longest row, rounded up to a multiple of `multiple`.
-    No `rows` give a filler, one untrained sample (attention over nothing would give NaN), for ranks that have nothing
-    left but must take part in the step. `labels` are not shifted: -100 where untrained, each sample's first token
-    always. `position_ids` restart with each sample; `segment_ids` number a row's samples from 1, 0 is padding. Of a
-    `Branch` there are the tokens that it does not share, at the positions that they have in the whole sample.
+    """Return a micro-batch of tensors [B, S], the samples of a row side by side, padded on the right to the longest
+    row, rounded up to a multiple of `multiple`. No `rows` give a filler, one untrained sample (attention over nothing
+    would give NaN), for ranks that have no data left but must take part in the step. `labels` are not shifted: -100
+    where untrained, each sample's first token always. `position_ids` restart with each sample; `segment_ids` number a
+    row's samples from 1, 0 is padding. A `Branch` adds only the tokens that it does not share, at their positions in
+    the complete sample. `packed`: add `cu_seq_lens`, the boundaries of the samples for variable-length attention.
     """
     branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
     longest = max((sum(len(branch.ids) - branch.shared for branch in row) for row in branches), default=1)
@@ -95,7 +96,7 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
     seen_until, width = segment_ids.clone(), segment_ids.size(1)
     keys = []
     for number, row in enumerate(branches):
-        # `path`: where the tokens of a sample lie among all of the batch, shared ones in the branches before it.
+        # `path`: indices of a sample's tokens in the flattened batch; shared ones are in the branches before it.
         end, path = number * width, torch.empty(0, dtype=torch.int64)
         for segment, branch in enumerate(row, start=1):
             begin, end = end, end + len(branch.ids) - branch.shared
@@ -118,7 +119,7 @@ class PlannedRows:
         return len(self.plan)
 
     def __getitem__(self, row: int) -> list[store.Sample | Branch]:
-        """Return the samples of a row."""
+        """Return the samples of a row, (ids, loss mask) each; where they share prefixes, as `Branch`es."""
         samples, prefixes = self.plan[row], self.plan.prefixes(row)
         if not any(prefixes):
             return [self.cache[sample] for sample in samples]
@@ -136,7 +137,9 @@ def build_loader(
     num_workers: int = 0,
     multiple: int = packing.PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
-    """Return an iterable over one rank's micro-batches as tensors; `multiple`: of so many tokens each row is one."""
+    """Return an iterable over one rank's micro-batches as tensors. `micro_batches`: rows of the plan; `multiple`: row
+    lengths are padded to a multiple of it.
+    """
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
     # (an evaluation, another number of epochs) would change the dropout of the training.
     generator = torch.Generator().manual_seed(seed)
@@ -148,13 +151,13 @@ def build_loader(
         # A forked copy of a rank can stop for good: a thread of the process group that held a lock of the interpreter
         # at the fork is not there to give it back (CPython issue 112275; seen in 3.11.7, one fork of about 400).
         multiprocessing_context="spawn" if num_workers else None,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=_ignore_signals,
         generator=generator,
     )
 
 
-def _outlive_signals(worker: int) -> None:
-    """Leave it to the rank what a signal to all processes means: it saves first, and its workers end with it."""
+def _ignore_signals(worker: int) -> None:
+    """Ignore SIGTERM and SIGINT in a loader's worker: the rank saves a checkpoint first and still needs batches."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -162,15 +165,15 @@ def _outlive_signals(worker: int) -> None:
 def collate_planned(
     rows: Sequence[Sequence[store.Sample | Branch]], pad_id: int, layout: Layout, multiple: int = packing.PAD_MULTIPLE
 ) -> Batch:
-    """Return rows of a plan as a batch of a layout."""
+    """Return rows of a plan, each a list of samples, as tensors; `layout` says which samples share a batch row."""
     return collate(laid_out(rows, layout), pad_id, packed=layout is not Layout.alone, multiple=multiple)
 
 
-_Of = TypeVar("_Of")
+_Item = TypeVar("_Item")
 
 
-def laid_out(rows: Sequence[Sequence[_Of]], layout: Layout) -> Sequence[Sequence[_Of]]:
-    """Return what rows of a plan hold of each sample, as the rows of a batch."""
+def laid_out(rows: Sequence[Sequence[_Item]], layout: Layout) -> Sequence[Sequence[_Item]]:
+    """Regroup the samples (or one value for each) of a plan's rows by the rows of the batch that `layout` makes."""
     if layout is Layout.alone:
         return [[sample] for row in rows for sample in row]
     return [[sample for row in rows for sample in row]] if layout is Layout.joined and rows else rows
