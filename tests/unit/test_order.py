@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
-from toolkit.data.sampler import (
-    BEGINNING,
-    CurriculumOrder,
-    GlobalBatchSampler,
-    Order,
-    Position,
-    ScheduledMixture,
-    length_classes,
-    length_limits,
-)
+from toolkit.data.orders import CurriculumOrder, Order, ScheduledMixture, length_limits
+from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, length_classes
 from toolkit.messages import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 from toolkit.cli import main as toolkit_main
 from toolkit.config.load import load
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data.sources import estimate
+from toolkit.data.sources import estimated_samples
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 
@@ -87,13 +87,13 @@ def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_rows_are_counted_up_to_what_matters(few: Path) -> None:
     data = config("data=chat.jsonl").data
-    assert estimate(data, 1000) == (285, 285)
-    assert estimate(data, 200) is None
+    assert estimated_samples(data, 1000) == (285, 285)
+    assert estimated_samples(data, 200) is None
     data.packing = Packing.packed
-    samples, sequences = estimate(data, 1000) or (0, 0)
+    samples, sequences = estimated_samples(data, 1000) or (0, 0)
     assert samples == 285 and 2 <= sequences <= 6
     data.max_samples = 100
-    assert (estimate(data, 1000) or (0, 0))[0] == 95
+    assert (estimated_samples(data, 1000) or (0, 0))[0] == 95
 
 
 def test_check_reports_it_and_recipes_of_small_data_sets_have_enough_steps(

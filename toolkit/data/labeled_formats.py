@@ -39,7 +39,7 @@ class PairReader(RowReader):
         super().__init__(self.row_format, columns)
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return [chosen, rejected] conversation of a row, which differ in the last answer only; RowError if unusable."""
+        """Return a row's [chosen, rejected] conversation, which differ in the last answer only; or raise a RowError."""
         mapping, names = as_object(row), self.names
         answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
         if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):

@@ -29,7 +29,7 @@ _SLICE = 1 << 20
 
 
 def pad_multiple(parts: int) -> int:
-    """Return what the length of rows is made a multiple of, so that they can be divided into equal parts."""
+    """Return the multiple to which sequences are padded so that `parts` ranks get equal pieces of each."""
     return math.lcm(PAD_MULTIPLE, parts)
 
 
@@ -54,7 +54,7 @@ class PackingPlan:
         return self.num_rows
 
     def __getitem__(self, row: int) -> list[int]:
-        """Return the samples of a row."""
+        """Return the samples of a row, as indices of the split."""
         if self.members is None:
             return [int(row)]
         if self.offsets is None:
@@ -63,7 +63,7 @@ class PackingPlan:
         return samples
 
     def prefixes(self, row: int) -> list[int]:
-        """Return of each sample of a row how many tokens it shares with the one before it; [] where none ever does."""
+        """Return how many first tokens each sample of a row shares with the one before it; [] if no sample shares."""
         if self.shared is None or self.offsets is None:
             return []
         prefixes: list[int] = self.shared[self.offsets[row] : self.offsets[row + 1]].tolist()
@@ -71,18 +71,18 @@ class PackingPlan:
 
     @property
     def num_shared(self) -> int:
-        """Tokens of an epoch that are not computed, as they are there already."""
+        """Tokens of an epoch that are not computed again, as a sample before them in the row has the same prefix."""
         return 0 if self.shared is None else int(self.shared.sum(dtype=np.int64))
 
     def lengths(self, cache: store.TokenizedCache) -> NDArray[np.int64]:
-        """Return the tokens that each sample adds to its row, [samples of an epoch]."""
+        """Return how many tokens each sample adds to its row, without a shared prefix, [samples of an epoch]."""
         lengths = cache.lengths(self.members)
         return lengths if self.shared is None else lengths - self.shared
 
     def __reduce__(self) -> Any:
-        if self.folder is None:
+        if self.folder is None:  # not saved
             return PackingPlan, (self.num_rows, self.members, self.offsets)
-        return load_plan, (self.folder,)
+        return load_plan, (self.folder,)  # the worker process maps the files again, rather than to copy the arrays
 
 
 def plan_sequences(
@@ -100,20 +100,22 @@ def plan_sequences(
     share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
-    """Return the plan of a split, made now if there is none.
+    """Return the packing plan of a split, loaded from `cache_dir` or computed and saved now; the same on all ranks.
 
-    `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
-    samples meet, and which are taken for a fractional weight. `sources`: of training; [] takes each sample once, or
-    `evaluated_samples`. `size`: so many that follow each other share a row, in a `MismatchedCache` two apart;
-    nothing is packed then. `share`: packed samples of a conversation share a row and its beginning.
+    `window`: how many samples are packed together, 0 all. `classes`: upper bounds of length classes (tokens, ascending)
+    that are packed separately. `seed` decides which samples share a row and which are taken for a fractional weight.
+    `sources`: those of training, with their weights; [] takes each sample once, or with `most` > 0 at most so many
+    (`evaluated_samples`). `size`: so many consecutive samples always share a row, as a preference pair does; then
+    nothing is packed. `share`: samples of one conversation are packed together, their common prefix once.
     """
-    relative = range(0, 2 * apart, apart) if (apart := cache.num_numbers - len(cache)) else range(size)
+    distance = cache.num_numbers - len(cache)  # in a `MismatchedCache` sample i shares a row with i + len(cache)
+    relative = range(0, 2 * distance, distance) if distance else range(size)
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         evaluated = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
-        return PackingPlan(len(cache)) if evaluated is None else _unpacked(evaluated, relative)
+        return PackingPlan(len(cache)) if evaluated is None else _one_unit_per_row(evaluated, relative)
     key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
@@ -124,29 +126,30 @@ def plan_sequences(
         key.append({"weights": points if by_source else [], "classes": classes})
 
     def build(folder: Path) -> tuple[int, list[int]]:
-        units = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
-        dealt = _Units(cache, units, size, max_length if share else 0, f"plan {seed}")
-        kinds = cache.sources()[dealt.first] if by_source else np.searchsorted(classes, dealt.longest)
+        chosen = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
+        units = _Units(cache, chosen, size, max_length if share else 0, f"plan {seed}")
+        # A row holds units of one kind: of a source, or of a class of length.
+        kinds = cache.sources()[units.first] if by_source else np.searchsorted(classes, units.longest)
         rows, bounds = np.empty(len(kinds), np.int64), [0]
         for kind in range(len(sources) if by_source else len(classes) + 1):
             of_kind = np.flatnonzero(kinds == kind)
             if packing is Packing.packed:
-                filled = pack(dealt.lengths[of_kind], max_length, window)
+                row_of = pack(units.lengths[of_kind], max_length, window)
             elif packing is Packing.grouped:
-                filled = group(dealt.lengths[of_kind], micro_per_gpu * max_length)
+                row_of = group(units.lengths[of_kind], micro_per_gpu * max_length)
             else:
-                filled = np.arange(len(of_kind))
-            rows[of_kind] = filled + bounds[-1]
-            bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        dealt.save(folder, rows, relative)
+                row_of = np.arange(len(of_kind))
+            rows[of_kind] = row_of + bounds[-1]
+            bounds.append(bounds[-1] + int(row_of.max(initial=-1)) + 1)
+        units.save(folder, rows, relative)
         return bounds[-1], bounds if by_source else []
 
-    return _kept(cache_dir, key, build)
+    return _saved_plan(cache_dir, key, build)
 
 
 class _Units:
-    """Samples that stay together, `size` of them, or with `capacity` those of a conversation that share a prefix; dealt
-    out at random, so that rows do not follow the order of the files. `numbers`: of so many samples each.
+    """Units of packing, shuffled: `size` samples that stay together, or with `capacity` (tokens) the samples of a
+    conversation that share a prefix. `numbers`: of the units of `size` samples.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class _Units:
     ) -> None:
         self.size = size
         self.samples: NDArray[np.int64] | None = None
-        """Ascending, where units differ in size."""
+        """All samples, ascending, where units differ in size; else None."""
         if capacity:
             self.samples = np.sort(numbers)
             self.shared = shared_prefixes(cache, self.samples, capacity)
@@ -163,7 +166,7 @@ class _Units:
             numbers = np.arange(len(self.begins))
         self.numbers = numbers[sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))]
         self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
-        """First sample of each, [units]."""
+        """First sample of each unit, [units]."""
         self.lengths = self.longest = cache.lengths(self.first)
         if self.samples is not None:
             lengths = cache.lengths(self.samples)
@@ -171,29 +174,33 @@ class _Units:
             self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
 
     def save(self, folder: Path, rows: NDArray[np.int64], relative: range) -> None:
-        """Save the samples of rows, of which each unit has one, [units]; `relative`: see `_members`."""
+        """Save the arrays of a `PackingPlan`. `rows`: the row that each unit is packed into, [units]; `relative`: the
+        samples of a unit minus its first.
+        """
         numbers = self.numbers[np.argsort(rows, kind="stable")]
         if self.samples is None:
-            members, counts = _members(self.size * numbers, relative), len(relative) * np.bincount(rows)
+            members, counts = _unit_samples(self.size * numbers, relative), len(relative) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
-            places = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
-            members, counts = self.samples[places].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
-            np.save(folder / "shared.npy", self.shared[places].astype(np.uint32))
+            # Indices of the units' samples, unit after unit: begin, begin + 1, … of each.
+            indices = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+            members, counts = self.samples[indices].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
+            np.save(folder / "shared.npy", self.shared[indices].astype(np.uint32))
         np.save(folder / "members.npy", members)
         if counts.max(initial=1) > 1:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
-def _unpacked(samples: NDArray[np.int64], relative: range) -> PackingPlan:
+def _one_unit_per_row(first_samples: NDArray[np.int64], relative: range) -> PackingPlan:
+    """Return a plan whose row i holds the samples `first_samples[i] + relative`."""
     size = len(relative)
-    offsets = np.arange(0, size * len(samples) + 1, size) if size > 1 else None
-    return PackingPlan(len(samples), _members(samples, relative), offsets)
+    offsets = np.arange(0, size * len(first_samples) + 1, size) if size > 1 else None
+    return PackingPlan(len(first_samples), _unit_samples(first_samples, relative), offsets)
 
 
-def _members(samples: NDArray[np.int64], relative: range) -> NDArray[np.uint32]:
-    """Return samples, each with those that are so many numbers behind it, itself at 0."""
-    return (samples[:, None] + np.array(relative)).ravel().astype(np.uint32)
+def _unit_samples(first_samples: NDArray[np.int64], relative: range) -> NDArray[np.uint32]:
+    """Return the samples of units one after another: each first sample plus each number of `relative`, [samples]."""
+    return (first_samples[:, None] + np.array(relative)).ravel().astype(np.uint32)
 
 
 def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
@@ -211,7 +218,7 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
             before, _ = cache[samples[index - 1]]
             size = len(before)
         ids, trained = cache[samples[index]]
-        common = _common(before, ids, trained)
+        common = _common_prefix(before, ids, trained)
         if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
             shared[index] = common
         else:
@@ -221,35 +228,37 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
     return shared
 
 
-def _common(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
-    """Return how many first tokens of a sample, up to the last but one before a trained one, are those of another."""
+def _common_prefix(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
+    """Return how many first tokens `ids` has in common with `before`, short of the token that predicts its first
+    trained one: that one is computed in each sample.
+    """
     most = max(0, min(len(before), len(ids), int(trained.argmax()) - 1))
     is_equal = ids[:most] == before[:most]
     return most if is_equal.all() else int(is_equal.argmin())
 
 
 def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
-    """Return a plan of pairs in which what both answers of one begin with is there once; made now if there is none."""
+    """Return a plan of preference pairs in which the prompt that both answers share is computed once; saved, too."""
     members, offsets = plan.members, plan.offsets
     assert members is not None and offsets is not None
     pairs = hashlib.sha256(members.tobytes()).hexdigest()
     key = [CODE_VERSION, cache.content, cache.split, "prompts", pairs, list(plan.bounds)]
 
     def build(folder: Path) -> tuple[int, list[int]]:
-        firsts, places = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
-        common = [_common(cache[first][0], *cache[first + 1]) for first in firsts.tolist()]
+        chosen, pair_of = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
+        common = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in chosen.tolist()]
         shared = np.zeros(len(members), np.uint32)
-        shared[1::2] = np.array(common, np.uint32)[places]
+        shared[1::2] = np.array(common, np.uint32)[pair_of]
         np.save(folder / "members.npy", members)
         np.save(folder / "offsets.npy", offsets)
         np.save(folder / "shared.npy", shared)
         return len(plan), list(plan.bounds)
 
-    return _kept(cache_dir, key, build)
+    return _saved_plan(cache_dir, key, build)
 
 
 def sharing_line(cfg: RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
-    """Return how many tokens of an epoch are not computed again, "" if all are."""
+    """Return a sentence on how many tokens of an epoch are saved by shared prefixes; "" if samples share none."""
     if not plan.num_shared:
         return ""
     computed = int(plan.lengths(cache).sum())
@@ -272,8 +281,8 @@ def sharing_line(cfg: RunConfig, cache: store.TokenizedCache, plan: PackingPlan)
 
 
 def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
-    """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part. `size`:
-    samples that belong together; their units are numbered.
+    """Return the samples of an epoch, each as often as its source's weight: 2.5 takes all twice, and a random half once
+    more. `weights`: one per source. `size` > 1: numbers of units of so many consecutive samples instead.
     """
     everything = np.arange(len(cache) // size)
     if all(weight == 1 for weight in weights):
@@ -292,16 +301,17 @@ def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: in
 
 
 def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:
-    """Return the samples of a split that its loss is measured on, ascending: the same on any number of ranks. Each
-    source gives its share, but at least one: at most max(`most`, sources); `most` 0 takes all; `size` as above.
+    """Return the samples of a split on which the evaluation loss is measured, ascending, the same for any number of
+    ranks: at most `most` (0: all) in proportion to the sources, but one of each at least. `size` > 1: numbers of units
+    of so many consecutive samples instead.
     """
     if not 0 < most < len(cache) // size:
         return np.arange(len(cache) // size)
     source_of = cache.sources()[::size]
     numbers, counts = np.unique(source_of, return_counts=True)
-    wanted = counts * (most / len(source_of))
-    shares = np.maximum(1, np.floor(wanted).astype(np.int64))
-    for source in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
+    proportional = counts * (most / len(source_of))
+    shares = np.maximum(1, np.floor(proportional).astype(np.int64))
+    for source in np.argsort(shares - proportional, kind="stable")[: max(0, most - int(shares.sum()))]:
         shares[source] += 1  # the largest remainders first
     while shares.sum() > most and shares.max() > 1:
         shares[shares.argmax()] -= 1
@@ -315,9 +325,10 @@ def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> 
 def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[np.int64]:
     """Return the row of each sample by best-fit decreasing: the longest first, each into the fullest row that takes it.
 
-    It needs at most 11/9 of the fewest rows possible, plus 4 (Johnson, 1974). Rows are in stacks by the room left in
-    them; the bits of one integer say which stacks hold any. `lengths`: tokens of each sample, none above the capacity
-    of a row, [samples]. `window`: samples packed together, in the order given; 0: all.
+    It needs at most 11/9 of the fewest rows possible, plus 4 (Johnson, 1974). `stacks[n]` holds the rows with n tokens
+    of room left; bit n of the integer `rooms` says whether it holds any, so that the smallest sufficient room is the
+    lowest bit set from `length` on. `lengths`: tokens of each sample, none above the capacity of a row, [samples].
+    `window`: how many samples are packed together, in their order; 0: all.
     """
     if lengths.max(initial=0) > capacity:
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit into rows of {capacity}")
@@ -351,8 +362,8 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
 
 
 def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Return the micro-batch of each sample, those of like length together. `lengths`: tokens, [samples]; `budget`:
-    tokens of a micro-batch with padding; a longer sample is alone.
+    """Return the number of each sample's micro-batch, [samples]; samples of similar length are grouped, to pad little.
+    `lengths`: tokens, [samples]; `budget`: tokens of a micro-batch, padding included; a longer sample is alone.
     """
     order = np.argsort(-lengths, kind="stable")
     groups = np.empty(len(lengths), np.int64)
@@ -365,8 +376,10 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     return groups
 
 
-def _kept(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
-    """Return the plan of a key, made now if there is none; `build` saves arrays and returns rows, bounds."""
+def _saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
+    """Return the plan saved under a hash of `key`, all that it depends on; else make it now: `build` saves the arrays
+    into a directory and returns the number of rows and the bounds of the sources.
+    """
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build_plan(folder: Path) -> None:
@@ -378,7 +391,7 @@ def _kept(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, li
 
 
 def load_plan(folder: Path) -> PackingPlan:
-    """Return a saved plan, mapped."""
+    """Return a saved plan; its arrays are memory-mapped, so that processes of a node share them."""
     arrays = [
         np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
         for path in (folder / "members.npy", folder / "offsets.npy", folder / "shared.npy")

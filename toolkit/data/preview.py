@@ -42,12 +42,13 @@ def style_of(color: str) -> Style:
 
 
 def _in_style(kind: str, text: str, style: Style) -> str:
+    """Return a text between the style's markers (colours or brackets) for its kind, such as "trained"."""
     begin, end = style.get(kind, ("", ""))
     return f"{begin}{text}{end}"
 
 
 def legend(style: Style) -> str:
-    """Return what the colours mean."""
+    """Return a line that shows the kinds of tokens, each in its colour."""
     words = {
         "trained": tr("trained"),
         "context": tr("context"),
@@ -58,7 +59,9 @@ def legend(style: Style) -> str:
 
 
 def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
-    """Return a sample as a person reads it: every token is there, special ones by their names."""
+    """Return a sample's text as (kind, text) spans; kind is trained, context or special. `ids`, `trained`: its tokens
+    and loss mask, [tokens]; special tokens are shown by their names.
+    """
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
     spans: list[tuple[str, str]] = []
     pairs = [(int(token), bool(is_trained)) for token, is_trained in zip(ids, trained, strict=True)]
@@ -77,13 +80,13 @@ def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -
 
 
 def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
-    """Return the stretches of a sample with their kinds shown."""
+    """Return the (kind, text) spans of a sample as one text, each span coloured or bracketed by its kind."""
     return "".join(_in_style(kind, part, style) for kind, part in text)
 
 
 def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], style: Style) -> str:
-    """Return how ids differ: the first difference in numbers, then all as text, styled as removed where it is only in
-    `trained`, and as added where it is only in `served`.
+    """Return how two token sequences differ, those of training and of serving: the first difference as ids, then all
+    as text, styled as removed where it is only in `trained`, and as added where it is only in `served`.
     """
     parts: list[str] = []
     first = ""
@@ -102,7 +105,7 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
 
 
 def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
-    """Return lines with how many samples have how many tokens."""
+    """Return the lines of a histogram of the samples' lengths (tokens), from 1 to `longest`, as bars of characters."""
     edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
     counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
     most = max(int(counts.max(initial=0)), 1)
@@ -114,7 +117,7 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
 
 
 def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.TokenizedCache, plan: PackingPlan) -> str:
-    """Return how much of the planned rows is tokens; "" where each sample is one on its own."""
+    """Return a sentence on how many rows are planned and how full of tokens they are; "" without packing."""
     if packing is schema.Packing.none:
         return ""
     room = cfg.data.max_length * (
@@ -131,7 +134,7 @@ def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.To
 
 
 def unit_name(cfg: schema.RunConfig) -> str:
-    """Return what the data are counted in, for a reader."""
+    """Return the translated name of what the data are counted in: samples, or of preference tasks pairs or answers."""
     return {"pairs": tr("pairs"), "answers": tr("answers")}.get(objective.data_unit(cfg)[0], tr("samples"))
 
 
@@ -142,7 +145,7 @@ def count_lines(
     cache: store.TokenizedCache,
     plan: PackingPlan,
 ) -> list[str]:
-    """Return what became of each source's rows, and how long the samples of a split are."""
+    """Return a table of each source's rows, samples and tokens, and the lengths of the samples of `cache`, as lines."""
     _, size = objective.data_unit(cfg)
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
@@ -180,7 +183,7 @@ def sample_lines(
     count: int,
     style: Style,
 ) -> list[str]:
-    """Return the samples of some sequences of a split, the same ones for the same seed."""
+    """Return the samples of `count` random rows of the plan as text, as lines; the same ones for the same seed."""
     # The cache knows its data by content: the run that made it may have called the same files otherwise.
     paths = [file.path for file in sources.locate_all(cfg.data, Path(cfg.prepare.dir))]
     chosen = sampler.Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
@@ -216,7 +219,9 @@ def sample_lines(
 
 
 def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> str:
-    """Return what a sample is in its row, and what the row says of an answer; "" where there is nothing to say."""
+    """Return ", " and a sample's role (query, rejected answer, …) or value (label, margin, good or bad answer); ""
+    if it has neither. `sample`: its index in the split.
+    """
     index, role = sample % objective.data_unit(cfg)[1], ""
     if cfg.task.kind is schema.TaskKind.embed:
         return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(index, 2)]
@@ -235,7 +240,9 @@ def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> s
 
 
 def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
-    """Return the samples of a bad step, from the file that the run wrote; `count` of them, 0 all."""
+    """Return as lines the first `count` (0: all) samples of a skipped or non-finite step, from the JSON-lines file that
+    the run wrote for it; a DataError if it is no such file.
+    """
     try:
         with file.open(encoding="utf-8") as content:  # str.splitlines would cut texts at U+2028 and its like too
             step, *rows = [json.loads(line) for line in content]

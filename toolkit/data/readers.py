@@ -50,7 +50,9 @@ def parse_line(line: bytes) -> object:
 
 
 def check_characters(value: object) -> None:
-    r"""Reject halves of characters (the escape \ud83d alone, a byte that was not UTF-8) and rows that are too long."""
+    r"""Raise a RowError for a value with half a character (a lone surrogate such as \ud83d, or a byte that was not
+    UTF-8, which `surrogateescape` decoded to one) or of more than LARGEST_ROW_BYTES as JSON.
+    """
     try:
         _check_size(len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")))
     except UnicodeEncodeError as error:
@@ -72,6 +74,7 @@ def check_characters(value: object) -> None:
 
 
 def _check_size(size: int) -> None:
+    """Raise a RowError if a row of `size` bytes is larger than can be tokenized at once."""
     if size > LARGEST_ROW_BYTES:
         raise RowError(
             "a row of {size} MiB; at most {most} MiB can be tokenized at once. Split its text over several rows",
@@ -88,35 +91,37 @@ class _ArrayReader:
         self.start = start
         """Where the array begins, if it is the value of a key in an object."""
         self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.text, self.at, self.at_end = "", 0, False
+        self.text, self.at = "", 0  # what was read and not dropped yet, and the position in it
+        self.at_end = False  # of the file
         self.column = 0  # of text[0]
         self.line, self.counted = 1, 0  # the line of text[counted]
 
     def items(self) -> Generator[tuple[int, object]]:
-        self._more()
+        """Yield (line number, value) of each item; a DataError at the first thing that is not JSON."""
+        self._read_more()
         self.text = self.text.removeprefix("\ufeff")
         self.at = self.start
-        self._next()
+        self._skip_space()
         self.at += 1  # the opening bracket
-        mark = self._next()
+        mark = self._skip_space()
         while mark != "]":
             yield self._line_of(self.at), self._value()
-            mark = self._next()
+            mark = self._skip_space()
             if mark == ",":
                 self.at += 1
-                self._next()
+                self._skip_space()
             elif mark != "]":
                 self._stop(json.JSONDecodeError("Expecting ',' or ']'", self.text, self.at))
         self.at += 1
         if self.start:
             self._end_of_object()
-        if self._next():
+        if self._skip_space():
             self._stop(json.JSONDecodeError("Extra data", self.text, self.at))
 
     def _end_of_object(self) -> None:
-        """Step over what follows the array in its object: facts about the file, but no other rows."""
+        """Step over what follows the array in the enclosing object; a DataError if that is a second list of rows."""
         while len(self.text) - self.at < _CHUNK_BYTES and not self.at_end:
-            self._more()
+            self._read_more()
         match = _AFTER_ROWS.match(self.text, self.at)
         if match is None:
             raise DataError(
@@ -127,7 +132,9 @@ class _ArrayReader:
         self.at = match.end()
 
     def _value(self) -> object:
-        """Return the next item; one with a NaN or a key twice as its text, which `parse_line` will reject."""
+        """Parse the item at the current position and step over it. An item with a NaN or a repeated key is returned as
+        its text (bytes), for which `parse_line` raises the error, so that other items can still be read.
+        """
         decoder = DECODER
         while True:
             try:
@@ -146,19 +153,21 @@ class _ArrayReader:
                 if end < len(self.text) or self.at_end:
                     start, self.at = self.at, end
                     return self.text[start:end].encode() if decoder is _LENIENT else value
-            self._more()
+            self._read_more()
 
-    def _next(self) -> str:
-        """Step over white space and return the character there, "" at the end of the file."""
+    def _skip_space(self) -> str:
+        """Step over white space and return the character after it, "" at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
             self.at = match.end() if match else self.at
             if self.at < len(self.text) or self.at_end:
                 return self.text[self.at : self.at + 1]
-            self._more()
+            self._read_more()
 
-    def _more(self) -> None:
-        """Drop the text before `at`, and read at least as much as remains: each read parses a cut-off item anew."""
+    def _read_more(self) -> None:
+        """Drop the text before the position and read a chunk, at least as long as the text that remains: an item that a
+        chunk cuts off is parsed again after each read, so chunks that grow keep the time linear.
+        """
         self._line_of(self.at)
         last = self.text.rfind("\n", 0, self.at)
         self.column = self.at - last - 1 if last >= 0 else self.column + self.at
@@ -171,12 +180,13 @@ class _ArrayReader:
             self._stop(error, self._line_of(len(self.text)) + error.object.count(b"\n", 0, error.start))
 
     def _line_of(self, position: int) -> int:
-        """Return the line of a position, not before that of the last call, from which on lines are counted."""
+        """Return the file's line number, from 1, at a position of `text`, which must not decrease from call to call."""
         self.line += self.text.count("\n", self.counted, position)
         self.counted = position
         return self.line
 
     def _stop(self, error: ValueError | RecursionError, line: int = 0) -> NoReturn:
+        """Raise a DataError with the file, the line (0: that of the error) and the reason of a parsing error."""
         if isinstance(error, json.JSONDecodeError):
             line = self._line_of(error.pos)
             error.colno += self.column if error.lineno == 1 else 0
@@ -184,12 +194,12 @@ class _ArrayReader:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Reject NaN and Infinity, which Python's reader would take although JSON has no such numbers."""
+    """Reject NaN and Infinity, which Python's JSON parser accepts although JSON has no such numbers."""
     raise ValueError(tr("{name} is no JSON value", name=name))
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a key that stands twice: Python's reader would keep the last value and say nothing."""
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's (key, value) pairs as a dict; reject a repeated key: the first value would be lost."""
     members = dict(pairs)
     if len(members) != len(pairs):
         twice = _first_repeated([key for key, _ in pairs])
@@ -197,16 +207,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeated_keys)
 _LENIENT = json.JSONDecoder(parse_int=str)  # Python reads no integer of more than 4,300 digits
 
 
 def _first_repeated(names: Sequence[str]) -> str:
+    """Return the first name that occurs more than once; there must be one."""
     return next(name for name in names if names.count(name) > 1)
 
 
 def _json_error(error: ValueError | RecursionError) -> RowError:
-    """Return why bytes could not be read as JSON; positions count from 1 within the line."""
+    """Return the RowError that explains an error of parsing JSON; its positions count from 1 within the line."""
     if isinstance(error, UnicodeDecodeError):
         content, start = error.object, error.start
         return RowError(
@@ -238,7 +249,9 @@ _ROWS_OF_ANY_FILE = 1 << 20
 
 
 def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield the rows of a Parquet or Arrow file in batches, each with the bytes of the file that were read so far."""
+    """Yield (rows, bytes of the file read so far) batch by batch from a Parquet or Arrow file. `columns` are read, the
+    values of others are None.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -246,7 +259,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
     if path.suffix.lower() == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             total, names = file.metadata.num_rows, file.schema_arrow.names
-            _check_count(total, size)
+            _check_row_count(total, size)
             for batch in file.iter_batches(_TABLE_BATCH_ROWS, columns=[name for name in names if name in columns]):
                 done += batch.num_rows
                 for rows in _table_rows_of(batch, names):
@@ -256,7 +269,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
         _, batches = _open_arrow(mapped)
         for batch in batches:
             done += batch.num_rows
-            _check_count(done, size)
+            _check_row_count(done, size)
             names = batch.schema.names
             chosen = batch.select([index for index, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
@@ -264,7 +277,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
 
 
 def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:
-    """Return the schema and the batches of a file in either of Arrow's two forms; `datasets` writes the second."""
+    """Return schema and record batches of an Arrow file, in the file or the stream format (which `datasets` writes)."""
     import pyarrow
 
     try:
@@ -277,7 +290,7 @@ def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:
 
 
 def has_objects(path: Path) -> bool:
-    """Whether the rows of a table may hold objects, whose null keys are left out; no if it cannot be read."""
+    """Whether a Parquet or Arrow file has columns of objects (structs); false if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -289,13 +302,16 @@ def has_objects(path: Path) -> bool:
     return False
 
 
-def _check_count(rows: int, size: int) -> None:
+def _check_row_count(rows: int, size: int) -> None:
+    """Raise a ValueError if a table of `size` bytes claims more rows than it can hold, which would fill the memory."""
     if rows > max(_ROWS_OF_ANY_FILE, size):
         raise ValueError(tr("it claims {rows} rows in {size} bytes", rows=f"{rows:,}", size=f"{size:,}"))
 
 
 def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a batch's rows, those of a few MiB at a time; columns that were not read are null."""
+    """Yield the rows of a pyarrow RecordBatch as dicts, a few MiB at a time. `names`: all columns of the file; those
+    that are not in the batch are None. The batch is validated first, as damaged ones crash pyarrow.
+    """
     if len(set(names)) != len(names):
         raise ValueError(tr("two columns are called '{name}'", name=_first_repeated(names)))
     batch.validate(full=True)
@@ -316,7 +332,9 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
 
 
 def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what makes values of JSON columns: `datasets` stores messages of varying fields as texts of JSON."""
+    """Return a function that decodes the JSON columns of a row (dict -> dict): `datasets` stores objects with varying
+    keys, such as messages, as JSON texts.
+    """
     fields = [field for field in schema if _JSON in str(field.type)]
     if not fields:
         return dict
@@ -328,7 +346,9 @@ def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null keys: Arrow gives all objects the same, a tool's call the arguments of the others."""
+    """Return a value without the null keys of its objects: Arrow gives all structs of a column the same keys, so a tool
+    call would have the arguments of all other calls, as null.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -368,7 +388,7 @@ def files_of(source: SourceConfig) -> list[Path]:
     """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
     path = Path(located(source.path))
     if os.path.isdir(path):
-        files = _saved_by_datasets(path, source.split) or _known_files(path)
+        files = _saved_by_datasets(path, source.split) or _data_files_below(path)
         if not files:
             raise DataError(
                 "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
@@ -395,34 +415,35 @@ def files_of(source: SourceConfig) -> list[Path]:
     return files
 
 
-def _known_files(folder: Path) -> list[Path]:
-    """Return the data files below a folder, behind links too; hidden ones are left out."""
+def _data_files_below(folder: Path) -> list[Path]:
+    """Return the files with a data suffix below a directory, sorted; links are followed, hidden files skipped."""
 
-    def stop(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise DataError(
             "Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error
         ) from error
 
-    def enter(path: Path) -> bool:
+    def is_visible(path: Path) -> bool:
         return not path.name.startswith(".")
 
-    paths = (directory / name for directory, names in walk(folder, str(folder), enter, stop) for name in names)
-    files = [path for path in paths if path.name[0] != "." and _bare(path.name).endswith(SUFFIXES)]
+    walked = walk(folder, str(folder), is_visible, raise_error)
+    paths = (directory / name for directory, names in walked for name in names)
+    files = [path for path in paths if is_visible(path) and _uncompressed_name(path.name).endswith(SUFFIXES)]
     for path in files:
         if not os.path.exists(path):
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
     return sorted(path for path in files if os.path.isfile(path))
 
 
-def _bare(name: str) -> str:
-    """Return a file's name in lower case, without the suffix of its compression."""
+def _uncompressed_name(name: str) -> str:
+    """Return a file's name in lower case, without .gz or .zst."""
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
-    """Return the Arrow files of a folder that `datasets` has saved (save_to_disk), [] if it is no such folder."""
+    """Return the Arrow files of a dataset that `save_to_disk` of `datasets` wrote, [] if the directory is none."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _entry(folder / "dataset_dict.json", "splits", str)
+        splits = _json_list(folder / "dataset_dict.json", "splits", str)
         if split not in splits:
             raise DataError(
                 "The dataset '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
@@ -433,7 +454,7 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
         folder = folder / split
     if not (folder / "state.json").is_file():
         return []
-    files = _entry(folder / "state.json", "_data_files", dict)
+    files = _json_list(folder / "state.json", "_data_files", dict)
     if not files:
         raise DataError("{path} holds no row.", path=folder)
     names = [str(item.get("filename", "")) for item in files]
@@ -442,16 +463,18 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _entry(file: Path, key: str, kind: type) -> list[Any]:
-    """Return a list of a file of `datasets`."""
+def _json_list(file: Path, key: str, item_type: type) -> list[Any]:
+    """Return the list of `item_type` under a key of a JSON file of `datasets`; a DataError if it is not there."""
     value = json_object(file, DataError).get(key)
-    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value):
         raise DataError("{file} has no list '{key}': save the dataset again.", file=file, key=key)
     return value
 
 
 def block_bytes(total_bytes: int) -> int:
-    """Return the least size of a block for sources of so many bytes: a power of two, so it seldom changes with them."""
+    """Return the least bytes of a block for data of this size: at most _MOST_BLOCKS of them. A power of two, so that it
+    seldom changes when data are added, and the cached parts of unchanged blocks can be reused.
+    """
     size = _LEAST_BLOCK_BYTES
     while total_bytes > size * _MOST_BLOCKS:
         size *= 2
@@ -459,10 +482,11 @@ def block_bytes(total_bytes: int) -> int:
 
 
 def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Iterator[Block]:
-    """Yield a file's rows, the same blocks for the same content; a DataError where it cannot be read on. `columns`:
-    names read besides those of the formats; others of a Parquet or Arrow file are null in its rows.
+    """Yield the rows of a data file of any format in blocks, the same blocks for the same content; a DataError where
+    the file cannot be read. `least_bytes`: of a block of JSON lines. `columns`: column names that `data.columns` maps,
+    read from Parquet and Arrow besides those of the formats; others are None.
     """
-    name = _bare(path.name)
+    name = _uncompressed_name(path.name)
     if name.endswith(TABLE_SUFFIXES):
         first = 1
         with reading(path, DataError):
@@ -477,7 +501,7 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         elif file.peek(4096)[:4096].removeprefix(BOM).lstrip(b" \t\r\n")[:1] == b"[":
             # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
             rows, item = _ArrayReader(file, path).items(), 1
-        elif start := _start_of_rows(file, path, {*_FIELDS, *columns}):
+        elif start := _start_of_row_list(file, path, {*_FIELDS, *columns}):
             rows, item = _ArrayReader(file, path, start).items(), 1
         else:
             yield from _line_blocks(file, raw, path, least_bytes)
@@ -489,11 +513,13 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 item += len(content) if item else 0
 
 
-def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int:
-    """Return where the rows begin, in characters, if the file is one object with one list of them, else 0."""
+def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int:
+    """Return the character at which the list of rows begins in a file like {"version": 1, "data": [{…}, …]}; 0 if the
+    file has no such form, as JSON lines. `columns`: keys that rows have.
+    """
     text = file.peek(4096)[:4096].decode("utf-8", "ignore").removeprefix("\ufeff")
     match = _BEFORE_ROWS.match(text)
-    if match is None or json.loads(match[1]) in columns:  # a row with a list of messages
+    if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
         return 0
     if "\n" not in match[0].strip():
         with _opened(path) as (again, _):
@@ -506,7 +532,7 @@ def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]
 
 
 def _delimiter(file: io.BufferedReader, usual: str) -> str:
-    """Return what separates a table's columns: what is usual, unless the first line has it nowhere but another."""
+    """Return a CSV file's column separator: `usual`, unless the first line contains another one and not this."""
     first = file.peek(4096)[:65536].removeprefix(BOM).decode("utf-8", "replace").partition("\n")[0].strip()
     counts = dict.fromkeys((usual, ",", ";", "\t", "|"), 1)
     for mark in counts:
@@ -517,7 +543,7 @@ def _delimiter(file: io.BufferedReader, usual: str) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
-    """Open a data file, unpacked if it is compressed; the second file tells how much of it has been read."""
+    """Open a data file as (decompressed content, file on disk); the second one's `tell` is the progress in bytes."""
     try:
         with open(path, "rb") as raw:
             magic = raw.read(4)
@@ -535,7 +561,7 @@ def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a packed file holds, up to a size at which it can only be there to fill the memory or the day."""
+    """The decompressed content of a file; a DataError once it exceeds what a real data file expands to ("zip bomb")."""
 
     def __init__(self, stream: Any, path: Path) -> None:
         self.stream, self.path = stream, path
@@ -545,6 +571,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read decompressed bytes into `buffer` and count them; a DataError above the limit, against a "zip bomb"."""
         count: int = self.stream.readinto(buffer)
         self.left -= count
         if self.left < 0:
@@ -557,7 +584,10 @@ class _Unpacked(io.RawIOBase):
 
 
 def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_bytes: int) -> Iterator[Block]:
-    """Cut between lines, at lines whose checksum says so: a row put in or taken out moves the cuts around it only."""
+    """Yield a file of JSON lines in blocks of `least_bytes` to four times that, cut after a line whose checksum is a
+    multiple of 256: so that a row added or removed moves only the cuts around it, and other blocks' caches stay valid.
+    `file`: decompressed; `raw`: the file on disk, for the progress.
+    """
     lines: list[bytes] = []
     size, first, number, at_end = 0, 1, 0, False
     while not at_end:
@@ -587,8 +617,8 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
 
 
 def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
-    """Yield rows as objects whose keys are the first line's."""
-    read, start = 0, file.peek(2)[:2]
+    """Yield (line number, row as a dict by the header's names) of a CSV file; a DataError if it is broken."""
+    read, start = 0, file.peek(2)[:2]  # `read`: lines so far; a quoted value may take several
     if start in _UTF16:
         raise DataError(f"{path}:1: {_json_error(UnicodeDecodeError('utf-8', start, 0, 1, ''))}.")
 
@@ -617,7 +647,7 @@ def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[
 
 
 def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
-    """Yield each row that is not blank, with its line number minus `first`; lines are not parsed yet."""
+    """Yield (line number minus `block.first`, row) of a block, without blank lines; JSON lines as unparsed bytes."""
     if isinstance(block.content, list):
         yield from block.content
         return
@@ -628,7 +658,9 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
 
 
 def first_row(block: Block) -> tuple[int, object]:
-    """Return the first row of a block that is an object, else the first that can be parsed, with its line."""
+    """Return (line number, row) of the first row of a block that is an object, else of the first that can be parsed; a
+    RowError if none can.
+    """
     failure: RowError | None = None
     other: tuple[int, object] | None = None
     for offset, row in rows_of(block):

@@ -26,7 +26,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def reasoning_of(item: Mapping[str, Any], key: str) -> str:
-    """Return the reasoning under a key, "" if there is none."""
+    """Return the reasoning text of a message under a key, "" if it is absent, null or blank; RowError if no text."""
     value = item.get(key)
     if value is None or (isinstance(value, str) and not value.strip()):
         return ""
@@ -34,13 +34,13 @@ def reasoning_of(item: Mapping[str, Any], key: str) -> str:
 
 
 def call_id(item: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the id of a call, which some templates write."""
+    """Return {key: id} of a tool call, {} if it has none: some chat templates render the id."""
     value = item.get(key)
     return {key: value} if isinstance(value, str) and value else {}
 
 
 def listed_tools(value: object, key: str) -> list[Any] | None:
-    """Return tools as OpenAI writes them; absent, null, "" and [] mean none."""
+    """Return a row's tool definitions (a list or its JSON) in OpenAI's form, None if none; `key` is for messages."""
     value = parsed_json(value)
     if value in (None, "", []):
         return None
@@ -51,7 +51,7 @@ def listed_tools(value: object, key: str) -> list[Any] | None:
 
 
 def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
-    """Return earlier turns as pairs; absent, null and [] mean none."""
+    """Return a row's `history`, a list or its JSON, as (question, answer) pairs; null, "" and [] mean none."""
     history = parsed_json(history)
     if history in (None, [], ""):
         return []
@@ -76,7 +76,7 @@ def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
 
 
 def result_text(value: object) -> str:
-    """Return a tool's result as text: as it is, its parts joined, or as JSON."""
+    """Return a tool's result as text: a text as it is, a list of text parts joined, anything else as JSON."""
     if value is None:
         return ""
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
@@ -88,7 +88,7 @@ def result_text(value: object) -> str:
 
 
 def parsed_json(value: object) -> object:
-    """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
+    """Return the list or object that a text holds as JSON, as columns of many datasets do; other values unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             parsed = DECODER.decode(value)
@@ -103,7 +103,7 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 def conversation_in(value: object) -> object:
-    """Return the messages that a text holds, as JSON or as Anthropic's HH-RLHF writes them; else the value."""
+    """Return the messages that a text holds, as JSON or as in Anthropic's HH-RLHF; other values unchanged."""
     if not isinstance(value, str) or not _SPEAKER.match(value):
         return parsed_json(value)
     parts = _SPEAKER.split(value)[1:]
@@ -114,7 +114,7 @@ def conversation_in(value: object) -> object:
 
 
 def required_text(row: Mapping[str, Any], key: str) -> str:
-    """Return the text under a key that must be there and not be empty."""
+    """Return the row's text under a key; raise a RowError if it is missing, not a text, or blank."""
     value = row[key] if key in row else missing_key(row, key)
     if not isinstance(value, str):
         raise RowError("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=kind_of(value))
@@ -132,7 +132,7 @@ class MissingKey(RowError):
 
 
 def missing_key(row: Mapping[str, Any], key: str) -> Any:
-    """Raise a MissingKey that names the nearest key of the row; returns nothing."""
+    """Raise a MissingKey that names the most similar key of the row; typed to return, for use in expressions."""
     near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
     text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=quoted_keys(row))
     if near:
@@ -146,7 +146,7 @@ def missing_key(row: Mapping[str, Any], key: str) -> Any:
 
 
 def kind_of(value: object) -> str:
-    """Return what a JSON value is, as a person would say it."""
+    """Return what a JSON value is, for an error message: "a text", "a list", "null", or a number itself."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -175,9 +175,9 @@ def columns_for(row: Mapping[str, Any]) -> str:
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
-    named = {field: next((key for key in texts if key.lower() in names), "") for field, names in _MEANT.items()}
-    rest = iter([key for key in texts if key not in named.values()])
-    columns = {field: key or next(rest, "…") for field, key in named.items()}
+    by_name = {field: next((key for key in texts if key.lower() in names), "") for field, names in _MEANT.items()}
+    unnamed = iter([key for key in texts if key not in by_name.values()])
+    columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
     if lists:
         columns = {"messages": lists[0]}
     elif len(texts) == 1:
@@ -187,7 +187,7 @@ def columns_for(row: Mapping[str, Any]) -> str:
 
 
 def quoted_keys(row: Mapping[str, Any]) -> str:
-    """Return the keys of a row for a message, not more than a screen line of them."""
+    """Return the keys of a row, quoted, for an error message: at most eight, of 40 characters each."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
     return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
 
@@ -206,8 +206,8 @@ METADATA = frozenset(
 
 
 def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
-    """Yield the keys of a message, a part or a call that are not `read`. RowError if one holds text, a list or an
-    object, which would be lost; or in an answer a number or a boolean, which may say whether the answer is trained.
+    """Yield the keys of a message, content part or tool call that are not among `read`. RowError if such a key holds
+    text, a list or an object, which would be lost; or in an answer a number or boolean, which may be a loss flag.
     """
     for key, value in item.items():
         if key in read:

@@ -45,7 +45,7 @@ class DataFile:
 
 
 def locate_source(source: SourceConfig, number: int, cache_dir: Path) -> list[DataFile]:
-    """Return the files of a source, derived or downloaded first if need be."""
+    """Return the files of source number `number`; docstrings are extracted first, hub datasets downloaded."""
     row_format = source.format
     if row_format is RowFormat.docstrings:
         paths, row_format = [pairs_file(cache_dir)], RowFormat.prompt_response
@@ -82,7 +82,7 @@ def _from_hub(source: SourceConfig) -> list[Path]:
 
 
 def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
-    """Return the files of all sources, training first; a DataError if there are no sources or files."""
+    """Return the files of all sources, training before validation; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
     return [file for numbered in _numbered(data) for file in locate_source(*numbered, cache_dir)]
@@ -94,12 +94,13 @@ def local_files(data: DataConfig) -> list[DataFile]:
 
 
 def _numbered(data: DataConfig) -> list[tuple[SourceConfig, int]]:
+    """Return (source, its number) of all sources, validation after training."""
     return [(source, number) for number, source in enumerate([*data.sources, *data.validation])]
 
 
 def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[int, DataFile, Block]]:
-    """Yield the blocks of several files, in order, each with its file's number; formats are found on the way. `limits`:
-    of each file, rows from it and the files before it of the same limit; 0, as without limits: all.
+    """Yield (index in `files`, file, block of its rows), in order; a file's format `auto` is replaced by the detected
+    one. `limits`, one per file: stop reading the file once so many rows were read from all limited files (0: no limit).
     """
     taken, least_bytes = 0, block_bytes(total_bytes(files))
     for number, file in enumerate(files):
@@ -122,7 +123,7 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
 
 
 def with_format(file: DataFile, block: Block) -> DataFile | None:
-    """Return the file with its first row's format, None if no row can be parsed; DataError if the format is unknown."""
+    """Return the file with the format that its first row shows; None if no row can be parsed, DataError if unknown."""
     if file.row_format is not RowFormat.auto:
         return file
     try:
@@ -140,13 +141,15 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
-    """Yield the training sources' conversations, for a tokenizer; the cache's build reports the rows skipped here."""
+    """Yield the conversations of the training sources, to train a tokenizer on. Unusable rows are skipped in silence:
+    building the tokenized cache reports them.
+    """
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
     return (conversation for _, conversation in usable_rows(files, [data.max_samples] * len(files)))
 
 
 def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
-    """Yield the conversations of files with their "file:line", without rows that cannot be used; see `read_blocks`."""
+    """Yield ("file:line", conversation) of the rows of files, skipping unusable ones; `limits` as in `read_blocks`."""
     for _, file, block in read_blocks(files, limits):
         reader = reader_of(file.row_format, file.columns)
         for offset, row in rows_of(block):
@@ -158,18 +161,18 @@ def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
 
 
 def total_bytes(files: Sequence[DataFile]) -> int:
-    """Return the size of all files on disk."""
+    """Return the bytes of all files on disk together."""
     return sum(file.path.stat().st_size for file in files)
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """Return the SHA-256 of a file's bytes, remembered while size, times and inode stay the same. As in git, not for a
-    file that was changed within the clock's resolution of being read.
+    """Return the SHA-256 of a file's bytes, cached below `cache_dir` while size, times and inode stay the same. As in
+    git, it is not cached for a file changed just now: a change within the clock's resolution would not be seen.
     """
     with reading(path, DataError):
         status = path.stat()
         stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        # Nodes that share both folders may know the device by other numbers: each number has its own memory.
+        # Nodes that share both folders may number the device differently: each number has its own cache file.
         name = hashlib.sha256(f"{status.st_dev} {path.absolute()}".encode(errors="surrogateescape")).hexdigest()[:32]
         hash_file = cache_dir / "hashes" / f"{name}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -178,7 +181,7 @@ def content_hash(path: Path, cache_dir: Path) -> str:
                 return str(remembered["sha256"])
         digest = sha256(path)
     if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_S:
-        with suppress(OSError):  # a memory that cannot be kept is no error
+        with suppress(OSError):  # a hash that cannot be cached is no error
             hash_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(hash_file, json.dumps({"path": str(path), "stamp": stamp, "sha256": digest}).encode())
     return digest
@@ -229,7 +232,9 @@ _QUESTIONS = {
 
 
 def pairs_file(cache_dir: Path) -> Path:
-    """Return the JSONL file of the pairs (keys prompt, response), written at first use."""
+    """Return the JSONL file of quickstart's example data: questions and answers (keys prompt, response) made of the
+    docstrings of Python's standard library, written at first use.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     # The version alone does not say it: distributions ship the library whole, in parts or patched.
     build_id = hashlib.sha256(f"{sys.version} {library}".encode()).hexdigest()[:8]
@@ -253,7 +258,9 @@ def pairs_file(cache_dir: Path) -> Path:
 
 
 def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer), several questions of each object, in an order that depends on names only."""
+    """Yield (question, answer) pairs from the docstrings of a Python library directory, several questions for each
+    object, in an order that depends on names only. The files are parsed, never imported.
+    """
     answers: dict[str, tuple[str, str]] = {}
     files = [file for module in _MODULES for file in (library / f"{module}.py", *(library / module).glob("*.py"))]
     for path in sorted(file for file in files if file.is_file()):
@@ -278,7 +285,7 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, kind and docstring of a module and its public functions, classes and methods."""
+    """Yield (dotted name, kind, docstring) of an AST node called `name` and of its public members, recursively."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
@@ -291,7 +298,7 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _first_sentence(docstring: str) -> str:
-    """Return the first sentence as running text; "" if there is none of a useful length."""
+    """Return a docstring's first sentence on one line; "" if there is none of a length that serves as an answer."""
     paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
     # A first paragraph such as "wrap(text, width) -> list" repeats the signature; the next one speaks.
     spoken = [part for part in paragraphs if part and not re.match(r"^[\w.]+\([^)]*\)( *-> *[^.]*)?$", part)]
@@ -300,22 +307,21 @@ def _first_sentence(docstring: str) -> str:
     return sentence if useful and sentence.isprintable() else ""
 
 
-_ROWS = 1000
-"""Rows that are looked at in each file."""
-_BYTES = 1 << 20
+_CHECKED_ROWS = 1000
+"""Rows of each file that are checked before the model is loaded."""
+_CHECKED_BYTES = 1 << 20
 """About as much of a file is read for them."""
-_SHOWN = 3
+_SHOWN_ERRORS = 3
 """Errors of one file that are reported in full."""
-_MOST_S = 3.0
-"""Further files are not opened once this has been spent."""
+_CHECK_S = 3.0
+"""Seconds after which no further file is opened."""
 
 
 def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Problems) -> str:
-    """Read the first rows of every local file; return a sentence where not all were looked at, else "".
-
-    `wrong_places`: those, such as "data.sources[0]", that are known to be wrong already.
+    """Check the first rows of every local file and add what is wrong to `problems`. Return a sentence if time allowed
+    only some of the files, else "". `wrong_places`: sources to skip, such as "data.sources[0]", as they are wrong.
     """
-    until = time.monotonic() + _MOST_S
+    until = time.monotonic() + _CHECK_S
     looked = total = 0
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
@@ -340,9 +346,11 @@ def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Pro
 
 
 def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row: OnBadRow, problems: Problems) -> None:
-    """Check the columns and the first rows of one file."""
-    block = next(blocks(file.path, _BYTES, file.columns.values()), None)
-    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), _ROWS)] if block else []
+    """Check the columns and the first rows of a file: raise a DataError if all of it is unusable, else add the errors
+    of its rows to `problems`. `location`: its source for messages, such as "data.sources[0]".
+    """
+    block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
+    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), _CHECKED_ROWS)] if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
@@ -357,21 +365,23 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
             errors.append(DataError(f"{file.path}:{line}: {error}."))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
-    for wrong_row in errors[:_SHOWN]:
+    for wrong_row in errors[:_SHOWN_ERRORS]:
         problems.add(wrong_row)
-    if len(errors) > _SHOWN:
+    if len(errors) > _SHOWN_ERRORS:
         sentence = tr(
             "{path}: {count} more of its first {rows} rows cannot be used.",
             path=file.path,
-            count=len(errors) - _SHOWN,
+            count=len(errors) - _SHOWN_ERRORS,
             rows=len(rows),
         )
         problems.add(DataError(sentence))
 
 
 def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: str) -> str:
-    """Return what is wrong with `columns`: a name that no row has; "" if all are there or no row can be parsed."""
-    names: dict[str, None] = {}
+    """Return an error sentence for a name in the source's `columns` that none of the rows (or their messages) has as a
+    key; "" if all are there or no row can be parsed. `location`, `path`: for the sentence.
+    """
+    names: dict[str, None] = {}  # an ordered set
     for row in rows:
         try:
             parsed = parse_row(row)
@@ -396,7 +406,9 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
 
 
 def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
-    """Reject a file that two entries read, under whatever path or link; with hashes also one of the same content."""
+    """Raise a DataError if two sources read the same file (by inode, so links count), or, with `hashes` of the files,
+    the same content. The same file with other `columns` or another format is allowed.
+    """
     identities: Sequence[Hashable] = hashes or [
         (status.st_dev, status.st_ino) for status in (os.stat(file.path) for file in files)
     ]
@@ -436,11 +448,11 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
             others.append(file)
 
 
-def look_at(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
-    """Return the formats of the local files, and the bytes of text in each of their first rows, ascending."""
-    until, formats, sizes = time.monotonic() + _MOST_S, set[RowFormat](), list[int]()
+def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
+    """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending)."""
+    until, formats, sizes = time.monotonic() + _CHECK_S, set[RowFormat](), list[int]()
     for file in local_files(data):
-        block = next(blocks(file.path, _BYTES, file.columns.values()), None)
+        block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
         if (
             block is None
             or (with_known_format := with_format(file, block)) is None
@@ -449,10 +461,10 @@ def look_at(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
             continue
         formats.add(with_known_format.row_format)
         reader = reader_of(with_known_format.row_format, with_known_format.columns)
-        for _, row in islice(rows_of(block), _ROWS):
+        for _, row in islice(rows_of(block), _CHECKED_ROWS):
             with suppress(RowError):
-                for read in reader.read_all(parse_row(row)):
-                    sizes.append(sum(len(str(message["content"]).encode()) for message in read.messages))
+                for conversation in reader.read_all(parse_row(row)):
+                    sizes.append(sum(len(str(message["content"]).encode()) for message in conversation.messages))
     return sorted(formats), sorted(sizes)
 
 
@@ -461,8 +473,10 @@ BYTES_PER_TOKEN = 4
 _ESTIMATE_S = 1.0
 
 
-def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
-    """Return about how many samples and sequences an epoch has; None if there are more than `most`, or unknown."""
+def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
+    """Return about (samples, sequences) of an epoch, from a second of reading rows and sizes, without a tokenizer; None
+    if there are more than `most` sequences, or if the data are not local files that can be read in that time.
+    """
     until = time.monotonic() + _ESTIMATE_S
     training_share = 1.0 if data.validation else 1.0 - data.validation_fraction
     rows = size = 0.0
@@ -472,7 +486,7 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
         weight = training_share * (source.mean_weight if source.weights else source.weight)
         try:
             for path in files_of(source):
-                for block in blocks(path, _BYTES, source.columns.values()):
+                for block in blocks(path, _CHECKED_BYTES, source.columns.values()):
                     rows_of_block = list(rows_of(block))
                     content = block.content
                     length = (
@@ -489,6 +503,7 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
 
 
 def _sequences(data: DataConfig, rows: float, size: float) -> int:
+    """Return about how many sequences `rows` rows of together `size` bytes become; packed ones are full."""
     if data.packing is Packing.none:
         return round(rows)
     return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))

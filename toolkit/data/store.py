@@ -79,12 +79,12 @@ class TokenizedCache:
 
     @property
     def has_values(self) -> bool:
-        """Whether rows say something of their samples."""
+        """Whether samples have values: labels of a classifier, good or bad (KTO), or reward margins."""
         return self._values is not None
 
     @property
     def num_numbers(self) -> int:
-        """How many samples can be asked for by number: those of the split, and what is made of them."""
+        """How many indices `__getitem__` takes: here the samples of the split, in a `MismatchedCache` twice as many."""
         return len(self)
 
     def __len__(self) -> int:
@@ -97,17 +97,20 @@ class TokenizedCache:
         return self.read_ids(begin, end), self.read_trained(begin, end)
 
     def read_ids(self, begin: int, end: int) -> NDArray[Any]:
-        """Return the tokens at some places of all splits, [end - begin]."""
+        """Return the token ids from `begin` to `end` in the concatenation of all samples, [end - begin]."""
         size = self.dtype.itemsize
         return np.frombuffer(self._read(self._ids, IDS, begin * size, end * size), self.dtype)
 
     def read_trained(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether the loss covers tokens of all splits, [end - begin]; kept eight to a byte (np.packbits)."""
+        """Return the loss mask from `begin` to `end` in the concatenation of all samples, [end - begin]; on disk eight
+        tokens share a byte (np.packbits).
+        """
         first = begin // 8
         bits = np.unpackbits(np.frombuffer(self._read(self._trained, TRAINED, first, -(-end // 8)), np.uint8))
         return bits[begin - 8 * first : end - 8 * first].view(np.bool_)
 
     def _read(self, file: int, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end` of the file with descriptor `file`; a DataError if it is shorter."""
         with reading(self.folder / name, DataError):
             content = os.pread(file, end - begin, begin)
             while len(content) < end - begin:  # one call reads at most 2 GiB
@@ -118,12 +121,14 @@ class TokenizedCache:
             return content
 
     def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Return the tokens of some samples of this split, or of all (8 bytes of memory each)."""
+        """Return how many tokens each sample of this split has, or each of `indices`."""
         members = self.members if indices is None else self.members[indices]
         return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
 
     def predicted_counts(self) -> NDArray[np.int64]:
-        """Return how many tokens of each sample the loss covers, without a sample's first, [len(self)]; reads all."""
+        """Return how many tokens of each sample the loss covers, [len(self)], by reading all masks. A sample's first
+        token is never among them: no token before it predicts it.
+        """
         counts = np.zeros(len(self.offsets) - 1, np.int64)
         for low in range(0, len(counts), _SAMPLES_AT_ONCE):
             offsets = self.offsets[low : low + _SAMPLES_AT_ONCE + 1]
@@ -134,18 +139,18 @@ class TokenizedCache:
         return counts[self.members]
 
     def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
-        """Return what the rows of some samples of this split say of them; None if rows say nothing."""
+        """Return the values (see `has_values`) of the samples `indices`, [len(indices)]; None if samples have none."""
         return None if self._values is None else self._values[self.members[np.asarray(indices, np.int64) % len(self)]]
 
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:
-        """Return "file:line" of a sample of this split."""
+        """Return "file:line" of a sample of this split; `paths`: of all files, else as when the cache was made."""
         member = self.members[index]
         number = self.files[member]
         path = paths[number] if paths else self._of_files[number]["path"]
         return f"{path}:{self.lines[member]}"
 
     def sources(self) -> NDArray[np.int64]:
-        """Return the number of each sample's source, those of validation after those of training, [len(self)]."""
+        """Return the number of each sample's source, [len(self)]; validation sources count on after training's."""
         of_file = np.array([file["source"] for file in self._of_files], np.int64)
         return of_file[self.files[self.members]]
 
@@ -181,10 +186,11 @@ class MismatchedCache(TokenizedCache):
 
     @property
     def num_numbers(self) -> int:
-        """How many samples can be asked for by number."""
+        """How many indices `__getitem__` takes: each sample, and each with another one's answer."""
         return 2 * len(self)
 
     def __getitem__(self, index: int) -> Sample:
+        """Return (ids, mask) of a sample; from len(self) on of a question with another sample's answer, for KTO."""
         sample = index % len(self)
         ids, trained = super().__getitem__(sample)
         if index < len(self):
@@ -199,11 +205,13 @@ class MismatchedCache(TokenizedCache):
         return joined, np.concatenate((trained[:begin], other_trained[other_begin:]))[: self.limit]
 
     def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Return the lengths of some samples, tokens; one with another's answer counts as long as the sample itself."""
+        """Return the tokens of each of `indices`, or of all samples of the split. A sample with another one's answer
+        counts as long as the sample itself, to read nothing.
+        """
         return super().lengths(None if indices is None else indices % len(self))
 
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:
-        """Return "file:line" of a sample, of the question where the answer is another's."""
+        """Return "file:line" of a sample; of one with another sample's answer that of the question."""
         return super().where(index % len(self), paths)
 
     def __reduce__(self) -> Any:
@@ -218,11 +226,11 @@ class CacheWriter:
         self._num_rows = 0
         self._columns: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype)] for name, dtype in _COLUMNS.items()}
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
-        self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
+        self._rest = np.empty(0, np.bool_)  # of the mask, fewer than the eight tokens of a byte, not written yet
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
 
     def append(self, part: Part, file: int, first_line: int) -> None:
-        """Add the samples of a part."""
+        """Append the samples of a part, which comes from file number `file`, its block beginning at `first_line`."""
         self._write(IDS, part.ids.astype(self.dtype, copy=False))
         trained = np.concatenate((self._rest, part.trained))
         full_bytes = len(trained) // 8 * 8
@@ -244,15 +252,15 @@ class CacheWriter:
         self._num_rows += part.counts.rows
 
     def number_labels(self, numbers: NDArray[np.float32]) -> None:
-        """Give the labels other numbers: of those that samples have now, [labels]."""
+        """Replace each sample's label number n by `numbers[n]`; numbers: [labels]."""
         self._columns["values"] = [numbers[values.astype(np.int64)] for values in self._columns["values"]]
 
     def index(self) -> "CacheIndex":
-        """Return what is known of each sample so far."""
+        """Return the per-sample columns of all parts that were appended."""
         return CacheIndex(**{name: np.concatenate(parts) for name, parts in self._columns.items()})
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
-        """Write the index files and, last, the manifest."""
+        """Write the index files and, last, the manifest. `splits`: name -> its samples; `manifest`: further entries."""
         self._write(TRAINED, np.packbits(self._rest))
         self.close()
         index = self.index()
@@ -298,6 +306,7 @@ class CacheWriter:
             file.close()
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
+        """Append an array's bytes to the file `name`, and continue its checksum."""
         content = values.tobytes()
         self._checksums[name] = zlib.crc32(content, self._checksums[name])
         self._out[name].write(content)
@@ -305,7 +314,7 @@ class CacheWriter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheIndex:
-    """What a cache knows of each sample, [samples] each, and of each row that gave one."""
+    """The columns of a cache's samples, [samples] each, and the hashes of the rows that gave one."""
 
     lengths: NDArray[np.uint32]
     trained: NDArray[np.uint32]
@@ -326,13 +335,13 @@ class CacheIndex:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a cache."""
+    """Return the parsed manifest.json of a cache."""
     manifest: dict[str, Any] = parsed_json(file_bytes(folder / MANIFEST))
     return manifest
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a cache is there under its own name, with files of the sizes its manifest states."""
+    """Whether a directory holds a finished cache: named by its fingerprint, files of the sizes in its manifest."""
     try:
         manifest = read_manifest(folder)
         sizes = manifest["sizes_bytes"]
@@ -344,7 +353,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files of a complete cache whose content is not what was written; reads it all."""
+    """Return the names of a cache's files whose checksum is not the manifest's; reads all of them."""
     checksums: dict[str, int] = read_manifest(folder)["crc32"]
     return [name for name, expected in checksums.items() if checksum(folder / name) != expected]
 
@@ -359,12 +368,13 @@ def checksum(path: Path) -> int:
 
 
 def _loaded(path: Path) -> NDArray[Any]:
+    """Return a .npy file as a memory-mapped array, of the plain array type."""
     array: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
     return array
 
 
 def _opened(owner: object, path: Path) -> int:
-    """Return a file's descriptor, closed when its owner is gone."""
+    """Open a file for reading and return its descriptor, closed when `owner` is garbage-collected."""
     descriptor = os.open(path, os.O_RDONLY)
     weakref.finalize(owner, os.close, descriptor)
     return descriptor

@@ -32,7 +32,7 @@ class TokenTargets:
         self.folder: Path | None = None
 
     def samples(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of some samples that have a teacher and tokens, the longest first."""
+        """Return those of `members` (samples of the split) that have a teacher and trained tokens, longest first."""
         chosen = members[self.is_taught[members] & (self.counts[members] > 0)]
         return chosen[np.argsort(-self._lengths[chosen], kind="stable")]
 
@@ -64,7 +64,7 @@ class TokenTargets:
         }
 
     def _read(self, sample: int, stored: np.dtype[Any]) -> NDArray[Any]:
-        """Read the records (of type `stored`) of all trained tokens of a sample."""
+        """Return the teacher's outputs for all trained tokens of a sample, [tokens] records of dtype `stored`."""
         part, size = int(self._parts[sample]), int(self.counts[sample]) * stored.itemsize
         assert self.folder is not None
         with reading(self.folder / f"{part}.bin", DataError):
@@ -82,27 +82,29 @@ class TargetWriter:
         self._file: IO[bytes] = open(folder / f"{part}.bin", "wb")
 
     def append(self, ids: torch.Tensor, logs: torch.Tensor) -> None:
-        """Add tokens: ids [N, K] and log-probabilities [N, K + 1]."""
+        """Write the teacher's outputs for N tokens: its K likeliest ids [N, K], and log-probabilities [N, K + 1]."""
         records = np.empty(len(ids), self.record)
         records["ids"], records["logs"] = ids.cpu().numpy(), logs.cpu().numpy()
         self._file.write(records.tobytes())
 
     def close(self) -> None:
-        """Write what is left, onto the disk."""
+        """Flush the file to disk and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether what a teacher says is there as a whole."""
+    """Whether a directory holds all of a teacher's outputs: its manifest is written last."""
     return (folder / MANIFEST).is_file()
 
 
 def publish(
     building: Path, folder: Path, shares: Sequence[NDArray[np.int64]], targets: TokenTargets, top_k: int
 ) -> None:
-    """Write the index of finished parts, whose samples `shares` lists, and give the directory its name."""
+    """Write the index and the manifest of a teacher's outputs, and rename `building` to `folder`. `shares`: the samples
+    in the file of each rank, in their order. If another run has published `folder` meanwhile, that one is kept.
+    """
     parts, begins = np.zeros(len(targets.counts), np.uint16), np.zeros(len(targets.counts), np.int64)
     for part, share in enumerate(shares):
         parts[share] = part
@@ -124,5 +126,5 @@ def publish(
 
 
 def record(top_k: int) -> np.dtype[Any]:
-    """Return the type of what is stored of a token."""
+    """Return the dtype of the teacher's output for one token: K ids, K + 1 log-probabilities (last: all other ids)."""
     return np.dtype([("ids", np.int32, (top_k,)), ("logs", np.float32, (top_k + 1,))])

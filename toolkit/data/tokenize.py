@@ -37,8 +37,10 @@ from toolkit.secrets import hide
 
 
 def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
-    """Return why none of the caches fits: how the one that comes nearest differs; "" if none is anywhere near."""
-    nearest: tuple[int, float, str, list[str]] | None = None
+    """Return a sentence on why no cache below `stores` can be reused: what differs from `inputs` in the most similar
+    one, the latest of these; "" if all differ in more than a third. `inputs`: see `_inputs`.
+    """
+    nearest: tuple[int, float, str, list[str]] | None = None  # count of differences, -mtime, name, differing inputs
     for folder in stores.glob("*"):
         if not store.is_complete(folder):
             continue
@@ -97,22 +99,22 @@ class PrepareReport(workers.RowCounts):
     folder: str = ""
 
     def add_part(self, made: BuiltPart, counts: workers.PartCounts) -> None:
-        """Add what became of a part's rows, and where the first ones of each kind are."""
+        """Add the counts of a part, and the file:line of the first rows of each kind of problem."""
         self.rows_read += counts.rows
         self.add(counts)
         for reason, rows in counts.dropped_rows.items():
-            self.examples.setdefault(reason, []).extend(_place(made, row) for row in rows)
+            self.examples.setdefault(reason, []).extend(_file_and_line(made, row) for row in rows)
         if counts.bad:
             reason = tr("cannot be used")
             self.bad_rows += len(counts.bad)
             self.dropped[reason] = self.bad_rows
-            places = (f"{_place(made, row)}: {why}." for row, why, _ in counts.bad)
-            self.examples.setdefault(reason, []).extend(places)
+            messages = (f"{_file_and_line(made, row)}: {why}." for row, why, _ in counts.bad)
+            self.examples.setdefault(reason, []).extend(messages)
         for listed in self.examples.values():
             del listed[workers.EXAMPLES :]
 
     def tell_dropped(self) -> None:
-        """Report which rows are skipped."""
+        """Print how many rows are skipped for each reason, with the first ones' file:line."""
         for reason, count in self.dropped.items():
             say(
                 "Skipped {count} rows: {reason}. First: {examples}",
@@ -122,7 +124,7 @@ class PrepareReport(workers.RowCounts):
             )
 
     def longer_rows(self, data: DataConfig) -> str:
-        """Return how many rows are longer than `data.max_length`, and what became of them; "" if none is."""
+        """Return a sentence on the rows longer than `data.max_length` and what became of them; "" if there are none."""
         if not self.longer:
             return ""
         became = {
@@ -154,12 +156,12 @@ class PrepareReport(workers.RowCounts):
         return self.longer / max(self.rows_read, 1)
 
     def tell_longer(self, data: DataConfig) -> None:
-        """Report the same; a warning where they are many."""
+        """Print the sentence of `longer_rows`; as a warning where more than 1 % of the rows are longer."""
         if line := self.longer_rows(data):
             (warn if self.longer_share > MOST_LONGER else say)(line)
 
     def duplicates(self) -> str:
-        """Return how many rows are there twice, in one sentence; "" if none is."""
+        """Return a sentence on how many rows are duplicates; "" if none is."""
         if not self.repeated and not self.leaked:
             return ""
         return tr(
@@ -169,7 +171,7 @@ class PrepareReport(workers.RowCounts):
         )
 
     def tell_duplicates(self) -> None:
-        """Tell the user the same with the first places, a line for each split."""
+        """Print the duplicate rows of training and of validation with the first ones' file:line, a line for each."""
         if self.repeated:
             say(
                 "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: "
@@ -187,7 +189,7 @@ class PrepareReport(workers.RowCounts):
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, with a digit after the point where it is small."""
+    """Return a fraction as a percentage without the sign, with two significant digits where it is below 10 %."""
     return f"{100 * share:.0f}" if share >= 0.1 else f"{100 * share:.2g}"
 
 
@@ -214,7 +216,9 @@ class CachePair(NamedTuple):
 
 
 def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
-    """Return the tokenized data, made now if not cached; DataError if a row is unusable or nothing is trained."""
+    """Return the tokenized data of a run, tokenized now unless `prepare.dir` holds it. Ranks that call it at once wait
+    for the one that builds it. DataError if a row is unusable, or nothing is trained.
+    """
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
@@ -235,7 +239,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     if built:
         builder.remove_parts()
     manifest = store.read_manifest(folder)
-    # Another rank may have built it while this one imported, or waited.
+    # Another rank may have built it since this process began, while this one imported or waited for the lock.
     is_new = folder not in _opened and (built or (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s())
     _opened.add(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
@@ -247,7 +251,9 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
-    """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them."""
+    """Tokenize the blocks of `prepare.shard` ("2/8") into part files, which a later `prepare` without shard joins.
+    Return (parts of the shard, how many of them were not there yet).
+    """
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
     own_blocks = (block for index, block in enumerate(builder.blocks()) if index % count == number - 1)
@@ -262,8 +268,8 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
 
 
 def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, list[int]]:
-    """Tokenize the first rows of every local file as training would, for some seconds, and keep nothing: return what
-    became of them and the lengths of their samples, ascending. A DataError as in training.
+    """Tokenize the first rows of every local file as training would, for some seconds, and write nothing. Return (what
+    became of the rows, tokens of each sample, ascending). Raises the DataError that training would.
     """
     builder = _Builder(cfg, encoder, local_files(cfg.data))
     until, lengths = time.monotonic() + _FIRST_S, list[int]()
@@ -281,7 +287,7 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
-    """Return everything the cache depends on."""
+    """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     paths = (file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES)
     return {
@@ -306,7 +312,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
 
 
 class BuildProgress:
-    """Says how far tokenizing `total_bytes` of files has got: after 5 s, then every 10 s."""
+    """Prints how much of `total_bytes` of files is tokenized: after 5 s, then every 10 s."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = max(total_bytes, 1)
@@ -315,8 +321,8 @@ class BuildProgress:
         self.line = ""
 
     def update(self, done_bytes: int, rows: int, new_bytes: int, new_tokens: int) -> None:
-        """Say how far it has got, if that is due. `new_bytes`, `new_tokens`: of this build, without parts of one that
-        was interrupted; they give the speed and the time left.
+        """Set `line` to the progress, and print it if that is due. `done_bytes`: of the files, input; `new_bytes`,
+        `new_tokens`: those of this process, without parts reused from an interrupted build; they give the speed.
         """
         seconds = max(time.monotonic() - self.started, 1e-6)
         seconds_left = (self.total_bytes - done_bytes) / (new_bytes / seconds) if new_bytes else 0
@@ -333,7 +339,7 @@ class BuildProgress:
 
 
 class _Builder:
-    """Fills one cache."""
+    """Builds one tokenized cache: makes or reuses the parts, appends them, and counts what became of the rows."""
 
     def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> None:
         self.data, self.seed = cfg.data, cfg.run.seed
@@ -354,8 +360,11 @@ class _Builder:
         self.bad_rows_file = Path(cfg.prepare.dir) / store.BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Write the cache into an empty folder: parts are appended, in order, while later ones are being made."""
+        """Write the cache into an empty directory: parts are appended in order while workers make later ones.
+        `manifest`: its first entries.
+        """
         started, report, bad_rows_file = time.monotonic(), self.report, folder / store.BAD_ROWS
+        # `before`: bytes of the files that are done; `position`: bytes read of the current one.
         before = new_bytes = new_tokens = position = file_number = 0
         with closing(store.CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
             for made in make_parts(self.blocks(), self.maker, self.num_workers):
@@ -366,7 +375,7 @@ class _Builder:
                 self.check(made, part)
                 self._count_part(made, part, bad_rows_file)
                 if part.counts.labels:
-                    part.values = self._numbers(part.counts.labels)[part.values.astype(np.int64)]
+                    part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
                 writer.append(part, made.file_number, made.block.first)
                 self.used.append(made.path)
                 new_bytes += made.is_new * (made.block.position - position)
@@ -383,19 +392,19 @@ class _Builder:
             index = writer.index()
             first = first_equal(index.hashes)
             splits = self._splits(index, first)
-            self._count(index, splits)
-            self._count_equal(index, first, splits["train"])
+            self._count_samples(index, splits)
+            self._count_duplicates(index, first, splits["train"])
             report.seconds = time.monotonic() - started
             files = [{"path": str(file.path), "source": file.source} for file in self.files]
             writer.finish(splits, {**manifest, "files": files, "report": asdict(report)})
 
-    def _numbers(self, labels: list[str]) -> NDArray[np.float32]:
-        """Return the numbers of a part's labels among all, [labels]."""
+    def _label_numbers(self, labels: list[str]) -> NDArray[np.float32]:
+        """Return the index of each of a part's labels in `self.labels`, to which new ones are added, [labels]."""
         self.labels += [label for label in labels if label not in self.labels]
         return np.array([self.labels.index(label) for label in labels], np.float32)
 
     def remove_parts(self) -> None:
-        """Remove the parts that are in the cache now, and forgotten ones."""
+        """Delete the part files that are in the finished cache, and those older than a week, of abandoned builds."""
         for path in self.used:
             path.unlink(missing_ok=True)
         for path in self.parts.glob("*"):
@@ -404,12 +413,13 @@ class _Builder:
                     path.unlink()
 
     def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
+        """Yield (file number, file, block of rows) of all files; `data.max_samples` limits the rows of training."""
         training = len(self.data.sources)
         limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
         return read_blocks(self.files, limits)
 
     def read(self, made: BuiltPart) -> Part:
-        """Read a part from its file; if that is gone, the part is made again."""
+        """Return a part from its file; if another build has deleted that, tokenize the block again."""
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
             part = read_part(self.maker.make(made.file_number, made.file, made.block)[0])
@@ -422,24 +432,24 @@ class _Builder:
         return part
 
     def check(self, made: BuiltPart, part: Part) -> None:
-        """Stop at the first row that must not be there."""
+        """Raise a DataError for the first row that is unusable or too long, where the config makes these errors."""
         counts = part.counts
         if counts.bad and self.data.on_bad_row is OnBadRow.error:
             row, reason, _ = counts.bad[0]
             mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
-            raise DataError(f"{_place(made, row)}: {reason}. {mend}")
+            raise DataError(f"{_file_and_line(made, row)}: {reason}. {mend}")
         if counts.too_long:
             row, length = counts.too_long[0]
             raise DataError(
                 "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
                 "to long rows with data.too_long=drop, truncate or split.",
-                where=_place(made, row),
+                where=_file_and_line(made, row),
                 length=length,
                 limit=self.data.max_length,
             )
 
     def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
-        """Add a part's counts to the report."""
+        """Add a part's counts to the report, and its unusable rows to `bad_rows_file` (JSON lines)."""
         counts = part.counts
         self.source_rows[made.file.source] += counts.rows
         self.report.add_part(made, counts)
@@ -453,11 +463,13 @@ class _Builder:
                     line = {**location, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def check_limit(self, done: int, bad_rows_file: Path) -> None:
-        """Stop when so many rows are bad that skipping them would hide a mistake in the data."""
+    def check_limit(self, done_bytes: int, bad_rows_file: Path) -> None:
+        """Raise a DataError if more rows are unusable than `data.max_bad_fraction` of all rows, extrapolated from the
+        bytes read so far: skipping so many would hide a mistake in the data.
+        """
         report = self.report
-        expected = report.rows_read * self.bytes / max(done, 1)
-        if report.bad_rows <= max(_TOLERATED_BAD_ROWS, self.data.max_bad_fraction * expected):
+        expected_rows = report.rows_read * self.bytes / max(done_bytes, 1)
+        if report.bad_rows <= max(_TOLERATED_BAD_ROWS, self.data.max_bad_fraction * expected_rows):
             return
         shutil.copyfile(bad_rows_file, self.bad_rows_file)
         raise DataError(
@@ -473,8 +485,9 @@ class _Builder:
         )
 
     def _splits(self, index: store.CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the samples of both splits. Equal rows are put into the same split, so that no validation row is
-        trained. `first`: for each used row, the number of the first row that is equal to it.
+        """Return {"train", "validation": samples, ascending}; a DataError if a split has none. If rows of the training
+        sources are held out, equal rows go to the same split, so that no validation row is trained. `first`: for each
+        used row, the number of the first row that is equal to it.
         """
         num_training = len(self.data.sources)
         for file in self.files:
@@ -497,14 +510,16 @@ class _Builder:
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
         rows = index.used_rows()
         distinct = np.flatnonzero(first == np.arange(len(first)))
-        of_rows = split_rows(len(distinct), self.data.validation_fraction, self.seed)
-        chosen = np.zeros(len(first), dtype=np.bool_)
-        chosen[distinct[of_rows["validation"]]] = True
-        chosen = chosen[first]
-        return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
+        distinct_rows = split_rows(len(distinct), self.data.validation_fraction, self.seed)
+        held_out = np.zeros(len(first), dtype=np.bool_)
+        held_out[distinct[distinct_rows["validation"]]] = True
+        held_out = held_out[first]  # and the rows that are equal to these
+        return {"train": np.flatnonzero(~held_out[rows]), "validation": np.flatnonzero(held_out[rows])}
 
-    def _count(self, index: store.CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
-        """Complete the report with what is known only once all parts are there: samples, tokens, labels, sources."""
+    def _count_samples(self, index: store.CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
+        """Add to the report what needs all parts: samples and tokens of each split, label and source. `splits`: name ->
+        samples. A DataError if all rows have the same label.
+        """
         report, train = self.report, splits["train"]
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
         report.tokens, report.trained_tokens = int(index.lengths[train].sum()), int(index.trained[train].sum())
@@ -531,8 +546,10 @@ class _Builder:
                 }
             )
 
-    def _count_equal(self, index: store.CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
-        """Count training rows that repeat an earlier one, and validation rows that do; `first`: see `_splits`."""
+    def _count_duplicates(self, index: store.CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
+        """Add to the report the training rows that equal an earlier one, and the validation rows that equal a training
+        row. `first`: for each used row, the first row that is equal to it; `training`: the samples of training.
+        """
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)
         is_training[rows[training]] = True
@@ -549,8 +566,8 @@ class _Builder:
         self.report.leaked, self.report.leaked_examples = len(leaked), examples(leaked)
 
 
-def _place(made: BuiltPart, row: RowPosition) -> str:
-    """Return "file:line" of a row; of an item of a JSON array also which it is, as a line may hold them all."""
+def _file_and_line(made: BuiltPart, row: RowPosition) -> str:
+    """Return "file:line" of a row of a part; of an item of a JSON array also its number, as one line may hold all."""
     location = f"{made.file.path}:{made.block.first + row.offset}"
     if made.block.first_item:
         location += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
@@ -558,18 +575,20 @@ def _place(made: BuiltPart, row: RowPosition) -> str:
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:
-    """Return what labels are sorted by: numbers first, by their size."""
+    """Return the sort key of a class label: numbers come first, in numeric order, then texts alphabetically."""
     return not label.isdecimal(), len(label) if label.isdecimal() else 0, label
 
 
 def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return for each row the number of the first row with the same hash, its own if none is before it, [rows]."""
+    """Return for each row the index of the first row with the same hash, which may be itself, [rows]."""
     _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
     return first[number]
 
 
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:
-    """Return both splits' rows, ascending. `fraction`: of validation, at least one row if above 0 and there are two."""
+    """Return {"train", "validation": row numbers, ascending}, chosen at random. `fraction`: of validation; if above 0,
+    at least one row of two.
+    """
     count = min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
     chosen = np.zeros(num_rows, dtype=np.bool_)
     chosen[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True

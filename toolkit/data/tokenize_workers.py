@@ -62,7 +62,9 @@ class ChatEncoder(Protocol):
     def divide(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> Sequence[Sequence[Mapping[str, Any]]]:
-        """Return conversations in which all answers of one can be trained: mostly itself; or raise a RowError."""
+        """Return the conversation as several, if the template renders earlier answers otherwise in later turns, so that
+        each answer is trained as it is generated; mostly [messages] itself. Or raise a RowError.
+        """
         ...
 
     def encode_many(
@@ -72,7 +74,7 @@ class ChatEncoder(Protocol):
         ...
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the ids that an answer would begin after."""
+        """Return the token ids of a conversation up to where the assistant's next answer would begin."""
         ...
 
 
@@ -93,7 +95,7 @@ _EXCERPT_CHARS = 200
 
 
 class RowPosition(NamedTuple):
-    """Where a row stands, wherever its block stands."""
+    """A row's position relative to the first line of its block, wherever that is in the file."""
 
     offset: int
     """Its line minus the first of the block."""
@@ -132,7 +134,7 @@ class RowCounts:
     """Keys of messages that were not read, and in how many messages."""
 
     def add(self, other: "RowCounts") -> None:
-        """Add what became of more rows."""
+        """Add the counts of other rows to these."""
         for name in ("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
@@ -158,14 +160,14 @@ class PartCounts(RowCounts):
 
     _last: dict[str, RowPosition] = field(default_factory=dict)
 
-    def is_first(self, what: str, row: RowPosition) -> bool:
-        """Whether nothing of the kind was counted of a row yet, which is counted now."""
-        is_first = self._last.get(what) != row
-        self._last[what] = row
+    def is_first(self, kind: str, row: RowPosition) -> bool:
+        """Return whether this is the first call for this kind of event and row; a row counts once for its samples."""
+        is_first = self._last.get(kind) != row
+        self._last[kind] = row
         return is_first
 
     def drop(self, reason: str, row: RowPosition) -> None:
-        """Count a row that is left out; once, however many of its samples are."""
+        """Count a row that is skipped for `reason`: once, however many of its samples are."""
         if not self.is_first(reason, row):
             return
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -174,7 +176,7 @@ class PartCounts(RowCounts):
             rows.append(row)
 
     def refuse(self, row: RowPosition, reason: RowError, value: object) -> None:
-        """Count a row that cannot be used; once, however many samples it would have given."""
+        """List an unusable row once in `bad`, with the reason and an excerpt of `value`, its content in the file."""
         if not self.bad or self.bad[-1][0] != row:
             text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
             self.bad.append((row, str(reason), text.strip()[:_EXCERPT_CHARS]))
@@ -182,7 +184,7 @@ class PartCounts(RowCounts):
 
 @dataclass(slots=True)
 class Part:
-    """The samples of a block."""
+    """The samples of a block of rows, concatenated."""
 
     ids: NDArray[Any]
     """Unsigned integers, [tokens]."""
@@ -213,7 +215,9 @@ class PartBuilder:
     def __init__(
         self, encoder: ChatEncoder, data: DataConfig, folder: Path, labels: Sequence[str] = (), texts: int = 2
     ) -> None:
-        """`labels`: those that rows may have; () any. `texts`: samples of each row, where rows give several."""
+        """Keep what decides how rows become samples, and a hash key of it. `labels`: those that rows may have; () any.
+        `texts`: how many samples each row becomes, where it becomes several, as pairs do.
+        """
         self.encoder, self.folder, self.labels, self.texts = encoder, folder, labels, texts
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
@@ -223,14 +227,14 @@ class PartBuilder:
         self._key = repr(rules).encode()
 
     def path(self, file: sources.DataFile, block: readers.Block) -> Path:
-        """Return where the part of a block is kept."""
+        """Return the file of a block's part, named by a hash of its content and of all that decides the samples."""
         digest = hashlib.sha256(self._key + repr((file.row_format, sorted(file.columns.items()))).encode())
         digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
     def make(self, number: int, file: sources.DataFile, block: readers.Block) -> tuple[Path, bool]:
-        """Make a part unless an undamaged one is there, whatever its file's number; return where it is and whether it
-        was made.
+        """Tokenize a block into its part file, unless an undamaged one exists. Return (the file, whether it was made
+        now). `number`, of the data file, is not used: it comes with the other two in `make_parts`.
         """
         path = self.path(file, block)
         if read_part(path) is not None:
@@ -239,13 +243,15 @@ class PartBuilder:
         return path, True
 
     def encode(self, block: readers.Block, reader: RowReader) -> Part:
-        """Return the samples of a block, and what became of its rows."""
+        """Tokenize a block: return its samples as flat arrays, and the counts of what became of its rows."""
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
-            samples = self._batch(batch, reader, counts)
-            for row, (sample_ids, covered), value in _groups(samples, self.texts) if reader.gives_pairs else samples:
+            samples = self._samples_of(batch, reader, counts)
+            if reader.gives_pairs:
+                samples = _complete_groups(samples, self.texts)
+            for row, (sample_ids, covered), value in samples:
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))
@@ -261,39 +267,16 @@ class PartBuilder:
         of_samples = np.frombuffer(values, np.float32)
         return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, of_samples, counts)
 
-    def _batch(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> Iterator[_Sample]:
-        """Yield the samples of some rows, each with its row."""
-        counts.rows += len(batch)
-        read: list[_ReadRow] = []
-        seen_keys: set[tuple[Any, ...]] = set()
-        for row, value in batch:
-            try:
-                parsed = parse_row(value)
-                texts = reader.read_all(parsed)
-                wholes = self._wanted(texts)
-                conversations = list(
-                    chain.from_iterable(self._learned(conversation_of_row, counts) for conversation_of_row in wholes)
-                )
-            except RowError as error:
-                counts.refuse(row, error, value)
-                continue
-            if isinstance(parsed, dict) and (keys := (*parsed, len(texts) > len(wholes) == 2)) not in seen_keys:
-                seen_keys.add(keys)
-                counts.add(RowCounts(unused=reader.unused(parsed) + ["negatives"] * keys[-1]))
-            if (self.encoder.drops_tools and wholes[0].tools) or (
-                self.encoder.drops_system and any(m["role"] == "system" for m in wholes[0].messages)
-            ):
-                counts.systems += 1
-            if len(wholes) > 1 and wholes[0] == wholes[1]:
-                same = tr("both texts are the same") if wholes[0].is_read else tr("both answers are the same")
-                counts.drop(same, row)
-                continue
-            if not conversations:
-                counts.drop(tr("no token the loss covers"), row)
-            read += [(row, value, conversation) for conversation in conversations]
-        before = accumulate((_chars(conversation) for _, _, conversation in read), initial=0)
-        for _, some in groupby(zip(before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
-            for (row, value, conversation), encoded in self._encoded([each for _, each in some], counts):
+    def _samples_of(
+        self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts
+    ) -> Iterator[_Sample]:
+        """Yield the samples of some rows in order, and add what became of the rows to `counts`. `batch`: each row's
+        position and content, as in the file.
+        """
+        read = self._read_rows(batch, reader, counts)
+        chars_before = accumulate((_chars(conversation) for _, _, conversation in read), initial=0)
+        for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
+            for (row, value, conversation), encoded in self._encoded([read_row for _, read_row in group], counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
@@ -305,20 +288,52 @@ class PartBuilder:
                 value = conversation.value if conversation.label is None else _number(conversation.label, counts.labels)
                 yield from ((row, sample, value) for sample in samples)
 
-    def _wanted(self, wholes: list[Conversation]) -> list[Conversation]:
-        """Return as many of a row's texts as are wanted; a RowError if there are fewer."""
-        if len(wholes) < self.texts and self.texts > 2:
+    def _read_rows(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> list[_ReadRow]:
+        """Return the conversations of some rows, with their loss flags set, and count rows that are skipped."""
+        counts.rows += len(batch)
+        read: list[_ReadRow] = []
+        seen_keys: set[tuple[Any, ...]] = set()
+        for row, value in batch:
+            try:
+                parsed = parse_row(value)
+                all_texts = reader.read_all(parsed)
+                texts = self._first_texts(all_texts)
+                conversations = list(chain.from_iterable(self._trained_parts(text, counts) for text in texts))
+            except RowError as error:
+                counts.refuse(row, error, value)
+                continue
+            if isinstance(parsed, dict) and (keys := (*parsed, len(all_texts) > len(texts) == 2)) not in seen_keys:
+                seen_keys.add(keys)
+                counts.add(RowCounts(unused=reader.unused(parsed) + ["negatives"] * keys[-1]))
+            if (self.encoder.drops_tools and texts[0].tools) or (
+                self.encoder.drops_system and any(m["role"] == "system" for m in texts[0].messages)
+            ):
+                counts.systems += 1
+            if len(texts) > 1 and texts[0] == texts[1]:
+                same = tr("both texts are the same") if texts[0].is_read else tr("both answers are the same")
+                counts.drop(same, row)
+                continue
+            if not conversations:
+                counts.drop(tr("no token the loss covers"), row)
+            read += [(row, value, conversation) for conversation in conversations]
+        return read
+
+    def _first_texts(self, texts: list[Conversation]) -> list[Conversation]:
+        """Return the first `self.texts` of a row's texts (query, positive, negatives); RowError if it has too few."""
+        if len(texts) < self.texts and self.texts > 2:
             raise RowError(
                 "it has {count} negatives, fewer than embed.negatives = {wanted}. Add some, or remove the row",
-                count=len(wholes) - 2,
+                count=len(texts) - 2,
                 wanted=self.texts - 2,
             )
-        return wholes[: self.texts]
+        return texts[: self.texts]
 
-    def _learned(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
-        """Return what is learned from a row: what is trained of it, or that it has a label."""
+    def _trained_parts(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
+        """Return the conversations that are trained for one of a row; itself if it is only read, as by a classifier,
+        whose label is checked.
+        """
         if not conversation.is_read:
-            return self._marked(conversation, counts)
+            return self._with_loss_flags(conversation, counts)
         if self.labels and conversation.label is not None and conversation.label not in self.labels:
             raise RowError(
                 "the label '{label}' is none of classify.labels ({labels})",
@@ -327,8 +342,10 @@ class PartBuilder:
             )
         return [conversation]
 
-    def _marked(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
-        """Return what is learned from a row; see `formats.mark_trained`."""
+    def _with_loss_flags(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
+        """Return the conversations that train a row's answers, with the `loss` of their messages set (`mark_trained`),
+        divided where the chat template needs it (`ChatEncoder.divide`); RowError if they are too large.
+        """
         if len(conversation.messages) > _MOST_MESSAGES:
             raise RowError(
                 "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
@@ -353,7 +370,9 @@ class PartBuilder:
         return parts_trained
 
     def _encoded(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
-        """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
+        """Yield each row with its token ids and mask; rows that cannot be encoded are counted instead. All are encoded
+        at once, which is fast; if one fails, one by one, to find which.
+        """
         conversations = [conversation for _, _, conversation in read]
         try:
             encoded = self._encode_all(conversations)
@@ -368,8 +387,9 @@ class PartBuilder:
                 counts.refuse(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
-        """Encode conversations. Those that are read: a text as the tokenizer itself ends it, and what no answer ends up
-        to where one would begin; marked is the last token, at which their score is.
+        """Return ids and mask of each conversation. Of those that are only read (`is_read`) a text ends as the
+        tokenizer ends it, a conversation without a last answer where one would begin; their mask marks only the last
+        token, at which a classifier's score or an embedding is taken.
         """
         complete = [
             conversation
@@ -385,14 +405,16 @@ class PartBuilder:
             return list(encodings)
         encoded = []
         for conversation in read:
-            is_whole = conversation.is_text or conversation.messages[-1]["role"] == "assistant"
-            ids = next(encodings)[0] if is_whole else self.encoder.prompt(conversation.messages, conversation.tools)
+            is_complete = conversation.is_text or conversation.messages[-1]["role"] == "assistant"
+            ids = next(encodings)[0] if is_complete else self.encoder.prompt(conversation.messages, conversation.tools)
             ids = [*ids[:-1], *self.encoder.after_text] if conversation.is_text else ids
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
         return encoded
 
     def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
-        """Return a conversation's samples by `data.too_long`, and count what cannot be used; or raise a RowError."""
+        """Return the samples of an encoded conversation: itself if it fits into `data.max_length` and anything in it is
+        trained, else what `data.too_long` makes of it. Skipped rows are counted.
+        """
         length = len(encoded[0])
         if length <= self.limit:
             samples = [encoded] if length else []
@@ -413,8 +435,8 @@ class PartBuilder:
         return usable
 
     def _truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
-        """Return a sample without its oldest turns, as many as have to go; where the newest alone is too long, without
-        its end, too. [] where nothing that is trained is left. Of a text its beginning is kept.
+        """Return [sample] shortened to `data.max_length`: without its oldest turns, and where the newest turn alone is
+        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left.
         """
         (ids, trained), turns_dropped = encoded, 0
         if conversation.is_read:
@@ -422,7 +444,7 @@ class PartBuilder:
             ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
         elif not conversation.is_text:
             system, parts = turns(conversation.messages)
-            num_turns, newest = self._most_turns(conversation, system, parts, newest=True)
+            num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
             if newest is None and len(parts) > 1:
                 newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
             ids, trained = newest or encoded
@@ -437,13 +459,15 @@ class PartBuilder:
         return [(ids, trained)]
 
     def _most_turns(
-        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False
+        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], from_end: bool = False
     ) -> tuple[int, Encoded | None]:
-        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids."""
+        """Return (how many of the turns `parts` fit into `data.max_length` after the system messages, their encoding or
+        None if not even one fits), counted from the first turn or from the last. By bisection, as encoding is slow.
+        """
         low, high, best = 0, len(parts), None
         while low < high:
             middle = (low + high + 1) // 2
-            chosen = parts[len(parts) - middle :] if newest else parts[:middle]
+            chosen = parts[len(parts) - middle :] if from_end else parts[:middle]
             encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
             if len(encoded[0]) <= self.limit:
                 low, best = middle, encoded
@@ -454,13 +478,15 @@ class PartBuilder:
     def _split(
         self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
     ) -> list[Encoded]:
-        """Make several samples, so that each trained token is in exactly one of them."""
+        """Return the samples into which a conversation that is too long is split; each trained token is trained in one
+        of them. Where answers cannot be trained apart, only the newest turns that fit.
+        """
         system, parts = turns(conversation.messages)
         earlier = chain.from_iterable(parts[:-1])
         if conversation.is_text:
             samples = self._windows(encoded)
         elif self.encoder.only_last or not any(m.get("loss", m["role"] == "assistant") for m in earlier):
-            newest = self._most_turns(conversation, system, parts, newest=True)[1]
+            newest = self._most_turns(conversation, system, parts, from_end=True)[1]
             samples = iter([newest]) if newest else self._windows(encoded)
         else:
             samples = self._turn_windows(conversation)
@@ -471,7 +497,9 @@ class PartBuilder:
         return usable
 
     def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
-        """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
+        """Yield samples that together hold all turns of a conversation, each as many whole turns as fit into
+        `data.max_length`; a turn that is too long alone is cut into windows of tokens.
+        """
         system, rest = turns(conversation.messages)
         while rest:
             count, window = self._most_turns(conversation, system, rest)
@@ -482,8 +510,8 @@ class PartBuilder:
             rest = rest[max(count, 1) :]
 
     def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
-        """Yield pieces of the ids, cut after an answer where one ends; each begins with the last token of the one
-        before it, as context for the next.
+        """Yield pieces of a sample of at most `data.max_length` tokens, cut after an answer where one ends; none if the
+        encoder's samples cannot be cut. Each begins with the last token of the piece before, to predict the next from.
         """
         ids, trained = encoded
         start = 0
@@ -491,12 +519,14 @@ class PartBuilder:
             stop = start + self.limit
             if stop < len(ids):
                 stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
-            yield _first_unmarked(ids[start:stop], trained[start:stop])
+            yield _first_untrained(ids[start:stop], trained[start:stop])
             start = stop - 1
 
 
-def _groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
-    """Yield the samples of rows that gave all of theirs; where one was dropped, the row is counted already."""
+def _complete_groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
+    """Yield only the samples of rows that have all `size` of theirs, such as both answers of a pair: where one was
+    dropped, the others are of no use. Such rows are counted already.
+    """
     for _, of_row in groupby(samples, key=itemgetter(0)):
         group = list(of_row)
         if len(group) == size:
@@ -504,19 +534,20 @@ def _groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
 
 
 def _number(label: str, labels: list[str]) -> int:
-    """Return the number of a label among those that came before, to which it is added."""
+    """Return the index of a label in `labels`, to which it is appended if it is new."""
     if label not in labels:
         labels.append(label)
     return labels.index(label)
 
 
 def _usable(encoded: Encoded) -> Encoded | None:
-    """Return a sample if anything in it is trained; not its first token, which nothing before it could predict."""
-    ids, trained = _first_unmarked(*encoded)
+    """Return the sample with its first token untrained, or None if then no token of it is trained."""
+    ids, trained = _first_untrained(*encoded)
     return (ids, trained) if any(trained) else None
 
 
-def _first_unmarked(ids: list[int], trained: list[bool]) -> Encoded:
+def _first_untrained(ids: list[int], trained: list[bool]) -> Encoded:
+    """Return (ids, mask) with the first token untrained: no token before it could predict it."""
     if trained and trained[0]:
         trained = [False, *trained[1:]]
     return ids, trained
@@ -525,8 +556,9 @@ def _first_unmarked(ids: list[int], trained: list[bool]) -> Encoded:
 def row_hashes(
     ids: NDArray[Any], trained: NDArray[np.bool_], lengths: NDArray[np.uint32], rows: NDArray[np.uint32]
 ) -> NDArray[np.uint64]:
-    """Return a hash of ids and mask of each row with a sample, equal for equal rows of any format. `ids`, `trained`: of
-    all samples, [tokens]; `lengths`, `rows` (ascending): [samples].
+    """Return a hash of the token ids and mask of each row, over all of its samples, [rows with a sample]; rows of equal
+    content have equal hashes, whatever their format. `ids`, `trained`: [tokens]; `lengths`, `rows` (each sample's row,
+    ascending): [samples].
     """
     begins = np.flatnonzero(np.diff(rows, prepend=-1))
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -541,16 +573,17 @@ def row_hashes(
 
 
 def _chars(conversation: Conversation) -> int:
+    """Return the characters of a conversation's contents and reasoning."""
     return sum(len(m["content"]) + len(m.get("reasoning_content", "")) for m in conversation.messages)
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned integer that holds every id."""
+    """Return the smallest unsigned integer type that holds every token id, uint16 or uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write a part at once or not at all."""
+    """Write a part file (.npz) atomically: under a temporary name, then renamed."""
     building = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(building, "wb") as file:
@@ -564,7 +597,7 @@ def write_part(path: Path, part: Part) -> None:
 
 
 def read_part(path: Path) -> Part | None:
-    """Return a part, None if it is not there or damaged: its container has a checksum for everything in it."""
+    """Return the part of a file, None if it is missing or damaged (the zip container has a checksum for each array)."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
@@ -582,7 +615,7 @@ def read_part(path: Path) -> Part | None:
 
 
 class BuiltPart(NamedTuple):
-    """One part that is ready."""
+    """A part file that is ready, with the block of rows that it was made of."""
 
     file_number: int
     file: sources.DataFile
@@ -594,7 +627,9 @@ class BuiltPart(NamedTuple):
 def make_parts(
     blocks: Iterable[tuple[int, sources.DataFile, readers.Block]], maker: PartBuilder, num_workers: int
 ) -> Iterator[BuiltPart]:
-    """Yield the parts of blocks in their order; a DataError if a process was killed."""
+    """Yield the part of each block of (file number, file, block), in order, made by `num_workers` processes unless its
+    file exists; a DataError if a process was killed.
+    """
     maker.folder.mkdir(parents=True, exist_ok=True)
     try:
         for (number, file, block), made in children.in_order(num_workers, maker.make, blocks):

@@ -18,7 +18,7 @@ from toolkit.config import files, hub, load, mesh, schema
 from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf
 from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
-from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
+from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimated_samples, formats_and_sizes
 from toolkit.data.tokenize import first_rows, percent
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
@@ -85,7 +85,7 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
     problems, cfg = Problems(), _compose(facts).cfg
     check_sources(cfg.data, (), problems)
     problems.raise_all()
-    formats, sizes = look_at(cfg.data)
+    formats, sizes = formats_and_sizes(cfg.data)
     if not sizes:
         raise ConfigError("data = {data}: no rows to look at. Name a file, a directory or a pattern.", data=data)
     is_text = formats == [RowFormat.text]
@@ -203,7 +203,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
     for word in overrides(RunConfig(), cfg):
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
-    epoch = estimate(cfg.data, 10**12)
+    epoch = estimated_samples(cfg.data, 10**12)
     steps = math.ceil(epoch[1] / cfg.batch.global_size) * cfg.train.epochs if epoch else 0
     plan_facts = {
         "method": plan.method.value,

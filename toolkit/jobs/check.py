@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
-from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
+from toolkit.data.sources import check_distinct, check_sources, estimated_samples, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.division import rank_part
@@ -71,7 +71,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
-    sizes = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    sizes = None if steps else estimated_samples(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
     epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
     tell_length(mesh.with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))

@@ -31,6 +31,7 @@ from toolkit.terminal import phase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from toolkit.data.orders import Order
     from toolkit.data.targets import TokenTargets
     from toolkit.models.classifier import Head
 
@@ -278,21 +279,24 @@ def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
     return steps
 
 
-def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> sampler.Order | None:
+def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> "Order | None":
     """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
     data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _key(cfg, prepared)
-    if any(source.weights for source in data.sources):
+    is_mixture = any(source.weights for source in data.sources)
+    if not is_mixture and not data.curriculum.steps:
+        return None
+    from toolkit.data import orders
+
+    if is_mixture:
         names = prepared.source_names[: len(data.sources)]
         plan, train = prepared.train_plan, cfg.train
-        return sampler.ScheduledMixture(
+        return orders.ScheduledMixture(
             plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key
         )
-    if not data.curriculum.steps:
-        return None
     lengths, offsets = prepared.train.lengths(prepared.train_plan.members), prepared.train_plan.offsets
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
-    limits = sampler.length_limits(data.curriculum, data.max_length)
-    return sampler.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
+    limits = orders.length_limits(data.curriculum, data.max_length)
+    return orders.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
 
 
 def _key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
@@ -437,7 +441,7 @@ def _sampler(
     mesh: Mesh,
     start: sampler.Position,
     num_steps: int,
-    order: sampler.Order | None,
+    order: "Order | None",
 ) -> sampler.GlobalBatchSampler:
     """Return what yields this rank's rows of the training plan from a position on, in `order` or shuffled."""
     global_size, micro = rows_per_step(cfg, prepared.packing)
