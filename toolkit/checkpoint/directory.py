@@ -42,23 +42,23 @@ _TRASH = ".trash"
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
+    """Return the directory name of the checkpoint of an optimizer step."""
     return f"{_PREFIX}{step}"
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return the path of the weights that stay when a checkpoint goes: an export, which cannot be resumed."""
+    """Return the directory of a checkpoint's exported weights, which remain when the checkpoint is removed."""
     return checkpoint.with_name(checkpoint.name + _WEIGHTS)
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a published checkpoint's name, or of its weights', -1 for anything else."""
+    """Return the step in the name of a checkpoint's directory or of its exported weights', -1 for other names."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
 def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
-    """Return the checkpoints that are there, newest step first. By step, never by time: clocks jump."""
+    """Return the complete checkpoints (or weights, by `suffix`), newest step first; not by time, as clocks jump."""
     if not checkpoints.is_dir():
         return []
     names = {path: _NAME.fullmatch(path.name) for path in checkpoints.iterdir()}
@@ -67,7 +67,7 @@ def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
 
 
 def weights_only(checkpoints: Path) -> list[Path]:
-    """Return the weights that stayed of checkpoints, newest step first."""
+    """Return the directories of exported weights whose checkpoints may be removed already, newest step first."""
     return published_checkpoints(checkpoints, _WEIGHTS)
 
 
@@ -94,7 +94,7 @@ def newest_complete(checkpoints: Path) -> Path | None:
 
 
 def publish_checkpoint(temporary: Path, target: Path) -> None:
-    """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one."""
+    """Rename a finished checkpoint to `target` and write that into `latest`; a reader never sees an incomplete one."""
     if target.exists():  # of this step there was one that could not be used, or that another session went on from
         target.rename(unused_path(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
@@ -103,7 +103,7 @@ def publish_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def write_name(file: str, checkpoint: Path) -> None:
-    """Write a checkpoint's name into `latest` or `good` beside it."""
+    """Write a checkpoint's name atomically into `file`, "latest" or "good", next to it."""
     new = checkpoint.parent / f"{file}.tmp"
     new.write_text(checkpoint.name + "\n", encoding="utf-8")
     flush(new)
@@ -112,7 +112,7 @@ def write_name(file: str, checkpoint: Path) -> None:
 
 
 def known_good(checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint that a step with finite loss and gradient has followed, None if none is left."""
+    """Return the checkpoint recorded as `good`, after which a step had finite loss and gradient; None if missing."""
     try:
         name = (checkpoints / GOOD).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -154,7 +154,7 @@ def _directory_bytes(folder: Path) -> int:
 
 
 def discard_checkpoint(folder: Path) -> Path | None:
-    """Rename what is to be removed, as half of it must not look whole; return the new name, None if it is gone."""
+    """Rename a checkpoint before its removal, so that a half-removed one never looks complete; return the new path."""
     with suppress(FileNotFoundError):
         return folder.rename(unused_path(folder.with_name(folder.name + _TRASH)))
     return None
@@ -176,12 +176,12 @@ def remove_directories(folders: Iterable[Path]) -> None:
 
 
 def empty_trash(checkpoints: Path) -> None:
-    """Remove what was discarded, in this life of the run or in an earlier one."""
+    """Remove the checkpoints that `discard_checkpoint` renamed, in this process or before a restart."""
     remove_directories(checkpoints.glob(f"*{_TRASH}"))
 
 
 def move_aside_after(checkpoint: Path) -> None:
-    """Rename what a run has saved after a checkpoint, from which it now goes another way."""
+    """Rename the checkpoints and weights of later steps than `checkpoint`, from which the run is resumed again."""
     for path in [*published_checkpoints(checkpoint.parent), *weights_only(checkpoint.parent)]:
         if step_of(path) > step_of(checkpoint):
             with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
@@ -189,7 +189,7 @@ def move_aside_after(checkpoint: Path) -> None:
 
 
 def discard_unfinished(checkpoints: Path) -> None:
-    """Discard what a save left that did not come to its end. Only whoever holds the run's lock may."""
+    """Discard the temporary directories of interrupted saves. Only the process that holds the run's lock may."""
     for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp"):  # of a checkpoint, and of weights
         for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
             if path.suffix != _TRASH:
@@ -274,7 +274,7 @@ def _members(path: Path) -> list[tuple[str, int, int, int]]:
 
 
 def _damaged(path: Path) -> str:
-    """Return which tensors of a damaged file of fragments are not what was written, "" if that cannot be told."""
+    """Return a text that names the tensors of a fragments file with a wrong checksum, "" if these cannot be read."""
     wrong = []
     with suppress(OSError), open(path, "rb") as file:
         for name, begin, size, checksum in _members(path):
@@ -287,7 +287,7 @@ def _damaged(path: Path) -> str:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
-    """Write the manifest, last of all."""
+    """Write a checkpoint's manifest: `facts`, and size and hash of each file. Written last, it marks completion."""
     manifest = {"format": FORMAT, **facts, "files": {name: asdict(files[name]) for name in sorted(files)}}
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -299,7 +299,7 @@ _T = TypeVar("_T")
 
 
 def _read(path: Path, read: Callable[[Path], _T]) -> _T:
-    """Return `read(path)`, tried once more after an EIO: a client evicted by its file server gets one, too."""
+    """Return `read(path)`, retried once after an EIO, which a network file system's client gets on eviction, too."""
     try:
         return read(path)
     except OSError as error:
@@ -412,18 +412,18 @@ class RunState:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another program's checkpoint was converted, which tells nothing but the step."""
+        """Whether the checkpoint was converted from another program's: of the run's state only the step is known."""
         return not self.config
 
     def write(self, folder: Path) -> Path:
-        """Write it into a checkpoint and return the file."""
+        """Write this state as JSON into a checkpoint's directory; return the file."""
         path = folder / STATE
         path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
 
 
 def foreign_text(checkpoint: Path) -> str:
-    """Return what starts again where another program's checkpoint is resumed."""
+    """Return the notice on what is restored and what starts again from a checkpoint that another program wrote."""
     return tr(
         "{folder} comes from another program: weights, optimizer states, loss scale and step count are taken over. "
         "Data order, random states and token counts start again, and the learning rate is the recipe's at that step.",

@@ -75,20 +75,20 @@ class Fragment:
 
 
 def file_name(rank: int, number: int = 0) -> str:
-    """Return the name of a rank's file; NVMe offload writes several, one after the other."""
+    """Return the name of a rank's fragments file; NVMe offload writes several, numbered by `number`."""
     return f"{FRAGMENTS}{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
 @dataclass(slots=True)
 class Content:
-    """What one file will hold: `tensors` may be replaced by copies, name for name."""
+    """What one fragments file will hold: tensors by STATE:PARAMETER, and facts (shape, dtype, …) by parameter."""
 
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
 
 
 def content_of(fragments: Iterable[Fragment]) -> Content:
-    """Return the content of the file that holds these fragments."""
+    """Return the tensors (STATE:PARAMETER -> tensor) and facts of the file that will hold this rank's fragments."""
     tensors: dict[str, torch.Tensor] = {}
     facts: dict[str, Any] = {}
     for fragment in fragments:
@@ -133,12 +133,14 @@ def write(content: Content, path: Path) -> None:
 
 
 def _octets(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the bytes of a contiguous CPU tensor as a view of its memory."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def spread(scales: torch.Tensor, phase: int, length: int) -> torch.Tensor:
-    """Return the scale of each number of a stretch that begins so far into the first block."""
+    """Return the scale of each of `length` numbers, from one per block of an 8-bit optimizer. `phase`: position of the
+    first number in the first block.
+    """
     return scales.repeat_interleave(BLOCK)[phase : phase + length]
 
 
@@ -170,7 +172,9 @@ class Fragments:
                 raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=error) from None
 
     def _note(self, path: Path, header: dict[str, Any], data: int) -> None:
-        """Note where in a file, whose data begin at byte `data`, each stretch lies, and the facts of its parameter."""
+        """Index one file by its safetensors header: where each fragment is, and the facts of its parameter. `data`: the
+        byte at which the tensors begin.
+        """
         facts = json.loads(header["__metadata__"]["fragments"])
         for key, entry in header.items():
             if key in ("__metadata__", CHECKSUMS):
@@ -194,11 +198,11 @@ class Fragments:
         return sorted(self.facts)
 
     def states(self, name: str) -> set[str]:
-        """Return which states of a parameter there are beside its weight; none if it is not in the checkpoint."""
+        """Return the names of a parameter's optimizer states, such as exp_avg; none if it is not in the checkpoint."""
         return self.facts.get(name, {}).get("states", {}).keys() - {WEIGHT}
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return the states of a parameter that are one number. A count of 0 steps was saved by DeepSpeed's FusedAdam,
+        """Return the scalar states of a parameter, such as step. A count of 0 steps was saved by DeepSpeed's FusedAdam,
         which counts up for one parameter of a group alone (deepspeed_patches.py): the highest count is right for all.
         """
         numbers: dict[str, float] = self.facts.get(name, {}).get("numbers", {})
@@ -206,10 +210,11 @@ class Fragments:
 
     @cached_property
     def _most_steps(self) -> float:
+        """The highest count of steps of any parameter."""
         return max(facts.get("numbers", {}).get("step", 0.0) for facts in self.facts.values())
 
     def bound(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that do not have one number for each of its weights, in their own shapes."""
+        """Return {state: tensor} of a parameter's states that have other shapes than it, such as Adafactor's rows."""
         tensors = {}
         for state, (path, begin, dtype, shape) in self._bound.get(name, {}).items():
             tensors[state] = torch.empty(shape, dtype=dtype)
@@ -224,8 +229,8 @@ class Fragments:
     def read(
         self, name: str, state: str, position: int, length: int, part: Part = (0, 1), turned: bool = False
     ) -> torch.Tensor:
-        """Return the numbers [length] from `position` on of a flattened state: of all of a parameter, or of the tensor
-        rank's `part` (number, count) of it. `turned`: flattened column by column.
+        """Return `length` numbers of a flattened state (or weight) from `position` on: of the complete parameter, or of
+        the `part` (number, count) that a tensor-parallel rank has. `turned`: flattened column by column.
         """
         if name not in self.facts:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
@@ -239,7 +244,9 @@ class Fragments:
         return full_tensor.reshape(-1)[position : position + length]
 
     def _across_parts(self, name: str, state: str, position: int, length: int, part: Part) -> torch.Tensor:
-        """Do what `read` does for parameters split by rows, without joining all parts: they lie one after another."""
+        """Do what `read` does, if the checkpoint has another number of tensor-parallel parts, for parameters split by
+        rows: their parts are consecutive when flattened, so only the overlapping ones are read.
+        """
         facts, pieces = self.facts[name], []
         size = math.prod(facts["shape"])
         begin, per_part = size // part[1] * part[0] + position, size // facts["parts"]
@@ -252,7 +259,7 @@ class Fragments:
         return torch.cat(pieces)
 
     def whole(self, name: str, state: str = WEIGHT) -> torch.Tensor:
-        """Return all of a parameter, or of a state of it, in its shape."""
+        """Return a complete parameter, or a state of it, in its shape, joined from all tensor-parallel parts."""
         facts = self.facts[name]
         shape = mesh.part_shape(name, tuple(facts["shape"]), facts["parts"])
         if facts.get("turned"):
@@ -261,7 +268,9 @@ class Fragments:
         return process_group.join_parts(name, parts)
 
     def _range(self, name: str, state: str, position: int, length: int, part: int) -> torch.Tensor:
-        """Return the numbers [length] from `position` on of a saved part, from the stretches that hold them."""
+        """Return `length` numbers from `position` on of a flattened saved part, read from the fragments that hold them;
+        a CheckpointError if a number is in none.
+        """
         stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda stretch: stretch.position)
         dtype = stretches[0].dtype if stretches else torch.float32
         values, done = torch.empty(length, dtype=dtype), position
@@ -282,7 +291,7 @@ class Fragments:
         return values
 
     def _read_stretch(self, target: torch.Tensor, stretch: _Stretch, first: int) -> None:
-        """Fill `target` with a stretch's numbers from the `first` on; of scales of blocks, with that of each number."""
+        """Fill `target` [N] with a fragment's numbers from its `first` on; scales, stored per block, are repeated."""
         if stretch.phase is None:
             self._fill(_octets(target), stretch.path, stretch.begin + first * stretch.dtype.itemsize)
             return
@@ -292,7 +301,7 @@ class Fragments:
         target.copy_(spread(scales, phase, len(target)))
 
     def _fill(self, target: memoryview, path: Path, begin: int) -> None:
-        """Fill `target` with the bytes of a file from `begin` on."""
+        """Fill `target` with the bytes of a file from `begin` on; a CheckpointError if it cannot be read."""
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(begin)

@@ -41,12 +41,12 @@ class Files:
         self.failure = ""
 
     def begin(self) -> None:
-        """Forget the save before."""
+        """Reset for a new save."""
         self.written, self.unwritten, self.failure, self.waited_s = [], [], "", 0.0
         self.copies.begin()
 
     def save(self, content: fragments.Content, path: Path) -> None:
-        """Write one file, or note what will be in it."""
+        """Write one file; if asynchronous, only queue it for `write`, with copies of its tensors to be made."""
         if not self.asynchronous:
             self._write(content, path)
             return
@@ -59,7 +59,7 @@ class Files:
             self.copied.set()
 
     def write(self) -> None:
-        """Copy what was noted, or raise why not, and write it. Runs next to training."""
+        """Copy the queued tensors to host memory and write their files; runs in a thread next to training."""
         try:
             self.copies.complete()
         finally:
@@ -68,12 +68,13 @@ class Files:
             self._write(*self.unwritten.pop(0))
 
     def wait_for_copies(self) -> None:
-        """Wait until `write`, in another thread, has copied everything: an update changes what it copies."""
+        """Block until `write`, in another thread, has copied all tensors: the next optimizer update changes them."""
         started = time.perf_counter()
         self.copied.wait()
         self.waited_s += time.perf_counter() - started
 
     def _write(self, content: fragments.Content, path: Path) -> None:
+        """Write one file, unless an earlier one failed; an error is kept in `failure`, not raised."""
         if self.failure:
             return
         try:
@@ -102,16 +103,18 @@ class HostCopies:
         self.device = None if self.stream is None else accelerator.current_device()
 
     def begin(self) -> None:
-        """Forget the save before; its copies are not needed any more."""
+        """Reset for a new save, which reuses the buffers of the last one."""
         self.used, self.waiting = 0, {}
 
     def follow(self) -> None:
-        """Copy after what has been queued by now: what is copied may still have to be gathered."""
+        """Let the copy stream wait for what is queued on the current stream: it may still gather what is copied."""
         if self.stream is not None:
             self.stream.wait_stream(get_accelerator().current_stream())
 
     def copy(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy that is whole after `complete`; one of a single number, which may change, at once."""
+        """Return a CPU tensor that will hold a copy of `value` after `complete`; a scalar, which may change until then,
+        is copied at once.
+        """
         if value.numel() < 2:
             return value.to("cpu", copy=True)
         key = (value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -126,7 +129,7 @@ class HostCopies:
         return self.waiting[key][1]
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a copy, page-locked as long as the limit allows."""
+        """Return an empty CPU tensor like `like`, page-locked (pinned) as long as this rank's limit allows."""
         buffer = torch.empty_like(like, device="cpu")
         num_bytes = 1 << (like.nbytes - 1).bit_length()  # PyTorch locks powers of two
         if self.stream is None or like.device.type == "cpu" or num_bytes > self.left_to_lock:
@@ -135,7 +138,7 @@ class HostCopies:
         return cast(torch.Tensor, get_accelerator().pin_memory(buffer))
 
     def complete(self) -> None:
-        """Copy what is waiting."""
+        """Copy all waiting tensors to their buffers, on the copy stream, and block until that is done."""
         if self.device is not None:  # a thread begins on GPU 0, and leaving the stream would make a context there
             get_accelerator().set_device(self.device)
         with get_accelerator().stream(self.stream):
@@ -147,12 +150,12 @@ class HostCopies:
 
 
 def generators_file(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the checkpoint file with a rank's random generator states."""
     return f"random-rank-{rank:05d}.safetensors"
 
 
 def capture_generators() -> dict[str, torch.Tensor]:
-    """Return the state of Python's, NumPy's, PyTorch's and the device's generators."""
+    """Return the states of Python's, NumPy's, PyTorch's and the device's random generators as named tensors."""
     _, python_words, python_gauss = random.getstate()
     _, numpy_words, numpy_place, numpy_has_gauss, numpy_gauss = np.random.get_state()
     tensors = {
@@ -169,7 +172,7 @@ def capture_generators() -> dict[str, torch.Tensor]:
 
 
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set all generators as they were."""
+    """Set all random generators of this process to the states that `capture_generators` returned."""
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = states["numpy_place"].tolist()
@@ -181,22 +184,24 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def save_generators(path: Path) -> None:
-    """Write the state of all generators, or raise OSError; safetensors' `save_file` has errors of its own."""
+    """Write the states of all random generators to a safetensors file; OSError if that fails, which `save_file` of
+    safetensors would raise as an error of its own type.
+    """
     path.write_bytes(save(capture_generators()))
 
 
 def load_generators(path: Path) -> None:
-    """Set all generators as they were saved; OSError if the file is missing or damaged."""
+    """Set all random generators to the states in a file of `save_generators`; OSError if missing or damaged."""
     restore_generators(load_file(path))
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators of this process."""
+    """Seed the random generators of Python, NumPy and PyTorch (all devices) in this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def unreadable_error(path: Path, error: Exception) -> CheckpointError:
-    """Return the error of a file that cannot be read."""
+    """Return the CheckpointError for a checkpoint file that cannot be read, with the reason in `error`."""
     return CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason_of(error))
