@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended and whose parent has not asked yet; None of any other."""
+    """Return the wait status of a zombie process (ended, not yet waited for by its parent); None of any other."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return int(fields[-1]) if fields[0] in "ZX" else None

@@ -32,7 +32,7 @@ _OF_DISKS = (
 
 
 def run_guarded(function: Callable[[], int]) -> int:
-    """Run a command; report whatever it raises, once over all ranks, and return the exit code."""
+    """Run a command and return the exit code; what it raises is reported by one of the ranks only."""
     _prepare_process()
     if lost := _lost():
         _say(lost)
@@ -81,13 +81,13 @@ def _local_rank() -> int:
 
 
 def _number(name: str, default: int) -> int:
-    """Return a launcher's variable; the default where it is no number, which the command itself reports."""
+    """Return an integer variable that a launcher sets; the default if it is no number, which the command reports."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else default
 
 
 def _prepare_process() -> None:
-    """Make sure that nothing about its streams and warnings ends this process."""
+    """Keep encoding errors, closed streams and warnings from ending this process."""
     # What is opened next would take the number of a stream that is closed, and get what libraries print.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

@@ -59,7 +59,7 @@ def watch_failures(
 
 
 def another_has_failed() -> bool:
-    """Return whether another rank has put its error into the marker."""
+    """Return whether another rank has already claimed the failure, by writing its error into the marker file."""
     if _marker is not None and not _is_mine:
         with suppress(OSError):
             return _marker.stat().st_ino not in _earlier
@@ -87,7 +87,7 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
 
 
 def end_watch() -> None:
-    """This process ends in good order, or has reported why not: no more looking."""
+    """Stop watching the other ranks: this process ends regularly, or has reported its error."""
     _over.set()
     if _note is not None:
         _note.write(left=True)
@@ -115,12 +115,12 @@ def has_run_folder() -> bool:
 
 
 def finished_folder() -> Path | None:
-    """Return the run directory if the run in it is complete."""
+    """Return the run directory if the run in it is complete, else None."""
     return _marker.parent if _marker is not None and _marker.with_name("DONE").exists() else None
 
 
 def _report_peer(peers: "Peers", text: str) -> None:
-    """Print that a rank was killed, unless another rank does; this process then ends (`_wait_for_failure`)."""
+    """Report that a rank was killed, unless another rank does; `_wait_for_failure` then ends this process."""
     if _marker is None and not peers.is_first_alive():  # without a marker to claim, one rank of a node speaks
         _reported_peer.set()
         return

@@ -76,7 +76,7 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
 
 @contextmanager
 def _locked(path: Path, status: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock file; never deleted, as deleting it would let two processes in."""
+    """Hold the lock file, which is never deleted: deleting it would let two processes hold a lock."""
     stop = threading.Event()
     with open(path, "a+", encoding="utf-8") as file:
         signature = _Signature(path, status)
@@ -100,7 +100,7 @@ class _Signature:
         self.beats = 0
 
     def write(self) -> None:
-        """Sign."""
+        """Write this process's signature into the lock file."""
         self.beats += 1
         content = json.dumps({**self.me, "beat": self.beats, "doing": self.status()}, ensure_ascii=False)
         with suppress(OSError), open(self.path, "r+", encoding="utf-8") as file:  # a full disk stops the build itself
@@ -136,7 +136,7 @@ class _Signature:
         return False
 
     def beat(self, stop: threading.Event) -> None:
-        """Sign every few seconds."""
+        """Renew the signature every few seconds, as a heartbeat that shows others that the holder lives."""
         while not stop.wait(_BEAT_S):
             self.write()
 
@@ -169,7 +169,7 @@ def _wait(file: IO[str], signature: _Signature) -> None:
 
 
 def explain_lock_error(error: OSError, folder: Path) -> DataError:
-    """Return the message for a folder that cannot be written."""
+    """Return the error to raise if a directory cannot be written or locked."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
             "No space left while writing below '{folder}'. Free some, or choose another directory with "

@@ -39,11 +39,11 @@ class Peers:
                     self._poll.register(handle, select.POLLIN)
 
     def is_first_alive(self) -> bool:
-        """Whether no rank of this node with a lower number is left."""
+        """Whether this rank has the lowest number of those on its node that have not ended."""
         return all(rank > self.rank for rank in self._files.values())
 
     def wait(self, seconds: float) -> str:
-        """Wait for a rank on this node to end; return what to report of one that was killed, "" if none was."""
+        """Wait for a rank on this node to end; return a sentence about it if it was killed, else ""."""
         for handle, _ in self._poll.poll(1000 * seconds):
             rank = self._files.pop(handle)
             status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
@@ -64,7 +64,7 @@ class Peers:
         return ""
 
     def silent(self, seconds: float = SILENT_S) -> str:
-        """Return what to say of ranks on other machines whose notes do not change for `seconds`; "" if all do."""
+        """Return a sentence about other nodes' ranks whose presence files stay unchanged for `seconds`; "" if none."""
         machine = self.note.process.machine
         others = [rank for rank, peer in enumerate(self.everybody) if peer.machine != machine]
         if not others or self.note.folder is None:
@@ -80,7 +80,7 @@ class Peers:
         )
 
     def _killed_text(self, rank: int, status: int | None, note: Mapping[str, Any]) -> str:
-        """Return what to say of a rank that was killed: by what, its last memory, and whether memory had run out."""
+        """Return a sentence about a killed rank: by which signal, its last memory, and whether memory had run out."""
         peer = self.everybody[rank]
         if status is None:
             text = tr(

@@ -33,7 +33,7 @@ class Peer:
 
 
 def node_id() -> str:
-    """Return what distinguishes nodes; containers on several may all have one name."""
+    """Return an id of this node; the host name alone will not do, as containers on several nodes may share one."""
     boot = ""
     with suppress(OSError):  # Linux alone has it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -63,7 +63,7 @@ class Note:
         self.write()
 
     def write(self, left: bool = False) -> None:
-        """Write down that this rank is there, or that it has left in good order, which is its last note."""
+        """Write this rank's presence file: that it runs, or, as the last time, that it has left regularly."""
         is_early = time.monotonic() - self._written_at < NOTE_EVERY_S * stretch(self.num_ranks)
         if self.folder is None or (is_early and not left):
             return
@@ -79,5 +79,5 @@ class Note:
 
 
 def note_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's notes in a run's logs/."""
+    """Return a rank's presence file in a run's logs/."""
     return folder / f"rank-{rank}.json"

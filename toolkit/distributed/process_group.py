@@ -107,7 +107,7 @@ def start(config: schema.DistributedConfig) -> torch.device:
 
 
 def _tie_builds() -> None:
-    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
+    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, which ends its compilers."""
     from torch.utils import cpp_extension
 
     vars(cpp_extension)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": children.run})
@@ -179,7 +179,7 @@ def world_size() -> int:
 
 
 def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the sum of one-dimensional values over all ranks, float64 on `device`, the same on every rank."""
+    """Return the elementwise sum of `values` over all ranks, float64 on `device`, the same on each. A collective."""
     total = torch.as_tensor(values, dtype=torch.float64).clone()
     if total.device != device:  # from page-locked memory, so that the host does not wait for the device
         total = (total.pin_memory() if device.type == "cuda" else total).to(device, non_blocking=True)
@@ -189,7 +189,7 @@ def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> 
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in their order, on every rank. For small things: they travel pickled."""
+    """Return [value of rank 0, of rank 1, …] on every rank. A collective for small values, which are pickled."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -198,13 +198,13 @@ def gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Block until every rank has called this. A collective."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 alone; all get its result, or its error, which would leave them waiting otherwise."""
+    """Run `function` on rank 0 only; every rank returns its result or raises its error, instead of waiting for it."""
     outcome: list[tuple[T | None, str, str]] = [(None, "", "")]
     if rank() == 0:
         try:
@@ -226,7 +226,7 @@ _SLICE_S = 20.0
 
 
 def patiently_on_rank0(function: Callable[[], T]) -> T:
-    """Do the same for what may take longer than a collective may, in a thread of rank 0."""
+    """Do what `on_rank0` does for a function that may outlast a collective's timeout, in a thread of rank 0."""
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if rank() == 0 else None
         while on_rank0(lambda: bool(work and wait([work], _SLICE_S).not_done)):
@@ -308,7 +308,7 @@ def init_method(timeout: timedelta) -> str | None:
 
 
 def leave() -> None:
-    """Forget the store: the next process group begins with one of its own."""
+    """Forget the ranks' rendezvous store, so that the next process group makes a new one."""
     global _met
     _met = None
 
@@ -346,7 +346,7 @@ _LONGEST = 120
 
 
 def differences(store: Store, rank: int, size: int, key: str, values: Mapping[str, str], timeout: timedelta) -> str:
-    """Return what differs between the ranks, the same on all, "" for nothing; `key` must be new in the store."""
+    """Return a message on the values that differ between ranks, the same on all, or ""; `key`: new in the store."""
     until = time.monotonic() + timeout.total_seconds()
     if rank:
         _wait_for_keys(store, {0: f"{key}/first"}, until)
@@ -391,7 +391,7 @@ def tell_failure() -> Iterator[None]:
 
 
 def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
-    """Wait for what ranks publish; by asking again and again, as a signal is not noticed while the store waits."""
+    """Wait for the values that ranks publish in the store; polls, as signals are not handled while the store waits."""
     missing, is_there = dict(keys), True
     while missing:
         if is_there:
@@ -501,7 +501,7 @@ def is_expert_part(parameter: torch.Tensor) -> bool:
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether this rank has a part of a parameter, whatever divides it."""
+    """Whether this rank holds only a part of a parameter, whether by tensor or by expert parallelism."""
     return is_tensor_part(parameter) or is_expert_part(parameter)
 
 
@@ -515,28 +515,28 @@ def part_group(parameter: torch.Tensor) -> torch.distributed.ProcessGroup:
 
 
 def tensor_group() -> torch.distributed.ProcessGroup:
-    """Return the ranks that share each split parameter; only where the model is split."""
+    """Return this rank's tensor-parallel process group; only to be called with tensor parallelism."""
     from deepspeed.utils import groups  # takes seconds, which those who have whole models need not wait
 
     return groups.get_tensor_model_parallel_group()
 
 
 def tensor_rank() -> int:
-    """Return which of them this rank is; 0 where the model is not split."""
+    """Return this rank's number in its tensor group; 0 without tensor parallelism."""
     from deepspeed.utils import groups
 
     return 0 if groups._TENSOR_MODEL_PARALLEL_GROUP is None else dist.get_rank(tensor_group())
 
 
 def tensor_group_size() -> int:
-    """Return how many they are; 1 where the model is not split."""
+    """Return the number of ranks in a tensor group; 1 without tensor parallelism."""
     from deepspeed.utils import groups
 
     return 1 if groups._TENSOR_MODEL_PARALLEL_GROUP is None else dist.get_world_size(tensor_group())
 
 
 def part_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return which part of a parameter this rank has, and of how many; (0, 1) of one that is whole."""
+    """Return (number, count) of the part of a parameter that this rank has; (0, 1) if the parameter is not split."""
     if not is_part(parameter):
         return 0, 1
     group = part_group(parameter)
@@ -544,7 +544,7 @@ def part_of(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, however it is divided over ranks, or packed in 4 bits."""
+    """Return the shape of the complete parameter, even if this rank has a part of it or it is packed in 4 bits."""
     packed = getattr(parameter, "quant_state", None)
     shape = tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
     return mesh.part_shape(name, shape, part_of(parameter)[1], back=True)

@@ -17,7 +17,7 @@ _deferred = False
 
 
 def install_signals() -> None:
-    """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
+    """Install the handlers. Until `defer_signals` a signal raises Stopped, afterwards it only sets a flag."""
     act_on_signals_at_once()
     for number in _CAUGHT:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
@@ -25,37 +25,37 @@ def install_signals() -> None:
 
 
 def defer_signals() -> None:
-    """From now on a signal only raises the flag, which the training loop looks at; after a failure nobody does."""
+    """From now on a signal only sets the flag that the training loop reads to save and stop."""
     global _deferred
     _deferred = True
 
 
 def act_on_signals_at_once() -> None:
-    """From now on (after the loop) a signal ends this process again."""
+    """From now on (after the loop) a signal raises Stopped again; a signal received before is forgotten."""
     global _deferred, _received
     _deferred, _received = False, ""
 
 
 def release_signals() -> None:
-    """Let a signal end this process without a word again: all is done, and Python is about to end it."""
+    """Restore the default handlers: the work is done, and a signal may end this process without a message."""
     for number in _CAUGHT:
         if signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_DFL)
 
 
 def die_of_signals() -> None:
-    """From now on a signal ends this process without a word."""
+    """From now on a signal ends this process without a message."""
     for number in _CAUGHT:
         signal.signal(number, signal.SIG_DFL)
 
 
 def received_signal() -> str:
-    """Return the name of the signal that has come, or ""."""
+    """Return the name of the signal that was received, "" if none was."""
     return _received
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Note a signal; unless signals are deferred, raise Stopped for the first one."""
+    """Handle a signal: record it and, unless signals are deferred, raise Stopped for the first one."""
     global _received
     again = bool(_received)
     _received = signal.Signals(number).name

@@ -44,7 +44,7 @@ _NODE = node_id()
 
 
 def heartbeat_file(rank: int | str) -> str:
-    """Return the name of a rank's file in logs/."""
+    """Return the name of a rank's heartbeat file in logs/."""
     return f"heartbeat-rank-{rank}.json"
 
 
@@ -89,11 +89,11 @@ class Watchdog:
             self._beat()
 
     def stop(self) -> None:
-        """The run is over."""
+        """Stop the watchdog: the run has ended."""
         self._over.set()
 
     def limit(self) -> float:
-        """Return the seconds after which the present phase counts as hanging."""
+        """Return the seconds after which the current phase of this rank counts as hanging."""
         if self.phase in (START, END):
             return math.inf
         if self.phase == DATA:

@@ -118,7 +118,7 @@ class AnswerFile:
                 self.record.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a window of lines, and flush them to the disk."""
+        """Write the lines of a window of questions, and flush them to disk: what is complete survives a crash."""
         # A lone surrogate has no UTF-8.
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with self._writing():
@@ -176,7 +176,7 @@ class AnswerFile:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return i and n of "i/n"."""
+    """Return the numbers (i, n) of a shard "i/n"."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not (match and 0 < int(match[1]) <= int(match[2])):
         raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=text)

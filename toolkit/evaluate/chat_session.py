@@ -38,7 +38,7 @@ class ChatSession:
         """Question, answer, question, answer …"""
 
     def talk(self) -> None:
-        """Answer until there is nothing more to answer."""
+        """Read questions and answer them until the input or the user ends the session."""
         if self.is_terminal:
             _tell(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
         for line in self._lines():
@@ -46,7 +46,7 @@ class ChatSession:
                 return
 
     def take(self, line: str) -> bool:
-        """Answer a question or obey a command; return whether the conversation goes on."""
+        """Answer a typed question or execute a typed command; return False if the session is to end."""
         try:
             if line.startswith("/"):
                 return self._obey(line)
@@ -64,7 +64,7 @@ class ChatSession:
         self.system = text
 
     def _lines(self) -> Iterator[str]:
-        """Yield what is typed, or what comes through a pipe."""
+        """Yield the user's messages: lines that are typed, or what comes through a pipe."""
         # Half a character, as a terminal may send it, is no reason to end.
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
@@ -85,7 +85,7 @@ class ChatSession:
                 _tell(tr("Ctrl-D ends."))
 
     def _obey(self, line: str) -> bool:
-        """Carry a command out, and return whether the conversation goes on."""
+        """Execute a typed command such as /reset; return False if the session is to end."""
         command, _, text = line.partition(" ")
         if command == "/reset":
             self.history.clear()
@@ -108,7 +108,7 @@ class ChatSession:
         return command != "/exit"
 
     def _answer(self, question: str) -> None:
-        """Ask the model, show the answer as it comes, and remember both."""
+        """Generate an answer, print it as it is generated, and add question and answer to the conversation."""
         stream = AnswerStream(self.encoder, _show)
         try:
             prompt = self._prompt(question)
@@ -158,7 +158,7 @@ class AnswerStream(BaseStreamer):
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then a token at a time."""
+        """Receive token ids as `generate` produces them: first the prompt's, which are skipped, then each new one."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -167,7 +167,7 @@ class AnswerStream(BaseStreamer):
         self._show(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
 
     def end(self) -> None:
-        """Write what is left."""
+        """Print the rest of the text at the end of generation."""
         self._show(decode_answer(self.encoder, self.ids))
 
     def _show(self, text: str) -> None:
@@ -182,6 +182,6 @@ def _show(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Write what is no answer."""
+    """Print what is not an answer, such as a notice."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

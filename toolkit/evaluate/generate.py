@@ -100,7 +100,7 @@ def answer(
 
 
 def decode_answer(encoder: chat.AnyChatEncoder, ids: Sequence[int]) -> str:
-    """Return generated tokens as text, without special tokens and surrounding white space."""
+    """Return generated token ids as text, without special tokens and surrounding white space."""
     return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
@@ -124,7 +124,7 @@ def most_tokens(model: PreTrainedModel) -> float:
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:
-    """Return the ids before the first that ends an answer."""
+    """Return the token ids of an answer up to its first stop token, which is left out."""
     return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]
 
 

@@ -65,7 +65,7 @@ def evaluate_loss(
 
 
 def describe_evaluation(row: Mapping[str, float]) -> list[str]:
-    """Return the lines about an evaluation, a row of metrics.jsonl."""
+    """Return the lines to print about an evaluation, which is a line of metrics.jsonl."""
     step = int(row["step"])
     if PAIRS in row:
         return [

@@ -56,19 +56,19 @@ def _by_sacrebleu(metric: Metric, answers: Sequence[str], references: Sequence[s
 def _mean(
     score_of: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str], tokenize: str
 ) -> Scores:
-    """Return the mean of a score of single answers."""
+    """Return the mean of a score over all answers, and the score of each against its reference."""
     each = [score_of(answer, reference) for answer, reference in zip(answers, references, strict=True)]
     return Scores(sum(each) / len(each), each)
 
 
 def _rouge_n(n: int, answer: str, reference: str) -> float:
-    """ROUGE-N as F1 over characters, white space left out."""
+    """Return ROUGE-N of an answer, F1 over the n-grams of its characters without white space."""
     ours, theirs = (Counter(_ngrams(_BLANKS.sub("", text), n)) for text in (answer, reference))
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
 def _rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L as F1: the longest common subsequence of characters, white space left out."""
+    """Return ROUGE-L of an answer: F1 of the longest common subsequence of characters, without white space."""
     ours, theirs = (_BLANKS.sub("", text) for text in (answer, reference))
     return _f1(_common_subsequence(ours, theirs), len(ours), len(theirs))
 

@@ -35,7 +35,7 @@ class Reward:
     allow_code: bool = False
 
     def check(self) -> None:
-        """Raise a ConfigError if it cannot be computed."""
+        """Raise a ConfigError if this reward's configuration cannot be computed."""
         is_function = ":" in self.kind and not Path(self.kind).exists()
         if is_function and not self.allow_code:
             raise ConfigError(
@@ -121,7 +121,7 @@ def _by_model(folder: Path) -> Score:
 
 
 def scored(rows: Iterable[Row], reward: Reward) -> list[Row]:
-    """Return the rows that have an answer, each with its `reward`."""
+    """Return the rows that have an answer, each with the key `reward` added."""
     answered = [row for row in rows if "error" not in row]
     rewards = reward.score()(answered)
     if wrong := [row["where"] for row, value in zip(answered, rewards, strict=True) if value != value]:
@@ -159,13 +159,13 @@ def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
 
 
 def read_lines(file: Path) -> list[Row]:
-    """Return the rows of a file of JSON lines."""
+    """Return the rows (one dict per line) of a JSONL file."""
     with reading(file, DataError), file.open(encoding="utf-8") as lines:  # str.splitlines would cut texts at U+2028
         return [json.loads(line) for line in lines]
 
 
 def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines, whole."""
+    """Write rows to a JSONL file, atomically."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(file, lines.encode("utf-8", "backslashreplace"))
 

@@ -155,7 +155,7 @@ class Bounded:
 
 
 def _sentence(body: bytes) -> str:
-    """Return what an error of FastAPI says."""
+    """Return the message in an error response of FastAPI."""
     text = body.decode(errors="replace")
     with suppress(ValueError, RecursionError):
         answer = json.loads(text)
@@ -235,7 +235,7 @@ def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Serve; the words are the model's name and the arguments of transformers' command line."""
+    """Serve a model over HTTP. `words`: its name, then arguments of the command line of `transformers serve`."""
     from transformers.cli.transformers import app
 
     from toolkit.models.sandbox import bound_templates
