@@ -41,7 +41,7 @@ _function: Callable[..., Any] | None = None
 
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
-    """Run a command to its end; options as of `subprocess.run`."""
+    """Run a command that ends with this process, and wait for it; options as of `subprocess.run`."""
     return subprocess.run(_tied_to_this("tie", command, options), **{"check": False, **options})  # noqa: S603
 
 
@@ -58,7 +58,7 @@ def start_tree(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]
 
 
 def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
-    """Start a command that goes on when this process, or its terminal, ends."""
+    """Start a command that continues when this process, or its terminal, ends."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # noqa: S603
 
 
@@ -161,7 +161,7 @@ def end_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Do that, and end if it has ended already."""
+    """Let this process get a SIGTERM when its parent ends; end at once if the parent has ended already."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -60,7 +60,7 @@ def proves_nothing(error: OSError) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file or a folder is on the disk, not only on its way."""
+    """Flush a file or directory to disk (fsync), so that it survives a crash of the system."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +69,7 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole, or raise OSError and leave it as it was."""
+    """Write a file atomically; on an OSError the file is as it was before."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -232,7 +232,7 @@ LONGEST_LINE = 1 << 20
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a file of JSON lines, one in memory at a time; None for a line that is none."""
+    """Yield the objects of a JSONL file one at a time; None for a line that is not a JSON object."""
     with open_regular_file(path) as file:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):

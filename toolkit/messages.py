@@ -201,7 +201,7 @@ _logger.propagate = False
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like `name`, None if none is like it."""
+    """Return the candidate that is most similar to `name`, for "did you mean"; None if none is similar."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
@@ -398,7 +398,7 @@ class Problems:
 
 
 def raise_all(errors: Iterable[ToolkitError]) -> None:
-    """Raise all of some errors as one."""
+    """Raise several errors as one exception that lists them all."""
     problems = Problems()
     for error in errors:
         problems.add(error)
@@ -447,7 +447,7 @@ def is_failure(problem: BaseException) -> bool:
 
 
 def reason_of(problem: BaseException) -> str:
-    """Return what went wrong in one line."""
+    """Return an exception's cause in one line, for a message."""
     if isinstance(problem, RecursionError):
         return tr("it is nested too deeply")
     if isinstance(problem, MemoryError):

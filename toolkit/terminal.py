@@ -140,7 +140,7 @@ def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int]
 
 @contextmanager
 def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a `phase` in the live view."""
+    """Show the progress of a `phase` in the live view at the bottom of the terminal."""
     from rich import progress as parts
     from rich.text import Text
 

@@ -129,7 +129,7 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each word, together with the next one where that is its value."""
+    """Yield each word as a list, together with the next word if it is an option that takes that as its value."""
     rest = iter(words)
     for word in rest:
         yield [word, *islice(rest, 1 if WITH_VALUE.fullmatch(word) or OURS.get(word) else 0)]
@@ -266,7 +266,7 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
 
 
 def check_mpirun(launcher: str) -> None:
-    """See that the `mpirun` that DeepSpeed will start is not the other one, which does not know the options."""
+    """Raise a LaunchError if the `mpirun` on PATH is not of the MPI that DeepSpeed's options are for."""
     printed = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     if re.search({"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher], printed, re.IGNORECASE):
         raise LaunchError(

@@ -299,7 +299,7 @@ def front_end() -> int:
 
 
 def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
-    """Tell something; nothing happens where no `toolkit launch` listens."""
+    """Report something to the `toolkit launch` that started this rank; does nothing without one."""
     with suppress(OSError):  # it is gone with its reader
         handle = os.open(_status_file(environ), os.O_WRONLY | os.O_APPEND)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -307,7 +307,7 @@ def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None
 
 
 def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
+    """Return what ranks have reported to `toolkit launch`, {} without one; of several reports on a thing the first."""
     status: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         for line in Path(_status_file(environ)).read_text(encoding="utf-8").splitlines():
