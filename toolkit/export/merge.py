@@ -222,6 +222,7 @@ class _AddLora:
     """Name of each of its parameters in the layer -> in the model."""
 
     def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight with LoRA's product added; see `Change`."""
         return merge_lora(self.layer, weight, {key: values[name] for key, name in self.names.items()})
 
 
@@ -233,6 +234,7 @@ class _AddBias:
     scaling: float
 
     def __call__(self, bias: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the bias with LoRA's scaled bias added."""
         return bias.float() + self.scaling * values[self.name].float()
 
 
@@ -243,6 +245,7 @@ class _ReplaceBy:
     name: str
 
     def __call__(self, _: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the trained parameter."""
         return values[self.name]
 
 
@@ -254,6 +257,7 @@ class _ReplaceRows:
     rows: list[int]
 
     def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the matrix with the trained rows in it."""
         return weight.float().index_copy(0, torch.tensor(self.rows), values[self.name].float())
 
 

@@ -43,7 +43,9 @@ class Trackers:
         self.patience_s = patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting, self._heard = bytearray(), bytearray()
+        """Messages not written to the process yet, and its output up to the last whole line."""
         self._silent: set[str] = set()
+        """Trackers that have not answered yet."""
         self._is_full = self._is_ending = False
 
     @property

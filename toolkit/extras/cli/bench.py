@@ -37,6 +37,7 @@ from toolkit.messages import ConfigError
 
 
 def run(words: list[str]) -> int:
+    """Run benchmarks/run.py of this checkout with the arguments; return its exit code."""
     checkout = PACKAGE.parent
     program = checkout / "benchmarks" / "run.py"
     if not program.is_file():

@@ -18,6 +18,7 @@ USAGE = "toolkit board runs"
 
 
 def run(words: list[str]) -> None:
+    """Serve the board, or say which packages it needs."""
     arguments = named_arguments(words, required=(), optional=("runs", "port"), usage=USAGE, bare="runs")
     try:
         from toolkit.extras.board import serve

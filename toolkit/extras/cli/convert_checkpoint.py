@@ -23,6 +23,7 @@ _USAGE = "toolkit convert-checkpoint PATH output=DIR"
 
 
 def run(words: list[str]) -> None:
+    """Convert a checkpoint to a new directory, and print what is not taken over."""
     arguments = named_arguments(words, required=("path", "output"), optional=(), usage=_USAGE, bare="path")
     output = Path(arguments["output"])
     if output.exists():

@@ -20,6 +20,7 @@ OUTPUT = "data-report.html"
 
 
 def run(words: list[str]) -> None:
+    """Inspect a data file, or a recipe's data, and write the report's HTML page."""
     is_data = bool(words) and "=" not in words[0] and not words[0].endswith((".yaml", ".yml"))
     special: list[str] = []
     prepared = None

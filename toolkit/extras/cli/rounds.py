@@ -29,6 +29,7 @@ OWN = ("prompts", "rounds", "reward", "pattern", "least", "most", "allow_code", 
 
 
 def run(words: list[str]) -> int:
+    """Check the arguments and do the rounds; return the exit code."""
     environment.refuse_ranks()
     launcher, options, rest = deepspeed.typed_options(words)
     if any(word.startswith(("data=", "data.sources")) for word in rest):

@@ -19,6 +19,7 @@ from toolkit.messages import Problems
 
 
 def run(words: list[str]) -> int:
+    """Run a grid, or with `trials=N` a search; return the exit code."""
     environment.refuse_ranks()
     problems = Problems()
     plan = parse_sweep(words, problems)

@@ -26,6 +26,7 @@ USAGE = "toolkit verify-serving PATH"
 
 
 def run(words: list[str]) -> None:
+    """Run all checks of an export and print them; CheckpointError if one fails."""
     settings = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
     path, color = Path(settings["path"]), one_of(settings, "color", COLORS)
     files.check_directory(path)
