@@ -14,7 +14,7 @@ from tests.unit.speaker import write_random
 from toolkit.cli import main
 from toolkit.config.load import LoadedConfig, load
 from toolkit.distributed import process_group, signals
-from toolkit.tasks.language_model import check_model
+from toolkit.tasks.language_check import check_model
 
 PLAIN = [{"role": "user", "content": "he said"}, {"role": "assistant", "content": "and so on"}]
 THOUGHT = [PLAIN[0], PLAIN[1] | {"reasoning_content": "said and"}]

@@ -24,7 +24,7 @@ GROUPS = {
 COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 EXTRAS = (
     *("sweep", "rounds", "prove", "new", "import-config", "convert-checkpoint", "verify-serving", "doctor"),
-    *("data-report", "board", "bench", "completion"),
+    *("data-report", "models", "board", "bench", "completion"),
 )
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}

@@ -99,15 +99,17 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _quantized(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """QLoRA needs a package, and a GPU or ranks that are meant to compute on CPUs."""
-    if loaded.cfg.tuning.method is not schema.TuningMethod.qlora:
-        return
+    if loaded.cfg.tuning.method is schema.TuningMethod.qlora and (reason := why_not_qlora()):
+        yield loaded.error("tuning.method", reason)
+
+
+def why_not_qlora() -> str:
+    """Return why QLoRA cannot be done here; "" if it can."""
     has_package = importlib.util.find_spec("bitsandbytes") is not None
-    if not has_package or not (is_cpu() or shutil.which("nvidia-smi")):
-        yield loaded.error(
-            "tuning.method",
-            "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.",
-            missing=tr("an NVIDIA GPU") if has_package else tr("the package bitsandbytes (pip install bitsandbytes)"),
-        )
+    if has_package and (is_cpu() or shutil.which("nvidia-smi")):
+        return ""
+    missing = tr("an NVIDIA GPU") if has_package else tr("the package bitsandbytes (pip install bitsandbytes)")
+    return tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing)
 
 
 RULES = (_packages, _quantized)

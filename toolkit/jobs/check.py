@@ -16,7 +16,11 @@ from toolkit.plan.outline import Outline, active_line
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 if TYPE_CHECKING:  # tokenizers take seconds to import
+    from transformers import PreTrainedModel
+
     from toolkit.models.chat import AnyChatEncoder
+
+    _Tried = tuple[schema.RunConfig, AnyChatEncoder | None, PreTrainedModel | None]
 
 _USUAL = "8x80GB"
 
@@ -43,7 +47,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     problems.settle()
     is_here = not files.is_hub_name(cfg.model.path)  # the Hub is asked only once the config is right
     may_read = not wrong_keys & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
-    encoder = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
+    tried = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()
     for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
@@ -53,13 +57,15 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
-    if encoder:
+    if tried:
+        resolved, encoder, model = tried
         _tell_rows(cfg, encoder)
+        _tell_model(resolved, model)
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
 
-        resolved = hub.resolve_model_path(arguments.loaded, config_only=True)
-        merge.tell_unmergeable(merge.part_of_recipe(resolved.cfg))
+        loaded = hub.resolve_model_path(arguments.loaded, config_only=True)
+        merge.tell_unmergeable(merge.part_of_recipe(loaded.cfg))
     if outlines:
         model_outline, rank_outline = outlines
         trained, total = f"{model_outline.num_trained:,}", f"{model_outline.num_parameters:,}"
@@ -79,9 +85,9 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         say(line)
 
 
-def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder | None":
-    """Raise what training would raise of model and tokenizer before it tokenizes the data; return what encodes them,
-    None where no tokenizer is on this disk.
+def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None":
+    """Raise what training would raise of model and tokenizer before it tokenizes the data; return the config with the
+    model's directory, what encodes the data, None where no tokenizer is on this disk, and the model without weights.
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
     loaded = hub.resolve_model_path(loaded, config_only=True)
@@ -99,8 +105,18 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
     encoder = local_encoder(model, cfg.data.train_thinking)
     if encoder is None and is_here:
         load_tokenizer(model.tokenizer or model.path)  # says what is missing
-    task_of(cfg).check(cfg, encoder and encoder.tokenizer)
-    return encoder
+    return cfg, encoder, task_of(cfg).check(cfg, encoder and encoder.tokenizer)
+
+
+def _tell_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
+    """Report what training will report of the model, as far as its config.json shows it."""
+    from toolkit.models import packable, trainable
+
+    if model is not None:
+        trainable.tell_model(model)
+    reason = packable.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
+    if reason and cfg.data.packing is schema.Packing.packed:
+        packable.tell_grouped(reason)
 
 
 def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
@@ -123,8 +139,10 @@ def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
     return is_lora and is_read and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
 
 
-def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder") -> None:
+def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> None:
     """Say what the first rows become; a DataError if training would reject one."""
+    if encoder is None:
+        return
     from toolkit.data.tokenize import first_rows
 
     report, lengths = first_rows(cfg, encoder)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.messages import ConfigError, ModelError, say, tr
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import lora, probe, prompt_tuning
 from toolkit.models.adapters import (
     SCORING,
@@ -50,23 +50,6 @@ def freeze_towers(model: PreTrainedModel, base: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(beside))
         model.tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
-
-
-def tell_towers(model: PreTrainedModel) -> None:
-    """Report which parts of a multimodal model take no text, and so are not trained."""
-    beside = towers(model)
-    outermost = [name for name in beside if not any(name != other and name.startswith(other) for other in beside)]
-    sizes = [
-        getattr(parameter, "ds_numel", parameter.numel())
-        for name, parameter in model.named_parameters()
-        if name.startswith(beside)
-    ]
-    if sizes:
-        say(
-            "A multimodal model: its text model is trained; {parts} ({count} parameters) stay as they are.",
-            parts=", ".join(name.removesuffix(".") for name in outermost),
-            count=f"{sum(sizes):,}",
-        )
 
 
 def apply_tuning(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from toolkit.models.classifier import Head
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
-_OF_VALUES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""What constructors raise of values that cannot be. None of these is the machine's fault, as RuntimeErrors may be."""
+_OF_VALUES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What constructors raise of values that cannot be, or without a package. None of these is the machine's fault, as
+RuntimeErrors may be."""
 
 
 def load_model(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import Init, ModelConfig, TuningMethod
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.models.directory import Architecture, architecture_of, is_trusted, read_config
 from toolkit.models.load import own_class, transformers_config
 
@@ -19,6 +19,15 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
     if architecture_of(read_config(model.path, with_weights=False)) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
     return division_unsupported(model, max_length)
+
+
+def tell_grouped(reason: str) -> None:
+    """Report why samples are not packed."""
+    say(
+        "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
+        "(data.packing=grouped).",
+        reason=reason,
+    )
 
 
 _PACKABLE = {"full_attention", "mlp", "moe"}

@@ -228,11 +228,15 @@ def prefix_settings(num_tokens: int, projection: bool, base: str) -> dict[str, A
     }
 
 
-def initial_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def initial_values(
+    model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> torch.Tensor:
     """Return the embeddings with which a soft prompt's training begins, [P, H]: of `tuning.init_text`, or random
     tokens.
     """
     embedding, number = model.get_input_embeddings(), config.num_tokens
+    if tokenizer is None:  # a model is tried whose tokenizer is not on this disk
+        return torch.empty(number, embedding.embedding_dim, device="meta")
     if config.init_text:
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
         if not ids:

@@ -1,11 +1,13 @@
-"""Which models that transformers calls causal cannot learn to write, and why: said before their weights are read."""
+"""Which models cannot be trained, and why: said before their weights are read; and what of a model is not trained."""
 
 from pathlib import Path
 
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from toolkit.config.schema import TaskKind
-from toolkit.messages import ModelError, read_table, translated
+from toolkit.messages import ModelError, read_table, reason_of, say, translated
+from toolkit.models.structure import towers
 
 _SEES_ALL = (
     ("is_decoder", (False,), "is_decoder", "true"),
@@ -35,6 +37,7 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
             kind=kind,
             reason=translated(reason),
         )
+    _check_quantized(model, folder)
     if task not in (TaskKind.language, TaskKind.distill):
         return
     for key, values, attribute, right in _SEES_ALL:
@@ -48,3 +51,47 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
                 value=str(value).lower(),
                 right=right,
             )
+
+
+def _check_quantized(model: PreTrainedModel, folder: Path) -> None:
+    """Reject weights that transformers (5.23) cannot load here, or that stay as they are: it makes ordinary ones of
+    some, such as FP8 without a GPU that computes in it.
+    """
+    settings = getattr(model.config, "quantization_config", None)
+    if not settings or not AutoHfQuantizer.supports_quant_method(settings):
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+    except Exception as error:  # a package that is not installed, settings that are none
+        raise ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error)) from error
+    if not getattr(quantizer.quantization_config, "dequantize", False):
+        raise ModelError(
+            "{folder}/config.json has quantization_config ({kind}): these weights stay quantised, and cannot be "
+            "trained. Use the model in bf16, with tuning=qlora where memory is short.",
+            folder=folder,
+            kind=getattr(quantizer.quantization_config.quant_method, "value", ""),
+        )
+
+
+def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
+    """Return the parts of a multimodal model that take no text, and so are not trained, and their parameters."""
+    beside = towers(model)
+    outermost = [name for name in beside if not any(name != other and name.startswith(other) for other in beside)]
+    sizes = [
+        getattr(parameter, "ds_numel", parameter.numel())
+        for name, parameter in model.named_parameters()
+        if name.startswith(beside)
+    ]
+    return [name.removesuffix(".") for name in outermost], sum(sizes)
+
+
+def tell_model(model: PreTrainedModel) -> None:
+    """Report what is not trained of a multimodal model."""
+    parts, count = frozen_parts(model)
+    if count:
+        say(
+            "A multimodal model: its text model is trained; {parts} ({count} parameters) stay as they are.",
+            parts=", ".join(parts),
+            count=f"{count:,}",
+        )

@@ -62,11 +62,12 @@ class DistillTask(language.LanguageTask):
 
     # Data
 
-    def check(self, cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def check(self, cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Any:
         """Likewise; and a teacher of another tokenizer is an error."""
-        super().check(cfg, tokenizer)
+        model = super().check(cfg, tokenizer)
         if tokenizer is not None and cfg.distill.teacher and Path(cfg.distill.teacher).is_dir():
             check_teacher(cfg, tokenizer)
+        return model
 
     def load_data(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, and report what is learnt without the trained model as its teacher."""

@@ -16,7 +16,7 @@ from toolkit import messages, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.mesh import mesh_of, with_micro_batch
 from toolkit.config.objective import data_unit
-from toolkit.config.schema import EVAL_LOSS, Packing, RunConfig
+from toolkit.config.schema import EVAL_LOSS, Init, Packing, RunConfig
 from toolkit.data import sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
@@ -69,19 +69,24 @@ class LanguageTask(task.Task):
         self.data = language_data.load_data(cfg, encoder)
         language_data.check_same_data(cfg, self.data)
 
-    def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> None:
+    def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> Any:
         """Raise what the model's and tokenizer's files show, before rows are tokenized, which may take hours. `toolkit
-        check`, `new` and `prepare` ask the same; `tokenizer`: None where it is not on this disk.
+        check`, `new` and `prepare` ask the same. Arguments and result: see `language_check.check_model`.
         """
+        if cfg.model.init is Init.random:
+            return None
+        from toolkit.tasks.language_check import check_model
+
         try:
             with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
                 warnings.simplefilter("ignore")
-                language_model.check_model(cfg, tokenizer)
+                return check_model(cfg, tokenizer)
         except messages.ToolkitError:
             raise
         except Exception as error:  # of a library on the meta device: with its weights the model may do all the same
             kind = type(error).__name__
             warn("the model could not be tried beforehand: {kind}: {reason}.", kind=kind, reason=error)
+            return None
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""

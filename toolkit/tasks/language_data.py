@@ -110,11 +110,9 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
     data = load_data_with(cfg, encoder or build_encoder(cfg))
     _tell(data.report, cfg.data)
     if data.packing is not cfg.data.packing:
-        say(
-            "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
-            "(data.packing=grouped).",
-            reason=_packing_unsupported(cfg),
-        )
+        from toolkit.models.packable import tell_grouped
+
+        tell_grouped(_packing_unsupported(cfg))
     if objective.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",

@@ -1,6 +1,5 @@
-"""The model that a recipe trains, made of the one in its directory; tried early, without numbers; checked as built."""
+"""The model that a recipe trains, made of the one in its directory, and what is checked of its engine."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,12 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.config.mesh import mesh_of
-from toolkit.config.objective import score_labels
-from toolkit.config.schema import Fp8, Init, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import Fp8, Init, RunConfig, TuningMethod
 from toolkit.data import loader
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
-from toolkit.messages import ConfigError, NotStreamable, say, tr
-from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure
+from toolkit.messages import say, tr
+from toolkit.models import layers, load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -55,74 +53,6 @@ def adapt(
         layers.add_neftune(model, cfg.train.neftune_alpha)
 
 
-def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Build the model that a recipe trains as training does, but with its parameters on the meta device.
-
-    Of its weights, where these are in its directory, names and shapes are compared. A model that is made from the
-    recipe, or by Python code of its own, is not built.
-
-    Args:
-        cfg: of a language model; `model.path` is a directory, with config.json at least.
-        tokenizer: None leaves out whether it fits the model.
-
-    Raises:
-        ConfigError, ModelError: what training would raise before its first step.
-    """
-    parts = cfg.parallel.sequence
-    if parts > 1:
-        from toolkit.models.packable import division_unsupported
-
-        if reason := division_unsupported(cfg.model, cfg.data.max_length):
-            raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
-    folder, is_qlora = Path(cfg.model.path), cfg.tuning.method is TuningMethod.qlora
-    if cfg.model.init is Init.random or directory.is_trusted(folder):
-        return
-    from toolkit.models.trainable import check_trains
-
-    try:
-        model = load.empty(folder, compared=_is_comparable(folder))
-    except NotStreamable:
-        if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
-            raise
-        model = load.empty(folder)
-    check_trains(model, folder, cfg.task.kind)
-    if tokenizer is not None:
-        load.check_vocabulary(model, tokenizer)
-    labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
-    if cfg.parallel.pipeline > 1:
-        from toolkit.layouts import pipeline
-
-        pipeline.stage_parameters(model, cfg.parallel.pipeline, 0, cfg.tuning, len(labels) if cfg.task.has_head else 0)
-    elif cfg.parallel.expert > 1:
-        from toolkit.layouts import experts
-
-        experts.check_divides(model, cfg.parallel.expert)
-    if not cfg.task.has_head:
-        load.check_writes(model, folder)
-    elif labels:
-        from toolkit.models import classifier
-
-        model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
-    if parts > 1:
-        from toolkit.layouts.sequence import check_splits
-
-        check_splits(model, parts, cfg.parallel.tensor)
-    else:
-        packed = cfg.data.packing is Packing.packed
-        attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
-    if is_qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
-        cfg = replace(cfg, tuning=replace(cfg.tuning, method=TuningMethod.lora))
-    adapt(model, cfg, tokenizer, folder)
-
-
-def _is_comparable(folder: Path) -> bool:
-    """Whether the weights' headers tell whether they are the model's; names of quantised ones differ."""
-    files = directory.weight_files(folder)
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        return False
-    return "quantization_config" not in directory.read_object(folder / "config.json")
-
-
 def build_model(
     cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig, source: run_dir.RunSource
 ) -> torch.nn.Module:
@@ -152,10 +82,10 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
     model = stages.unwrap_model(engine.module)
     if model.routers is not None:
         _tell_routers(model.routers)
-    if structure.towers(model):
-        from toolkit.models.fine_tuning import tell_towers
+    if cfg.model.init is Init.pretrained:
+        from toolkit.models.trainable import tell_model
 
-        tell_towers(model)
+        tell_model(model)
 
 
 def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:

@@ -1,0 +1,141 @@
+"""Print a table of what can be trained of a model directory, and how; without one, list the models of model=NAME.
+
+toolkit models [PATH …] [max_length=1024] [--json]
+
+  PATH             a directory with a config.json, or one that holds such directories; no weights are read
+  max_length=1024  tokens of a sequence: attention over a shorter window cannot be packed
+  --json           print the same as JSON
+
+  toolkit models /models/Qwen3-8B /models/gemma-3-4b-it
+  toolkit models /models --json
+
+Every answer is what training with that setting would say. Exit code 0 if all of them can be trained, else 2.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit import arguments, terminal
+from toolkit.cli.recipes import about
+from toolkit.config.files import conf_folder, read
+from toolkit.config.schema import DataConfig
+from toolkit.messages import printable, say, tr
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from toolkit.extras.model_facts import ModelFacts
+
+_USAGE = "toolkit models [PATH …] [max_length=1024] [--json]"
+_WIDEST = 60
+"""Characters of a list in a cell."""
+
+
+def run(words: list[str]) -> int:
+    paths = [word for word in words if not word.startswith("-") and ("=" not in word or "/" in word.partition("=")[0])]
+    rest = [word for word in words if word not in (*paths, "--json")]
+    optional = ("max_length",) if paths else ()
+    values = arguments.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
+    if not paths:
+        _list_groups()
+        return 0
+    max_length = arguments.positive_int(values, "max_length") or DataConfig().max_length
+    from toolkit.extras.model_facts import facts_of, model_folders
+
+    folders = [folder for path in paths for folder in model_folders(Path(path))]
+    facts = []
+    for folder in folders:
+        facts.append(facts_of(folder, max_length))
+        if "--json" not in words:
+            _print([str(folder), *terminal.text_table(("", ""), _rows(facts[-1]), texts=True)[1:], ""])
+    if "--json" in words:
+        say(json.dumps([asdict(each) for each in facts], ensure_ascii=False, indent=1))
+    elif len(facts) > 1:
+        _print(_summary(facts))
+    return 2 if any(each.refused for each in facts) else 0
+
+
+def _print(lines: list[str]) -> None:
+    say(printable("\n".join(line.rstrip() for line in lines)))
+
+
+def _list_groups() -> None:
+    rows = []
+    for path in sorted((conf_folder() / "model").glob("*.yaml")):
+        values = read(path).values
+        rows.append((path.stem, str(values.get("hub_id", "")), str(values.get("modelscope_id", "")), about(path)))
+    say("\n".join(terminal.text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
+
+
+def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
+    """Return the names and values of what is known of one directory."""
+    if not facts.architecture:
+        return [(tr("cannot be trained"), facts.refused)]
+    rows = [
+        (tr("type"), f"{facts.type} ({facts.architecture})"),
+        (tr("parameters"), f"{facts.parameters:,}"),
+        (tr("kind"), _kind(facts)),
+    ]
+    if facts.refused:
+        rows.append((tr("cannot be trained"), facts.refused))
+    else:
+        rows += [(f"tuning={name}", _method(facts, name)) for name in facts.methods]
+        rows.append((tr("packing"), tr("grouped: {reason}", reason=facts.grouped) if facts.grouped else tr("packed")))
+        rows += [
+            (f"parallel.{way}=2", tr("no: {reason}", reason=reason) if reason else tr("yes"))
+            for way, reason in facts.parallel.items()
+        ]
+    predicting = ", ".join(f"{key} = {value}" for key, value in facts.predicting.items())
+    if predicting and not facts.trains_predicting:
+        predicting = tr("{keys}: skipped, not trained", keys=predicting)
+    rows.append((tr("multi-token prediction"), predicting or tr("no")))
+    rows.append((tr("quantisation"), facts.quantization or tr("no")))
+    rows.append((tr("chat template"), tr("yes") if facts.chat_template else tr("no: set model.chat_template=FILE")))
+    return rows + [(tr("transformers says"), note) for note in facts.notes]
+
+
+def _kind(facts: "ModelFacts") -> str:
+    if not facts.frozen:
+        return tr("text")
+    return tr(
+        "multimodal: the text model is trained, {parts} ({count} parameters) are not",
+        parts=", ".join(facts.frozen),
+        count=f"{facts.frozen_parameters:,}",
+    )
+
+
+def _method(facts: "ModelFacts", name: str) -> str:
+    method = facts.methods[name]
+    if method.refused:
+        return tr("no: {reason}", reason=method.refused)
+    targets = ", ".join(method.targets)
+    trained = tr("trains {count} parameters", count=f"{method.trained:,}")
+    return f"{trained}: {targets if len(targets) <= _WIDEST else targets[:_WIDEST] + '…'}" if targets else trained
+
+
+def _summary(facts: "list[ModelFacts]") -> list[str]:
+    """Return a table with one row for each directory."""
+    rows = [
+        (
+            Path(each.path).name,
+            each.type,
+            f"{each.parameters:,}",
+            " ".join(name for name, method in each.methods.items() if not method.refused) or tr("cannot be trained"),
+            "" if each.refused else tr("grouped") if each.grouped else tr("packed"),
+            " ".join(way for way, reason in each.parallel.items() if not reason),
+            each.quantization,
+            tr("yes") if each.chat_template else tr("no"),
+        )
+        for each in facts
+    ]
+    heads = (
+        tr("directory"),
+        tr("type"),
+        tr("parameters"),
+        "tuning",
+        tr("packing"),
+        "parallel",
+        tr("quantisation"),
+        tr("chat template"),
+    )
+    return terminal.text_table(heads, rows, texts=True)
