@@ -55,6 +55,7 @@ LATE = "toolkit.layouts"
 EXTRAS_NAMED = {
     "toolkit/cli/__init__.py": {"toolkit.extras.cli", "toolkit.extras.completion"},
     "toolkit/cli/plan.py": {"toolkit.extras.trace"},
+    "toolkit/jobs/check.py": {"toolkit.extras.type_trial"},
     "toolkit/jobs/nodes.py": {"toolkit.extras.doctor.examine"},
     "toolkit/plan/calibration.py": {"toolkit.extras.calibration"},
     "toolkit/tasks/language.py": {"toolkit.extras.serving"},

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config import files, schema
 from toolkit.config.requirements import why_not_qlora
+from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, load, packable, save, trainable
 from toolkit.tasks.language_check import check_model
@@ -57,6 +58,8 @@ class ModelFacts:
     trains_predicting: bool = False
     """Whether the model that is trained has them."""
     quantization: str = ""
+    untested: str = ""
+    """What a tiny model of its type does, if nobody has trained that type here; see `type_trial`."""
     chat_template: bool = False
     notes: list[str] = field(default_factory=list)
     """transformers' own warnings, such as of packages without which it computes slowly."""
@@ -99,6 +102,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     facts.trains_predicting = bool(facts.predicting) and save.has_predicting_layers(names, layers)
     cfg = schema.RunConfig(model=schema.ModelConfig(path=str(folder)), data=schema.DataConfig(max_length=max_length))
+    facts.untested = type_trial.about(folder, cfg)
     facts.refused = _tried(cfg)[1]
     if facts.refused:
         return

@@ -16,47 +16,58 @@ LAYERS, HEADS, HEAD_SIZE = 4, 4, 16
 """The least; model-parallel ranks may need more heads. FlexAttention takes no heads smaller than 16 (torch 2.13)."""
 LARGEST = 32 * 2**20
 """Parameters beside embedding and output layer; a larger model has sizes under names that are not known here."""
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _SIZES = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "inner_hidden_size", "ffn_dim", "n_inner"), 192),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), LAYERS),
+    **dict.fromkeys(_LAYERS, LAYERS),
     **dict.fromkeys(("head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("mamba_d_head", "mamba_headdim"), HEAD_SIZE),
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 8 * HEAD_SIZE,
     "num_nextn_predict_layers": 0,
 }
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-_QUERY_HEADS, _KEY_HEADS = ("num_attention_heads", "n_head"), ("num_key_value_heads", "multi_query_group_num")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "out_hidden_size", "word_embed_proj_dim")
+_QUERY_HEADS, _KEY_HEADS = (
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("num_key_value_heads", "multi_query_group_num"),
+)
 
 
 def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
-    """Return a config.json with the same architecture and vocabulary, but `heads` heads, LAYERS
-    layers and no dropout.
-    """
+    """Return a config.json with the same architecture and vocabulary, `heads` heads, LAYERS layers and no dropout."""
+    own_layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     own_heads = next((config[name] for name in _QUERY_HEADS if name in config), 0)
     small = dict(config)
     for name, value in config.items():
         if value is None:
             continue
         if name in _SIZES:
-            small[name] = _SIZES[name]
+            small[name] = [_SIZES[name]] * LAYERS if isinstance(value, list) else _SIZES[name]
         elif name in _WIDTHS:
             small[name] = heads * HEAD_SIZE
         elif name in _QUERY_HEADS:
             small[name] = heads
         elif name in _KEY_HEADS:
-            small[name] = heads if value == own_heads else min(value, heads // 2)
+            small[name] = heads if value == own_heads or config.get("kv_lora_rank") else min(value, heads // 2)
         elif ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             small[name] = 0.0
-        elif name in ("layer_types", "mlp_layer_types"):
-            kinds = list(dict.fromkeys(value))
-            small[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+        elif isinstance(value, list) and (name in _OF_LAYERS or (own_layers and len(value) == own_layers)):
+            kinds = list(dict.fromkeys(map(json.dumps, value)))
+            small[name] = [json.loads(kinds[layer % len(kinds)]) for layer in range(LAYERS)]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            small[name] = {layer: value[layer] for layer in value if str(layer) in map(str, range(LAYERS))}
+        elif name.endswith("_config") and isinstance(value, dict) and value.get("model_type"):
+            small[name] = shrunk_config(value, heads)
         elif name in ("rope_scaling", "rope_parameters"):  # factors are one per rotated pair of numbers
             small[name] = {
                 key: factor[: HEAD_SIZE // 2] if isinstance(factor, list) else factor for key, factor in value.items()
-            }
+            } | ({"mrope_section": [4, 2, 2]} if "mrope_section" in value else {})
     return small
 
 

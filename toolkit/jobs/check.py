@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
@@ -113,10 +114,12 @@ def _tell_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
     from toolkit.models import packable, trainable
 
     if model is not None:
-        trainable.tell_model(model)
+        trainable.tell_towers(model)
     reason = packable.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if reason and cfg.data.packing is schema.Packing.packed:
         packable.tell_grouped(reason)
+    if model is not None and not trainable.is_tested(model.config.model_type):
+        import_module("toolkit.extras.type_trial").tell(cfg)
 
 
 def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:

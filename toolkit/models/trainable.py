@@ -86,7 +86,21 @@ def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
     return [name.removesuffix(".") for name in outermost], sum(sizes)
 
 
-def tell_model(model: PreTrainedModel) -> None:
+def is_tested(kind: str) -> bool:
+    """Return whether models of a `model_type` were trained and compared; a newer transformers may have others."""
+    return kind in read_table("models/tested.yaml")["types"].split()
+
+
+def tell_untested(model: PreTrainedModel) -> None:
+    """Report that nobody has trained a model of this type here yet."""
+    if not is_tested(model.config.model_type):
+        say(
+            "model_type = {kind} is untested: `toolkit check` tries a tiny model of it.",
+            kind=model.config.model_type,
+        )
+
+
+def tell_towers(model: PreTrainedModel) -> None:
     """Report what is not trained of a multimodal model."""
     parts, count = frozen_parts(model)
     if count:

@@ -83,9 +83,10 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
     if model.routers is not None:
         _tell_routers(model.routers)
     if cfg.model.init is Init.pretrained:
-        from toolkit.models.trainable import tell_model
+        from toolkit.models import trainable
 
-        tell_model(model)
+        trainable.tell_towers(model)
+        trainable.tell_untested(model)
 
 
 def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:

@@ -76,6 +76,8 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
         (tr("parameters"), f"{facts.parameters:,}"),
         (tr("kind"), _kind(facts)),
     ]
+    if facts.untested:
+        rows.append((tr("untested"), facts.untested))
     if facts.refused:
         rows.append((tr("cannot be trained"), facts.refused))
     else:
