@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from tests.architectures import CONFIGS
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
 from toolkit.engine import build, deepspeed_patches
+from toolkit.engine.recompute import checkpoint_activations
 from toolkit.models import probe
 
 RECOMPUTE = ActivationCheckpointingConfig(enabled=True)
@@ -52,7 +53,7 @@ def test_layers_that_are_computed_again_are_compiled(monkeypatch: pytest.MonkeyP
     plain = gradients(model, model)
     every = sum(isinstance(one, torch.nn.Linear) for one in model.modules())
     for compiled, reached in ((True, every), (False, 1)):
-        deepspeed_patches.checkpoint_activations(model, RECOMPUTE, compiled=compiled)
+        checkpoint_activations(model, RECOMPUTE, 2, compiled=compiled)
         torch._dynamo.reset()
         backend = Counting()
         found = gradients(model, torch.compile(model, backend=backend))

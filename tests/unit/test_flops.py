@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.architectures import CONFIGS
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.engine.deepspeed_patches import _with_gradient
+from toolkit.engine.recompute import _with_gradient
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.lora import inject_lora
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable

@@ -16,12 +16,13 @@ from toolkit.models import load_model, lora
 from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_towers
 from toolkit.models.isolation import check_isolation
-from toolkit.models.load import check_vocabulary
+from toolkit.models.load import check_vocabulary, stream
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.save import save_model
 from toolkit.models.structure import decoder_layers_name, towers
 from toolkit.models.trainable import check_trains
+from toolkit.models.weights import assign
 from toolkit.plan.outline import flop_sizes
 
 SIZES: dict[str, Any] = {
@@ -165,6 +166,18 @@ def test_the_embedding_of_padding_is_exported_and_read_back(tmp_path: Path) -> N
     save_model(model, tmp_path / "export")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_the_embedding_of_padding_is_read_as_transformers_loads_it(tmp_path: Path) -> None:
+    """Tensor by tensor, as under ZeRO-3, and whole."""
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    model = built("youtu", **SIZES, **latent, num_key_value_heads=2, pad_token_id=3)
+    torch.nn.init.ones_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "youtu")
+    streamed, values = stream(tmp_path / "youtu")
+    assign(streamed, dict(values))
+    whole = load_model(tmp_path / "youtu").get_input_embeddings().weight
+    assert torch.equal(streamed.get_input_embeddings().weight, whole) and not whole[3].any() and whole[2].all()
 
 
 def test_flops_of_odd_configs_are_unknown_and_end_nothing() -> None:

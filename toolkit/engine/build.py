@@ -159,8 +159,10 @@ def _recompute_layers(
     compiling: schema.CompileConfig,
     stage: int,
 ) -> None:
+    from toolkit.engine.recompute import checkpoint_activations
+
     compiled = compiles_layers(compiling, recompute, stage)
-    deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), recompute, compiled)
+    checkpoint_activations(getattr(model, STAGE, model), recompute, stage, compiled)
     if compiling.enabled and not compiled:
         warn(
             "torch.compile does not reach the layers: not with activation checkpointing under ZeRO 3, nor with "
@@ -180,6 +182,8 @@ def _initialize(
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
     deepspeed_patches.spare_waits()
     deepspeed_patches.tie_optimizers()
+    if ds_config["zero_optimization"]["stage"] == 3:
+        from toolkit.engine import partitioned  # noqa: F401  # it changes DeepSpeed
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:

@@ -18,15 +18,10 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow import zenflow_utils
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
-from torch.utils import checkpoint as torch_checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit import children
-from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import is_muon
-from toolkit.messages import ConfigError
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
 # op_builder/builder.py, cpu_arch and simd_width).
@@ -70,65 +65,6 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
     if engine.fp16_enabled() and not engine.zero_optimization():
         backward = engine.backward
         engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
-
-
-def checkpoint_activations(
-    model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, compiled: bool = False
-) -> None:
-    """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
-    transformers would use torch's function and leave DeepSpeed's section unread. `compiled`: take torch's, as
-    torch.compile looks into no other; see `build.compiles_layers`.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
-            architecture=type(model).__name__,
-        )
-    if compiled:
-        model._set_gradient_checkpointing(True, partial(torch_checkpoint.checkpoint, use_reentrant=False))
-        return
-    # On CPU ranks the activations are in host memory already, and DeepSpeed 0.19.8 would empty them there: its copy to
-    # the CPU is the same tensor (checkpointing.py, get_cpu_activations_for_backward).
-    in_host_memory = deepspeed.accelerator.get_accelerator().device_name() == "cpu"
-    deepspeed.checkpointing.configure(
-        None,
-        partition_activations=config.partition_activations,
-        contiguous_checkpointing=config.contiguous_memory_optimization,
-        num_checkpoints=config.number_checkpoints or None,
-        checkpoint_in_cpu=config.cpu_checkpointing and not in_host_memory,
-        synchronize=config.synchronize_checkpoint_boundary,
-        profile=config.profile,
-    )
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    function = _checkpoint
-    if any(layer._can_checkpoint_with_cache for layer in layers):
-        # A layer reads more than its inputs that has a gradient: a learned prefix. Not for trained layers: their pieces
-        # under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8).
-        function = deepspeed.checkpointing.non_reentrant_checkpoint
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
-    if first := next(trained, None):
-        first._gradient_checkpointing_func = partial(_with_gradient, function)
-
-
-def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
-    """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
-    The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
-    A hook of the layer would come too late: before 5.23 transformers calls those within the checkpoint.
-    """
-    if torch.is_grad_enabled() and not inputs[0].requires_grad:
-        inputs[0].requires_grad_()
-    return checkpoint(function, *inputs)
-
-
-def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls.
-    Not for frozen layers below all that is trained: they keep nothing, and it would keep their inputs in host memory,
-    with cpu_checkpointing, for a backward pass that never comes (0.19.8, checkpointing.py, CheckpointFunction).
-    """
-    if not any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in inputs):
-        return function(*inputs)
-    return deepspeed.checkpointing.checkpoint(function, *inputs)
 
 
 def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,19 +117,9 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
 
 def _keep_padding(model: PreTrainedModel) -> None:
     """Take the padding token out of the config, not of generation_config.json, where loading a model in transformers
-    (5.23: Youtu) sets its embedding to 0: it is trained too, perhaps as a row of the output layer.
+    sets its embedding to 0: it is trained too, perhaps as a row of the output layer.
     """
-    if hasattr(model, "code_files"):
-        return  # transformers asks no folder's own code about what is in the files
-    row = torch.nn.Embedding(1, 1, padding_idx=0, _weight=torch.ones(1, 1))
-    row.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
-    kind: Any = type(model)
-    shell = kind.__new__(kind)  # with no weights that a class could set beside the row (xLSTM)
-    torch.nn.Module.__init__(shell)
-    shell.config = model.config
-    with suppress(Exception):  # of a class that looks for those
-        shell._init_weights(row)
-    if not row.weight.any():
+    if weights.clears_padding(model):
         model.config.pad_token_id = None
 
 

@@ -10,7 +10,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,6 +63,21 @@ def predicting(config: Any) -> str:
     return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
 
 
+def clears_padding(model: PreTrainedModel) -> bool:
+    """Whether loading a model in transformers (5.23: Youtu) sets the embedding of its padding token to 0."""
+    if hasattr(model, "code_files"):
+        return False  # transformers asks no folder's own code about what is in the files
+    row = torch.nn.Embedding(1, 1, padding_idx=0, _weight=torch.ones(1, 1))
+    row.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
+    kind: Any = type(model)
+    shell = kind.__new__(kind)  # with no weights that a class could set beside the row (xLSTM)
+    torch.nn.Module.__init__(shell)
+    shell.config = model.config
+    with suppress(Exception):  # of a class that looks for those
+        shell._init_weights(row)
+    return not row.weight.any()
+
+
 class TransformersLayout(Layout):
     """The names and shapes in which transformers stores a model, where they are not its parameters' (GPT-NeoX's head;
     experts one by one): by its own table (5.23, conversion_mapping.py).
@@ -74,6 +89,7 @@ class TransformersLayout(Layout):
         self._renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
         self._converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
         self._target = cache(self._find_target)
+        self._cleared = model.config.get_text_config().pad_token_id if clears_padding(model) else None
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
         unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
         self._unread = re.compile("|".join(f"(?:{expression})" for expression in unread))
@@ -82,6 +98,14 @@ class TransformersLayout(Layout):
         """Return the parameter, perhaps a joint one of all experts; [] if transformers reads no such tensor."""
         parameter = self._target(name)[0]
         return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
+
+    def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor, as transformers loads it: Youtu's embedding with zeros for the padding token."""
+        table = self._model.get_input_embeddings().weight if self._cleared is not None else None
+        if table is not None and self._model.get_parameter_or_buffer(self._target(name)[0]) is table:
+            value = value.clone()
+            value[self._cleared] = 0
+        return [value]
 
     def index(self, name: str) -> Any:
         """Return the part of a joint parameter, an expert's own or one of several; see `Layout`."""

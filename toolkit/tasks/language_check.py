@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.config.objective import score_labels
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
+from toolkit.engine.recompute import check_recomputes
 from toolkit.messages import ConfigError, NotStreamable
 from toolkit.models import attention, directory, load, probe
 from toolkit.models.packable import division_unsupported
@@ -66,6 +67,8 @@ def check_model(
     if is_qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
         cfg = replace(cfg, tuning=replace(cfg.tuning, method=TuningMethod.lora))
     adapt(model, cfg, tokenizer, folder)
+    if cfg.train.activation_checkpointing.enabled:
+        check_recomputes(model, cfg.zero.stage)
     return model
 
 
