@@ -16,8 +16,11 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
         return ""
-    if architecture_of(read_config(model.path, with_weights=False)) is Architecture.v1:
+    config = read_config(model.path, with_weights=False)
+    if architecture_of(config) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
+    if config.get("model_type") in _MASKS_OF_ROWS:
+        return tr("its attention takes no mask that tells samples of one row apart")
     return division_unsupported(model, max_length)
 
 
@@ -30,6 +33,8 @@ def tell_grouped(reason: str) -> None:
     )
 
 
+_MASKS_OF_ROWS = ("openai-gpt", "xlm")
+"""Types of models (transformers 5.23) whose forward takes masks of padding alone."""
 _PACKABLE = {"full_attention", "mlp", "moe"}
 """Kinds of layers, as transformers (5.23) calls them in configs, in which a mask or bounds keep samples apart."""
 _FREE_OF_POSITIONS = ("mpt", "whisper")
