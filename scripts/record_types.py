@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks"), str(ROOT / "tests" / "system")]
 
+from ranks import forked  # noqa: E402
 from type_runs import try_type  # noqa: E402
 
 from benchmarks.results import append_result  # noqa: E402
@@ -26,6 +27,7 @@ def main(output: str, jobs: str = "2", *kinds: str) -> None:
     """Write the file after each type, so that nothing is lost."""
     file = Path(output)
     rows = json.loads(file.read_text(encoding="utf-8"))[0]["types"] if file.exists() else {}
+    forked(0)  # one process is what all others are forks of
     with TemporaryDirectory(prefix="types-") as folder, ThreadPoolExecutor(int(jobs)) as pool:
         tasks = {pool.submit(try_type, kind, Path(folder) / kind): kind for kind in kinds or KINDS}
         for task in as_completed(tasks):

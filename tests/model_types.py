@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every `model_type` in the causal mapping of the installed transformers."""
-END, LARGEST = 4, 30_000_000
+END, LARGEST = 4, 50_000_000
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 
 

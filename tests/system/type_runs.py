@@ -139,7 +139,7 @@ def refusal(output: str) -> str:
 
 
 def _short(text: str, folder: Path) -> str:
-    return text.replace(f"{folder}/model-wide/", "").replace(f"{folder}/model/", "").replace(f"{folder}/", "")[:400]
+    return text.replace(f"{folder}/model-wide", "DIR").replace(f"{folder}/model", "DIR")[:400]
 
 
 def _last_line(output: str) -> str:

@@ -38,7 +38,7 @@ def build(kind: str, folder: Path) -> None:
     tokenizer().save_pretrained(folder)
     shutil.copytree(folder, wide := folder.with_name(f"{folder.name}-wide"))
     config = json.loads((wide / "config.json").read_text())
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+    for section in (config, config.get("text_config") or {}):
         section.update({key: 512 for key in WINDOWS if isinstance(section.get(key), int) and section[key] < 512})
     (wide / "config.json").write_text(json.dumps(config))
 

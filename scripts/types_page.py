@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Write the table of docs/model_types.md and its Chinese from the newest benchmarks/*-types.json."""
+
+import json
+import re
+import string
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.messages import read_table
+
+ROOT = Path(__file__).parents[1]
+MARK, END = "<!-- table types -->\n", "<!-- end -->"
+WAYS = {
+    "full": ("full", "全参数"),
+    "lora": ("LoRA", "LoRA"),
+    "packed": ("packed", "packing"),
+    "zero3": ("ZeRO-3", "ZeRO-3"),
+    "recomputed": ("recomputed", "激活重计算"),
+    "tensor": ("tensor", "张量并行"),
+    "sequence": ("sequence", "序列并行"),
+}
+TEXTS = {
+    "type": ("type", "类型"),
+    "ok": ("yes", "是"),
+    "accepted": ("yes", "是"),
+    "refused": ("no", "否"),
+    "failed": ("**fails**", "**失败**"),
+    "grouped": ("grouped", "grouped"),
+    "source": (
+        "{count} types of transformers {transformers}; first losses within {loss:.0e} of a plain transformers loop, "
+        "gradient norms within {norm:.0e}, logits of exports within {logits:.0e} of their spread. Commit {commit}, "
+        "DeepSpeed {deepspeed}, torch {torch}: `{command}`.",
+        "transformers {transformers} 的 {count} 种类型；首步 loss 与普通 transformers 循环相差不超过 {loss:.0e}，"
+        "梯度范数不超过 {norm:.0e}，导出模型的 logits 与其标准差之比不超过 {logits:.0e}。提交 {commit}，"
+        "DeepSpeed {deepspeed}，torch {torch}：`{command}`。",
+    ),
+    "why": ("Why something is rejected, or trained as `grouped`:", "报错或改用 `grouped` 的原因："),
+    "not built": ("Not tried, as no tiny model of them could be made:", "未测试（构造不出微型模型）："),
+}
+
+
+def newest() -> dict[str, Any]:
+    """Return the newest file's result."""
+    file = max((ROOT / "benchmarks").glob("*-types.json"))
+    (result,) = json.loads(file.read_text(encoding="utf-8"))
+    return dict(result)
+
+
+def fill_page(page: str, language: str, result: Mapping[str, Any]) -> str:
+    """Return a page with its table; `language`: en or zh."""
+    head, _, rest = page.partition(MARK)
+    return head + MARK + _table(language, result) + END + rest.partition(END)[2]
+
+
+def _table(language: str, result: Mapping[str, Any]) -> str:
+    column = ("en", "zh").index(language)
+    types = {kind: row for kind, row in result["types"].items() if "not built" not in row}
+    reasons: dict[str, int] = {}
+    lines = [[TEXTS["type"][column], *(names[column] for names in WAYS.values())], ["---"] * (1 + len(WAYS))]
+    for kind, row in types.items():
+        cells = [f"`{kind}`"]
+        for way in WAYS:
+            cell = row[way]
+            text = TEXTS[cell["state"]][column]
+            reason = cell.get("reason", "")
+            if reason := _general(_translated(reason) if language == "zh" else reason, kind):
+                text += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
+            cells.append(text)
+        lines.append(cells)
+    figures = {
+        name: max(cell.get(name, 0) for row in types.values() for cell in row.values())
+        for name in ("loss", "norm", "logits")
+    }
+    environment = result["environment"]
+    source = TEXTS["source"][column].format(
+        count=len(types),
+        command=result["command"],
+        commit=environment["commit"][:7],
+        **environment["packages"],
+        **figures,
+    )
+    absent = sorted(set(result["types"]) - set(types))
+    listed = [f"{number}. {reason}" for reason, number in reasons.items()]
+    not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([*rows, "", source, "", TEXTS["why"][column], "", *listed, "", not_built, ""])
+
+
+def _general(reason: str, kind: str) -> str:
+    """Return a reason with `…` for the names in it that differ from type to type."""
+    reason = reason.replace(f"model_type = {kind}", "model_type = …")
+    reason = re.sub(r"'[\w.-]+'|\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", "…", reason)
+    return re.sub(r"\b\w+(\.\w+){3,}", "…", reason)  # of parameters
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Return a pattern for each message, the most specific first, and its Chinese."""
+    pairs = []
+    for text, chinese in read_table("locale/zh.yaml")["messages"].items():
+        parts = [
+            re.escape(literal) + ("" if field is None else f"(?P<{field.replace('.', '_')}_{number}>.+?)")
+            for number, (literal, field, _, _) in enumerate(string.Formatter().parse(text))
+        ]
+        size = len(re.sub(r"\{.*?\}", "", text))
+        if size > 8:  # not what is mostly its values
+            pairs.append((size, "".join(parts), chinese))
+    return [(re.compile(pattern, re.DOTALL), chinese) for _, pattern, chinese in sorted(pairs, reverse=True)]
+
+
+def _translated(text: str) -> str:
+    """Return the Chinese of a message, and of the messages in it; a text that is none as it is."""
+    for pattern, chinese in _patterns():
+        if match := pattern.fullmatch(text):
+            for name, value in match.groupdict().items():
+                chinese = chinese.replace(f"{{{name.rpartition('_')[0]}}}", _translated(value))
+            return chinese
+    return text
+
+
+def main() -> None:
+    """Write both pages."""
+    for language, name in (("en", "model_types.md"), ("zh", "model_types_zh.md")):
+        path = ROOT / "docs" / name
+        path.write_text(fill_page(path.read_text(encoding="utf-8"), language, newest()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
