@@ -14,7 +14,7 @@ from toolkit.export.text_model import text_model
 from toolkit.export.write import ExportOptions, cannot_write, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
 from toolkit.models import adapters, chat, embedding_files, probe
-from toolkit.models.directory import official_vocabulary
+from toolkit.models.directory import check_unquantized, official_vocabulary
 from toolkit.models.load import empty, load_model
 from toolkit.models.save import describe
 
@@ -84,6 +84,7 @@ def _export_directory(path: Path, folder: Path, options: ExportOptions, family: 
     """Write the model of a model directory, or with `text_only` the text model of a multimodal one, with a probe of its
     logits. `source`: the path that errors name.
     """
+    check_unquantized(path)
     model = load_model(path, dtype=options.precision)
     saved_probe = probe.read(path)
     probed = probe.capture(model, probe.spread_ids(model.config) if saved_probe is None else saved_probe.ids)

@@ -9,7 +9,7 @@ from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.sources import check_distinct, check_sources, estimated_samples, local_files
 from toolkit.messages import Problems, say, tr
-from toolkit.models.directory import read_config, trust_code
+from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
@@ -98,6 +98,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
         if model.trust_remote_code:
             trust_code(model.path)
         read_config(model.path, with_weights=is_here)
+        check_unquantized(model.path)
     if problems.errors or not (model.tokenizer or model.path):
         return None  # what follows from other errors is not told; and a fitted tokenizer needs no slow imports
     from toolkit.models.chat import load_tokenizer, local_encoder

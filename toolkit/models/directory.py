@@ -197,6 +197,16 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     return config
 
 
+def check_unquantized(path: str | Path) -> None:
+    """Reject a directory whose config.json says that its weights are quantised: they are served, but not trained."""
+    config = read_json(Path(path) / "config.json")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if settings := section.get("quantization_config") or section.get("compression_config"):
+            from toolkit.models.quantized import error_of
+
+            raise error_of(settings, Path(path))
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     return json_object(file, ModelError)

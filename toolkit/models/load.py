@@ -171,6 +171,7 @@ def _open(
     ds_config: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, weights.WeightFiles, weights.Layout]:
     """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
+    directory.check_unquantized(folder)
     model, files = _build_empty(folder, config, dtype, ds_config), weights.WeightFiles(folder)
     architecture = directory.architecture_of(config)
     layout: weights.Layout
