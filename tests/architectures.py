@@ -1,11 +1,14 @@
 """Tiny models of many architectures, each with what is special of its kind."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 SIZES: dict[str, Any] = {
@@ -119,3 +122,39 @@ def write(folder: Path, name: str) -> Path:
     torch.manual_seed(3)
     built(name).save_pretrained(folder)
     return folder
+
+
+# Architecture -> what its published files call such tensors of a model of two layers, and the key that counts them.
+PREDICTING = {
+    "deepseek_v3": ("model.layers.2.", "num_nextn_predict_layers"),
+    "glm4_moe": ("model.layers.2.", "num_nextn_predict_layers"),
+    "qwen3_5": ("mtp.layers.0.", "mtp_num_hidden_layers"),
+}
+
+
+def write_predicting(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Write a model with a layer for multi-token prediction, as published; return that layer's tensors."""
+    write(folder, name)
+    prefix, key = PREDICTING[name]
+    config = json.loads((folder / "config.json").read_text())
+    section = config.get("text_config", config)
+    section[key] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    last = re.compile(r".*\.layers\.1\.(?=self_attn|mlp|input)")
+    extra = {last.sub(prefix, key): value.clone() for key, value in stored.items() if last.match(key)}
+    extra = {key: value for key, value in extra.items() if "visual" not in key}
+    extra[f"{prefix}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+    save_file({**stored, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    return extra
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what a directory holds as its index says, or its single file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return load_file(folder / "model.safetensors")
+    named = json.loads(index.read_text())["weight_map"]
+    tensors = {name: value for file in {*named.values()} for name, value in load_file(folder / file).items()}
+    assert tensors.keys() == named.keys()
+    return tensors

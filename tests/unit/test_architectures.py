@@ -1,6 +1,5 @@
 """What the architectures of transformers have of their own, each in one process: weights, attention, loss."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream
 from toolkit.models.loss import LossHead, token_loss_sum
-from toolkit.models.save import describe, save_model
 from toolkit.models.structure import towers
 from toolkit.models.weights import TransformersLayout, assign
 
@@ -102,33 +100,3 @@ def test_a_form_that_cannot_be_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     with pytest.raises(ModelError, match=r"LlamaForCausalLM stores .*q_proj.weight in another form.*Use zero=stage2"):
         TransformersLayout(model).parameters("model.layers.0.self_attn.q_proj.weight")
-
-
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_layers_that_predict_several_tokens_are_not_promised(name: str, tmp_path: Path) -> None:
-    """GLM-4.5's and DeepSeek-V3's are skipped when a model is loaded; what is saved says that there are none."""
-    folder = write(tmp_path / "in", name)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    weights = load_file(folder / "model.safetensors")
-    predicting = {
-        key.replace("layers.1.", "layers.2."): value.clone() for key, value in weights.items() if "layers.1." in key
-    }
-    predicting["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
-    save_file({**weights, **predicting}, folder / "model.safetensors", metadata={"format": "pt"})
-    model = load_model(folder)
-    described = json.loads(describe(model, None)["config.json"])
-    save_model(model, tmp_path / "out")
-    model, values = stream(folder)
-    assign(model, dict(values))
-    save_model(model, tmp_path / "streamed")
-    saved = [json.loads((tmp_path / place / "config.json").read_text()) for place in ("out", "streamed")]
-    for written in (described, *saved):
-        assert written["num_nextn_predict_layers"] == 0
-        assert written["num_hidden_layers"] == 2
-    names = set(load_file(tmp_path / "out" / "model.safetensors"))
-    assert names == set(weights), "as many layers as are counted"
-    ids = torch.arange(3, 23).view(2, 10)
-    again = load_model(tmp_path / "out")
-    assert again.config.num_nextn_predict_layers == 0
-    assert torch.equal(model(ids, use_cache=False).logits, again(ids, use_cache=False).logits)

@@ -19,7 +19,7 @@ from toolkit.export import assemble, write
 from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
-from toolkit.models import adapters, base_model, classifier, probe
+from toolkit.models import adapters, base_model, classifier, extra_tensors, probe
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
@@ -205,7 +205,8 @@ def write_adapter(
     without_values = [name for name, value in state.items() if not value.numel()]
     if without_values or not state:
         raise write.not_as_trained(folder, without_values)
-    model_files = ("config.json", f"{ORIGIN_DIR}/")  # with these the directory would be taken for a model's
+    # With one of these the directory would be taken for a model's.
+    model_files = ("config.json", extra_tensors.FILE, f"{ORIGIN_DIR}/")
     files = {name: content for name, content in files.items() if not name.startswith(model_files)}
     with write.atomic_directory(folder) as temporary:
         temporary.mkdir()
@@ -248,4 +249,8 @@ def _write_merged(
             say("The merged model has weights that its base lacks: config.json says {keys}.", keys=keys)
         files = {name: files[name] for name in files if name not in (BASE_FILE, adapters.CONFIG)}
         files["config.json"] = assemble.with_config_keys(files["config.json"], plan.config, options.dtype)
+        if extra_tensors.FILE in files:
+            from toolkit.export.extra_tensors import with_base
+
+            files = with_base(files, part.base)
         write.write_folder(plan.model, files, folder, options.format, probed, state, options.max_shard_size)

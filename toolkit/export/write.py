@@ -80,6 +80,10 @@ def write_folder(
     """
     with atomic_directory(folder) as temporary:
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        if "extra_tensors.json" in files and format == "hf":
+            from toolkit.export import extra_tensors
+
+            files = extra_tensors.write(files, temporary, max_shard_size)
         write_files(files if format == "hf" else {}, temporary, probed)
         expected = weights.under_first_names(model, state if state is not None else model.state_dict())
         try:

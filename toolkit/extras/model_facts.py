@@ -16,7 +16,7 @@ from toolkit.config import files, schema
 from toolkit.config.requirements import why_not_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
-from toolkit.models import directory, experts, load, packable, save, trainable
+from toolkit.models import directory, experts, extra_tensors, load, packable, trainable
 from toolkit.tasks.language_check import check_model
 
 RANKS = 2
@@ -97,10 +97,10 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.frozen, facts.frozen_parameters = trainable.frozen_parts(model)
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):
-            facts.predicting |= {key: section[key] for key in save.predicting_keys(section)}
+            facts.predicting |= {key: section[key] for key in extra_tensors.predicting_keys(section)}
     names = [name for name, _ in model.named_parameters()]
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    facts.trains_predicting = bool(facts.predicting) and save.has_predicting_layers(names, layers)
+    facts.trains_predicting = bool(facts.predicting) and extra_tensors.has_predicting_layers(names, layers)
     cfg = schema.RunConfig(model=schema.ModelConfig(path=str(folder)), data=schema.DataConfig(max_length=max_length))
     facts.untested = type_trial.about(folder, cfg)
     facts.refused = _tried(cfg)[1]

@@ -38,7 +38,7 @@ from toolkit.export.verify import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
-from toolkit.models import chat_template, load, probe, save, weights
+from toolkit.models import chat_template, extra_tensors, load, probe, weights
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
 from toolkit.models.shield import Shield
@@ -422,8 +422,8 @@ def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
     config, files = answer["config"], weights.WeightFiles(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
-    has_layers = save.has_predicting_layers(files, config.get("num_hidden_layers", 0))
-    keys = save.predicting_keys(config)
+    has_layers = extra_tensors.has_predicting_layers(files, config.get("num_hidden_layers", 0))
+    keys = extra_tensors.predicting_keys(config)
     if keys and not has_layers:
         wrong += [tr("{key} = {value}, but there are no such layers", key=key, value=config[key]) for key in keys]
     if has_layers and not keys:

@@ -112,9 +112,10 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
 
 def _tell_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
     """Report what training will report of the model, as far as its config.json shows it."""
-    from toolkit.models import packable, trainable
+    from toolkit.models import load as models_load, packable, trainable
 
     if model is not None:
+        models_load.tell_extra(model, copied=not cfg.task.has_head)
         trainable.tell_towers(model)
     reason = packable.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if reason and cfg.data.packing is schema.Packing.packed:

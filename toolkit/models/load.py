@@ -184,7 +184,16 @@ def _open(
         layout = official_layout(model.config, interleaved)
         save.save_origin(model, files, layout, interleaved)
     weights.check_weights_fit(model, files, layout)
+    note_extra(model, files, layout)
     return model, files, layout
+
+
+def note_extra(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout | None = None) -> None:
+    """Remember which tensors in the files of a directory in transformers' layout are none of its model's."""
+    if names := (layout or weights.TransformersLayout(model)).unread(files):
+        from toolkit.models import extra_tensors
+
+        extra_tensors.note(model, files, names)
 
 
 def create_model(
@@ -220,6 +229,7 @@ def create_model(
     else:
         from toolkit.models.classifier import with_head
 
+        tell_extra(model, copied=False)
         model = with_head(model, head, seed)
     if parts > 1:
         from toolkit.layouts.sequence import split_sequences
@@ -229,6 +239,14 @@ def create_model(
         attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
+
+
+def tell_extra(model: PreTrainedModel, *, copied: bool = True) -> None:
+    """Name what a model's files hold beside it, and whether exports have it."""
+    if hasattr(model, "extra_tensors"):
+        from toolkit.models import extra_tensors
+
+        extra_tensors.tell(model, copied=copied)
 
 
 def check_writes(model: PreTrainedModel, folder: str | Path) -> None:
@@ -389,6 +407,8 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
             raise
         raise _not_loadable(folder, error) from error
     _check_report(folder, model, report)
+    if not directory.is_trusted(folder):
+        note_extra(model, weights.WeightFiles(folder))
     return _finish(model, folder)
 
 

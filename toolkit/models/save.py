@@ -5,23 +5,20 @@ that takes besides the weights is the model's `Origin`, which travels in `offici
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel, core_model_loading as loading
 
-from toolkit.messages import CheckpointError, ModelError
+from toolkit.messages import ModelError
 from toolkit.models import chat, old_names, weights
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
-_PREDICTING = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
 MODEL_DIR = "model"
 """Where a checkpoint keeps what `describe` gives."""
 
@@ -51,7 +48,9 @@ def save_model(
     if folder.exists():
         raise ModelError("{folder} exists already: nothing was written. Name another directory.", folder=folder)
     if format == "official":
-        _write_official(model, folder, state)
+        from toolkit.models.official import write_official
+
+        write_official(model, folder, state)
     elif format == "hf":
         _count_predicting_layers(model)
         _keep_padding(model)
@@ -88,7 +87,10 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
             old_names.add_to_tokenizer(folder)
-        _count_predicting_layers(model)
+        if extra := getattr(model, "extra_tensors", None):
+            (folder / "extra_tensors.json").write_text(json.dumps(extra), encoding="utf-8")
+        else:
+            _count_predicting_layers(model)
         _keep_padding(model)
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -124,25 +126,10 @@ def _keep_padding(model: PreTrainedModel) -> None:
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:
-    """Set the config's number of layers for multi-token prediction to 0 if the model has none. transformers (5.23)
-    skips those of GLM-4.5, DeepSeek-V3 and others at loading, and vLLM and llama.cpp would look for them.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    configs = {id(config): config for config in (model.config, model.config.get_text_config())}
-    for config in configs.values():
-        if not has_predicting_layers(names, getattr(config, "num_hidden_layers", 0)):
-            for key in predicting_keys(config.to_dict()):
-                setattr(config, key, 0)
+    if "_predict_layers" in (config := str(model.config)) or "mtp_" in config:
+        from toolkit.models import extra_tensors
 
-
-def has_predicting_layers(names: Iterable[str], layers: int) -> bool:
-    """Return whether weights, by name, hold layers for multi-token prediction beyond the model's own `layers`."""
-    return any(re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", name) for name in names)
-
-
-def predicting_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config that count such layers, and do not say 0."""
-    return [key for key, value in config.items() if _PREDICTING.fullmatch(key) and isinstance(value, int) and value]
+        extra_tensors.count_layers(model)
 
 
 ORIGIN_DIR = "official"
@@ -222,63 +209,12 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
         return
     target = folder / ORIGIN_DIR
     target.mkdir(parents=True)
-    _copy_other_files(origin, target)
+    copy_other_files(origin, target)
     record = asdict(origin) | {"folder": ""}
     (target / _RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
-    """Write a model in the official layout it came from: each tensor in its shard, in its official precision."""
-    origin: Origin | None = getattr(model, "origin", None)
-    if origin is None:
-        raise ModelError(
-            "this {architecture} did not come from an official ChatGLM directory, so there is no "
-            "official layout to write it in. Use format=hf.",
-            architecture=type(model).__name__,
-        )
-    values = dict(model.named_parameters()) if state is None else state
-    from toolkit.models.chatglm.modeling import official_layout
-
-    layout = official_layout(model.config, origin.interleaved)
-    folder.mkdir(parents=True)
-    for file in dict.fromkeys(entry["file"] for entry in origin.tensors.values()):
-        tensors = {
-            name: _stored_tensor(name, entry["dtype"], origin, layout, values)
-            for name, entry in origin.tensors.items()
-            if entry["file"] == file
-        }
-        if file.endswith(".safetensors"):
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        else:
-            torch.save(tensors, folder / file)
-    _copy_other_files(origin, folder)
-
-
-def _stored_tensor(
-    name: str, dtype: str, origin: Origin, layout: weights.Layout, values: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    precision: torch.dtype = getattr(torch, dtype)
-    if name in origin.computed:
-        return torch.tensor(origin.computed[name], dtype=torch.float64).to(precision)
-    try:
-        value = layout.join(name, [values[parameter].detach().cpu() for parameter in layout.parameters(name)])
-    except KeyError as error:
-        raise ModelError(
-            "the official layout needs {name}, which this model does not have: its record is of another model.",
-            name=name,
-        ) from error
-    stored = value.to(precision).contiguous()
-    if stored.isinf().sum() > value.isinf().sum():
-        raise CheckpointError(
-            "{name} holds values that overflow {dtype}, its precision in the official files. Nothing was lost: save "
-            "with format=hf.",
-            name=name,
-            dtype=dtype,
-        )
-    return stored
-
-
-def _copy_other_files(origin: Origin, target: Path) -> None:
+def copy_other_files(origin: Origin, target: Path) -> None:
     """Copy all but weights: index, config, tokenizer, licence, and the *.py that other programs may want."""
     for file in sorted(Path(origin.folder).iterdir()):
         is_skipped = (

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from toolkit.config.schema import TaskKind
-from toolkit.messages import ModelError, read_table, reason_of, say, translated
+from toolkit.messages import ModelError, read_table, say, translated
 from toolkit.models.structure import towers
 
 _SEES_ALL = (
@@ -37,7 +36,6 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
             kind=kind,
             reason=translated(reason),
         )
-    _check_quantized(model, folder)
     if task not in (TaskKind.language, TaskKind.distill):
         return
     for key, values, attribute, right in _SEES_ALL:
@@ -51,27 +49,6 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
                 value=str(value).lower(),
                 right=right,
             )
-
-
-def _check_quantized(model: PreTrainedModel, folder: Path) -> None:
-    """Reject weights that transformers (5.23) cannot load here, or that stay as they are: it makes ordinary ones of
-    some, such as FP8 without a GPU that computes in it.
-    """
-    settings = getattr(model.config, "quantization_config", None)
-    if not settings or not AutoHfQuantizer.supports_quant_method(settings):
-        return
-    try:
-        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-        quantizer.validate_environment(device_map=None)
-    except Exception as error:  # a package that is not installed, settings that are none
-        raise ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error)) from error
-    if not getattr(quantizer.quantization_config, "dequantize", False):
-        raise ModelError(
-            "{folder}/config.json has quantization_config ({kind}): these weights stay quantised, and cannot be "
-            "trained. Use the model in bf16, with tuning=qlora where memory is short.",
-            folder=folder,
-            kind=getattr(quantizer.quantization_config.quant_method, "value", ""),
-        )
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:

@@ -48,6 +48,10 @@ class Layout:
         """Return the index of the parts in their parameters, `...` if they fill them."""
         return ...
 
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return the stored tensors that are none of the model's."""
+        return []
+
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the shape a tensor must have to fill parameters of these shapes."""
         [parameter] = self.parameters(name)
@@ -107,6 +111,10 @@ class TransformersLayout(Layout):
             value[self._cleared] = 0
         return [value]
 
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return the stored tensors that transformers skips."""
+        return [name for name in names if self._unread.search(name) and self._target(name)[0] not in self._shapes]
+
     def index(self, name: str) -> Any:
         """Return the part of a joint parameter, an expert's own or one of several; see `Layout`."""
         return self._target(name)[1]
@@ -156,11 +164,11 @@ class TensorInfo:
 class WeightFiles(dict[str, TensorInfo]):
     """All tensors of a directory, which has passed `directory.read_config`, by name, in file order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listed: Iterable[Path] | None = None) -> None:
         super().__init__()
         self.folder = folder
         self._legacy: tuple[Path, dict[str, torch.Tensor]] | None = None
-        for file in weight_files(folder):
+        for file in weight_files(folder) if listed is None else listed:
             self.update(self._describe(file))
 
     @contextmanager

@@ -56,7 +56,10 @@ def check_model(
     elif labels:
         from toolkit.models import classifier
 
+        extra = getattr(model, "extra_tensors", None)
         model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
+        if extra:
+            model.extra_tensors = extra
     if parts > 1:
         from toolkit.layouts.sequence import check_splits
 
@@ -88,8 +91,6 @@ def _check_division(model: PreTrainedModel, cfg: RunConfig, num_scores: int) -> 
 
 
 def _is_comparable(folder: Path) -> bool:
-    """Whether the weights' headers tell whether they are the model's; names of quantised ones differ."""
+    """Whether the weights' headers tell whether they are the model's."""
     files = directory.weight_files(folder)
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        return False
-    return "quantization_config" not in directory.read_object(folder / "config.json")
+    return bool(files) and all(file.suffix == ".safetensors" for file in files)

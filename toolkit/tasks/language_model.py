@@ -112,9 +112,11 @@ def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConf
         ready = quantize_layer  # each layer as soon as it is read: a model in 16 bits need not fit into host memory
     packed, dtype = data.layout is not loader.Layout.alone, cfg.precision.dtype
     parts = cfg.parallel.sequence
-    return load.create_model(
+    model = load.create_model(
         cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, part_of, head, ready
     )
+    load.tell_extra(model)  # which a head would have taken the place of
+    return model
 
 
 def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:

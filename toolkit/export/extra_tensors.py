@@ -1,0 +1,87 @@
+"""Tensors that are in a model's files, but are none of the model's, copied into its whole exports.
+
+Where the directory that held them is gone, they are left out, and config.json says that there are none.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.hub import convert_file_size_to_int
+
+from toolkit.export.write import save_checked
+from toolkit.messages import ModelError, warn
+from toolkit.models import weights
+from toolkit.models.extra_tensors import FILE, describe, predicting_keys
+
+_MOST_BYTES = 1 << 30
+"""Of one file that they are written to, as this much is held in memory."""
+
+
+def with_base(files: Mapping[str, bytes], base: Path) -> dict[str, bytes]:
+    """Return the description of a model with such tensors, which are in `base` now."""
+    record = json.loads(files[FILE]) | {"folder": str(base.absolute())}
+    return {**files, FILE: json.dumps(record).encode()}
+
+
+def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict[str, bytes]:
+    """Copy the tensors next to a model's weights in `folder`, and read them back; return the files that describe the
+    model, without the record and, where the tensors are not to be had, with a config.json that counts no such layers.
+    """
+    record, others = json.loads(files[FILE]), {name: files[name] for name in files if name != FILE}
+    try:
+        source = weights.WeightFiles(Path(record["folder"]))
+    except (ModelError, OSError):
+        source = None
+    if source is None or any(describe(source, name) != tensor for name, tensor in record["tensors"].items()):
+        warn(
+            "The export lacks {count} tensors that were in {folder} beside the model when training began, as they are "
+            "not there now: config.json says that there are no layers for multi-token prediction.",
+            count=len(record["tensors"]),
+            folder=record["folder"],
+        )
+        config = json.loads(others["config.json"])
+        for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+            section.update(dict.fromkeys(predicting_keys(section), 0))
+        return others | {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    _write_shards(source, list(record["tensors"]), folder, min(_MOST_BYTES, convert_file_size_to_int(max_shard_size)))
+    return others
+
+
+def _write_shards(source: weights.WeightFiles, names: Sequence[str], folder: Path, most: int) -> None:
+    """Write tensors to files of at most so many bytes, or of one tensor, and list them in the index."""
+    index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():  # with this name transformers would not look for an index
+        first = single.rename(folder / "model-00001-of-00001.safetensors")
+        stored = weights.WeightFiles(folder, [first])
+        total = sum(info.dtype.itemsize * torch.Size(info.shape).numel() for info in stored.values())
+        index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(stored, first.name)}
+    else:
+        index = json.loads(index_file.read_text(encoding="utf-8"))
+    for number, group in enumerate(_groups(source, names, most), 1):
+        file = folder / f"model-extra-{number:05}.safetensors"
+        values = {name: _read(source, name) for name in group}
+        save_checked(values, file, folder)
+        index["weight_map"] |= dict.fromkeys(values, file.name)
+        index["metadata"]["total_size"] += sum(value.nbytes for value in values.values())
+    index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read(source: weights.WeightFiles, name: str) -> torch.Tensor:
+    with source.open(name) as value:
+        return value.clone()
+
+
+def _groups(source: weights.WeightFiles, names: Sequence[str], most: int) -> Iterator[list[str]]:
+    """Yield names of tensors that have no more than `most` bytes together, or are alone."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        num_bytes = source[name].dtype.itemsize * torch.Size(source[name].shape).numel()
+        if group and size + num_bytes > most:
+            yield group
+            group, size = [], 0
+        group, size = [*group, name], size + num_bytes
+    yield group

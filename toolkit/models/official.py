@@ -1,0 +1,62 @@
+"""A model of the ChatGLM family written back as its official directory: the same files, names, precisions and bits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from toolkit.messages import CheckpointError, ModelError
+from toolkit.models import weights
+from toolkit.models.chatglm.modeling import official_layout
+from toolkit.models.save import Origin, copy_other_files
+
+
+def write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
+    """Write a model in the official layout it came from: each tensor in its shard, in its official precision."""
+    origin: Origin | None = getattr(model, "origin", None)
+    if origin is None:
+        raise ModelError(
+            "this {architecture} did not come from an official ChatGLM directory, so there is no "
+            "official layout to write it in. Use format=hf.",
+            architecture=type(model).__name__,
+        )
+    values = dict(model.named_parameters()) if state is None else state
+    layout = official_layout(model.config, origin.interleaved)
+    folder.mkdir(parents=True)
+    for file in dict.fromkeys(entry["file"] for entry in origin.tensors.values()):
+        tensors = {
+            name: _stored_tensor(name, entry["dtype"], origin, layout, values)
+            for name, entry in origin.tensors.items()
+            if entry["file"] == file
+        }
+        if file.endswith(".safetensors"):
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, folder / file)
+    copy_other_files(origin, folder)
+
+
+def _stored_tensor(
+    name: str, dtype: str, origin: Origin, layout: weights.Layout, values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    precision: torch.dtype = getattr(torch, dtype)
+    if name in origin.computed:
+        return torch.tensor(origin.computed[name], dtype=torch.float64).to(precision)
+    try:
+        value = layout.join(name, [values[parameter].detach().cpu() for parameter in layout.parameters(name)])
+    except KeyError as error:
+        raise ModelError(
+            "the official layout needs {name}, which this model does not have: its record is of another model.",
+            name=name,
+        ) from error
+    stored = value.to(precision).contiguous()
+    if stored.isinf().sum() > value.isinf().sum():
+        raise CheckpointError(
+            "{name} holds values that overflow {dtype}, its precision in the official files. Nothing was lost: save "
+            "with format=hf.",
+            name=name,
+            dtype=dtype,
+        )
+    return stored
