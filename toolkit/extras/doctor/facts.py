@@ -74,7 +74,10 @@ def _measure_pass(name: str, mode: int, block: mmap.mmap) -> float:
         os.close(handle)
 
 
-PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
+PACKAGES = (
+    *("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),  # transformers computes linear attention with them
+)
 FORWARDED = (*EXPORTED_PREFIXES, "NCCL")
 """Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines that have NVIDIA GPUs."""
 MATTERING = (
