@@ -32,7 +32,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result = torch.empty_like(query)
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower: DeepSeek-V3
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, statistics)
         return result
@@ -60,7 +60,8 @@ def outline(folder: Path) -> dict[str, Any]:
     sizes |= flop_sizes(lambda name: getattr(text, name, None))
     heads, size = sizes["heads"], sizes["head_size"]
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * size
+    # Of layers that differ (Gemma 4 31B) no number is the model's, and reading it raises.
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
     beside, shapes = towers(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if name.startswith(beside):  # neither multiplied with by a token of text, nor trained
