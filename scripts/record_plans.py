@@ -2,6 +2,7 @@
 """Write what `toolkit plan` says of every recipe: the table in docs/recipes.md, and the heads of the recipes.
 
 The table's first three columns (recipe, GPUs, further overrides) choose what is planned; all figures are filled in.
+So they do in the table of models, whose first column is `model=NAME`: each is planned with recipe=lora.
 """
 
 import json
@@ -17,15 +18,16 @@ from toolkit.cli import main as toolkit_main
 ROOT = Path(__file__).parents[1]
 TABLES = (ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes_zh.md")
 GIB = 2**30
-_CARD = re.compile(r"^\| `\w+` \| `\d+x.*\|$", re.MULTILINE)
+_CARD = re.compile(r"^\| `(?:model=)?\w+` \| `\d+x.*\|$", re.MULTILINE)
 _HEAD = re.compile(r"(?P<title>^# Hardware.*\n)(?:#   \d+x.*\n)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Card:
-    """A recipe on some GPUs."""
+    """A recipe on some GPUs, or a model with the recipe lora."""
 
     recipe: str
+    """Its name, or model=NAME."""
     gpus: str
     overrides: str
     device: str
@@ -52,13 +54,14 @@ def plan(recipe: str, gpus: str, overrides: str) -> Card:
     """Plan one card.
 
     Args:
-        recipe: its name.
+        recipe: its name, or model=NAME.
         gpus: as `toolkit plan gpus=` takes them.
         overrides: further overrides, with blanks between them.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        words = [f"recipe={recipe}", f"gpus={gpus}", "host_memory=1TB", f"output={file}", *overrides.split()]
+        run = ["recipe=lora", recipe] if recipe.startswith("model=") else [f"recipe={recipe}"]
+        words = [*run, f"gpus={gpus}", "host_memory=1TB", f"output={file}", *overrides.split()]
         with redirect_stdout(StringIO()):
             assert toolkit_main(["plan", *words]) == 0, words
         planned = json.loads(file.read_text(encoding="utf-8"))

@@ -43,6 +43,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
     "phi3": lambda: transformers.Phi3Config(**GROUPED),
+    "smollm3": lambda: transformers.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0]),
+    "seed_oss": lambda: transformers.SeedOssConfig(**HEADS, attention_dropout=0.0, residual_dropout=0.0),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **GROUPED, sliding_window=64, layer_types=["sliding_attention", "full_attention"]
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**HEADS, **EXPERTS, num_experts=4),
@@ -95,7 +100,18 @@ WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": lambda: wrapper("qwen2_5_vl", TURNED, {"fullatt_block_indexes": [0]}),
     "qwen3_vl": lambda: wrapper("qwen3_vl", TURNED, {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}),
     "qwen3_5": lambda: wrapper("qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3_5_moe": lambda: wrapper(
+        "qwen3_5_moe",
+        {
+            **DELTA,
+            **EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "mistral3": lambda: wrapper("mistral3", {"model_type": "mistral"}),
+    "ministral3": lambda: wrapper("mistral3", {"model_type": "ministral3"}),
     "llama4": lambda: wrapper(
         "llama4",
         {"num_local_experts": 2, "intermediate_size_mlp": 32},

@@ -24,9 +24,9 @@ KNOWN = (
     "Known: chatglm, chatglm2_6b, chatglm3_dpo_lora, chatglm3_lora, chatglm3_qlora, chatglm_6b, chatglm_full_adgen, "
     "chatglm_lora_adgen, chatglm_ptuning_adgen, deepseek_r1_distill_qwen_7b_lora, fp16, glm45_air_lora, "
     "glm45_air_qlora, glm47_flash, glm47_flash_lora, glm4_0414_32b, glm4_0414_9b, glm4_9b, glm4_9b_lora, "
-    "llama31_8b, llama31_8b_lora, long_context, pretrain_continue, quickstart, qwen3_30b_a3b, qwen3_30b_a3b_lora, "
-    "qwen3_8b, qwen3_8b_lora, qwen3_classify_lora, qwen3_distill, qwen3_dpo, qwen3_embed_lora, qwen3_reward_lora, "
-    "zero1, zero2_offload, zero3_nvme, zero3_offload."
+    "llama31_8b, llama31_8b_lora, long_context, lora, pretrain_continue, quickstart, qwen3_30b_a3b, "
+    "qwen3_30b_a3b_lora, qwen3_8b, qwen3_8b_lora, qwen3_classify_lora, qwen3_distill, qwen3_dpo, qwen3_embed_lora, "
+    "qwen3_reward_lora, smollm2_135m, zero1, zero2_offload, zero3_nvme, zero3_offload."
 )
 
 IN_64_BITS = "a number from -9223372036854775807 to 9223372036854775807"

@@ -168,6 +168,8 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "llama31_8b_lora": 2,
         "deepseek_r1_distill_qwen_7b_lora": 2,
         "pretrain_continue": 3,
+        "lora": 2,
+        "smollm2_135m": 2,
         "long_context": 3,
         "chatglm_full_adgen": 3,
         "chatglm_lora_adgen": 2,
