@@ -113,8 +113,11 @@ def test_published_experts_are_measured(tmp_path: Path) -> None:
 MEASURED = {
     "Gemma-3-12b-it": 12_187_325_040,  # keras-hub counts 12,187,079,280, without 64 rows of the vocabulary
     "Gemma-3-4b-it": 4_300_079_472,  # as keras-hub counts MedGemma 4B
+    "Gemma-4-26B-A4B-it": 25_805_933_872,
+    "Gemma-4-31B-it": 31_273_086_512,
     "gpt-oss-20b": 20_914_757_184,  # "20.9B"
     "Ministral-3-8B-Instruct-2512": 8_918_026_240,  # "8.4B" and a tower of "0.4B"
+    "Mistral-Small-3.1-24B-Instruct-2503": 24_011_361_280,  # "24B"
     "Olmo-3-7B-Instruct": 7_298_011_136,
     "Qwen3.5-0.8B": 852_985_920,
     "Qwen3.5-2B": 2_213_241_664,
