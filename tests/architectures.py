@@ -43,7 +43,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
     "phi3": lambda: transformers.Phi3Config(**GROUPED),
-    "smollm3": lambda: transformers.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0]),
+    "smollm3": lambda: transformers.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0, 1, 0]),
     "seed_oss": lambda: transformers.SeedOssConfig(**HEADS, attention_dropout=0.0, residual_dropout=0.0),
     "olmo3": lambda: transformers.Olmo3Config(
         **GROUPED, sliding_window=64, layer_types=["sliding_attention", "full_attention"]
