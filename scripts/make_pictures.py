@@ -1,6 +1,7 @@
-"""The pictures of docs/images in both languages, from a finished run, in headless Chromium.
+"""The pictures of docs/images in both languages, from finished runs of recipe=quickstart and of the tutorial, in headless
+Chromium.
 
-python scripts/make_pictures.py runs/quickstart
+python scripts/make_pictures.py runs/quickstart runs/library
 """
 
 import base64
@@ -49,14 +50,15 @@ def picture_board(browser: Browser, run: Path, language: str) -> bytes:
     return found
 
 
-def main(run: Path) -> None:
+def main(run: Path, tutorial: Path) -> None:
     """Make all pictures."""
     os.environ["PYTHONPATH"] = str(IMAGES.parents[1])
     with tempfile.TemporaryDirectory() as name, Browser(Path(name) / "profile") as browser:
         for language, suffix in (("en", ""), ("zh", "_zh")):
-            (IMAGES / f"report{suffix}.png").write_bytes(picture_report(browser, run, Path(name), language))
+            for file, of_run in (("report", run), ("tutorial", tutorial)):
+                (IMAGES / f"{file}{suffix}.png").write_bytes(picture_report(browser, of_run, Path(name), language))
             (IMAGES / f"board{suffix}.png").write_bytes(picture_board(browser, run, language))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    main(*(Path(run).absolute() for run in sys.argv[1:3]))
