@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.architectures import CONFIGS
+from tests.architectures import CONFIGS, built
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
@@ -379,3 +379,10 @@ def test_the_routers_loss_is_a_mean_over_micro_batches() -> None:
         train_step(engine, LanguageTask(), [a_batch()] * times, 1, guard)
     for name, parameter in once.named_parameters():
         torch.testing.assert_close(twice.get_parameter(name).grad, parameter.grad, msg=name)
+
+
+def test_the_coefficient_of_a_multimodal_model_is_that_of_its_text_model() -> None:
+    model = built("qwen3_5_moe")
+    assert not hasattr(model.config, "router_aux_loss_coef")
+    routers = routers_of(model, configured())
+    assert routers is not None and routers.coefficient == model.config.text_config.router_aux_loss_coef > 0

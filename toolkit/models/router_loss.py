@@ -230,7 +230,8 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
     or if their choices cannot be observed and nothing is asked for. ConfigError if what is asked for is impossible.
     """
     wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
-    config_coefficient, routers = getattr(model.config, "router_aux_loss_coef", None), routers_in(model)
+    config_coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    routers = routers_in(model)
     _check_possible(model, cfg, routers, config_coefficient)
     if not routers:
         return None
