@@ -32,7 +32,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower: DeepSeek-V3
+        # Values may be narrower than queries (DeepSeek-V3). Fused kernels lay results out by token, then by head.
+        rows, heads, length, _ = query.shape
+        result = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, statistics)
         return result
