@@ -90,6 +90,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.type = str(config.get("model_type", ""))
     quantization = config.get("quantization_config")
     facts.quantization = str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
+    directory.check_unquantized(folder)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
     model = _built(folder)
     facts.architecture = type(model).__name__
