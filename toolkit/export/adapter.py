@@ -234,7 +234,14 @@ def _write_merged(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the base with the trained part merged into its weights; arguments as for `export_part`."""
+    """Write the base with an adapter merged into its weights to `folder`.
+
+    Args:
+        source: the checkpoint or export that holds the adapter, with its probe.
+        part: the adapter.
+        files: the other files of the export, by name.
+        dtype: of the weights; None takes the base's, which config.json names already.
+    """
     probed = probe.read(source)
     with assemble.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)

@@ -14,6 +14,7 @@ round-N+1/             of the last round N: answers and rewards of what it train
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -136,7 +137,8 @@ def _sample_and_pair(
             settings["model.chat_template"] = plan.cfg.model.chat_template
             settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in settings.items() if value]
-        generate, shards = [*LAUNCH[:-1], "generate", *words], len(plan.devices)
+        generate = [sys.executable, "-m", "toolkit", "generate", *words]
+        shards = len(plan.devices)
         for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
             if f"-of-{shards}." not in f"{path.name}.":
                 path.unlink()
@@ -144,7 +146,7 @@ def _sample_and_pair(
             missing = [n for n in range(shards) if not (folder / f"{samples.name}.{n + 1}-of-{shards}").exists()]
             commands = [[*generate, f"shard={n + 1}/{shards}"] for n in missing]
             _run_processes(commands, requests, [_visible_gpus(plan.devices[n]) for n in missing])
-        _run_process(generate, requests, plan.devices[0])
+        _run_process(generate, requests, plan.devices[0])  # joins the shards; without any, it generates
     if not scored.exists():
         _run_process(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
     answer_pairs, about = rewards.pairs_of(rewards.read_lines(scored))

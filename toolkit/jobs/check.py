@@ -87,8 +87,11 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
 
 
 def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None":
-    """Raise what training would raise of model and tokenizer before it tokenizes the data; return the config with the
-    model's directory, what encodes the data, None where no tokenizer is on this disk, and the model without weights.
+    """Raise what training would raise of model and tokenizer before it tokenizes the data.
+
+    Returns:
+        The config with the model's directory; the chat encoder, None where no tokenizer is on this disk; the model
+        without weights. None in place of all three where other errors were found, or a tokenizer is made of the data.
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
     loaded = hub.resolve_model_path(loaded, config_only=True)
@@ -100,7 +103,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
         read_config(model.path, with_weights=is_here)
         check_unquantized(model.path)
     if problems.errors or not (model.tokenizer or model.path):
-        return None  # what follows from other errors is not told; and a fitted tokenizer needs no slow imports
+        return None
     from toolkit.models.chat import load_tokenizer, local_encoder
     from toolkit.tasks.registry import task_of
 

@@ -178,7 +178,8 @@ class LossHead:
         def with_weight(states: torch.Tensor) -> torch.Tensor:
             return (states + 0 * layer.weight.flatten()[0])[:, None]
 
-        return self._run_with(engine, batch, places + 1, with_weight).flatten(0, 1)  # it takes states before places
+        # `_run_with` takes the state before each place, from which the token there is predicted.
+        return self._run_with(engine, batch, places + 1, with_weight).flatten(0, 1)
 
     def total(
         self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
@@ -309,6 +310,7 @@ def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
 def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
     """Return what a model's forward takes of a batch that is on its device."""
     arguments: dict[str, Any] = {"use_cache": False}
+    # ChatGLM-6B finds positions by the ids of special tokens, so that it needs them beside embeddings.
     builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
         arguments |= {"position_ids": batch["position_ids"], **attention.attention_arguments(module, batch)}

@@ -99,7 +99,8 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     stages = cfg.parallel.pipeline
     world = machine.world_size // (stages * cfg.parallel.tensor)  # ranks with equal parameters
-    work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
+    pairs = causal_pairs([rows.length] * rows.rows) // rows.parts  # of a row, each rank of parallel.sequence has a part
+    work = Work(tokens=rows.tokens, pairs=pairs, trained_tokens=rows.tokens)
     cost = formula(part.shapes, part.sizes, part.trained, rows.prefix)
     flops = cost.hardware_flops(work) if cfg.train.activation_checkpointing.enabled else cost.model_flops(work)
     flops += cost.forward.flops(work) * _other_passes(cfg)
@@ -113,8 +114,9 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     updated = sum(
         trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in division.zero_groups(part, world)
     )
-    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
-    moved = updated * (4 + 8 + 2 * states + 2 * weight)
+    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes
+    # Bytes: fp32 gradients read; fp32 masters, optimizer states and weights of the run's precision read and written.
+    moved = updated * (4 + 2 * 4 + 2 * states + 2 * weight)
     is_offloaded = zero.offload_optimizer.device is not schema.Device.none
     communication, waits = _communication(outline, part, cfg, machine, rates)
     return StepTime(

@@ -399,7 +399,7 @@ def differences_between(runs: Sequence[Run]) -> list[Changed]:
     settings = [_settings(run.config) for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
     return [
-        Changed(key, [_setting_text(run_settings.get(key)) for run_settings in settings], True)
+        Changed(key, [_setting_text(run_settings.get(key)) for run_settings in settings], is_new=True)
         for key in keys
         if key not in _IDENTIFYING
         and any(not secrets.are_same(run_settings.get(key), settings[0].get(key)) for run_settings in settings[1:])

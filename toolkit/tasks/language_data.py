@@ -449,9 +449,12 @@ def _sampler(
     def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
-        begins = plan.offsets[rows]  # of two answers, as long as the longer one makes them
-        first, second = (store.lengths(plan.members[begins + answer]) for answer in (0, 1))
-        return np.maximum(first, second) if plan.shared is None else first + second - plan.shared[begins + 1]
+        # A planned row of a preference pair: both answers' samples stand at `first` and `first + 1` of the members.
+        first = plan.offsets[rows]
+        chosen, rejected = store.lengths(plan.members[first]), store.lengths(plan.members[first + 1])
+        if plan.shared is None:  # each is padded to the longer one
+            return np.maximum(chosen, rejected)
+        return chosen + rejected - plan.shared[first + 1]  # their common prompt is computed once
 
     return sampler.GlobalBatchSampler(
         num_rows=order.num_rows if order else len(plan),

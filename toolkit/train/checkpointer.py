@@ -165,7 +165,7 @@ class Checkpointer:
         return is_last or self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
 
     def _probe(self) -> probe.Probe:
-        """Run the model on the probe's ids, and note how long that takes."""
+        """Return the model's logits for a few training rows, by which a checkpoint is verified when it is loaded."""
         started = time.monotonic()
         assert self.described.probe_ids is not None
         probed = capture_probe(self.engine, self.described.probe_ids)

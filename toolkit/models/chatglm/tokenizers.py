@@ -298,7 +298,8 @@ def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
 
 class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
     """ChatGLM-6B's ice_text.model, by sentencepiece: the fast Unigram differs on decomposed accents and on ties.
-    `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
+    A token's id is that of its sentencepiece piece plus `offset`: 0; in the repository's first months, when the
+    vocabulary had 150,528 rows, 20,000, as ids of image tokens stood before those of text.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": "ice_text.model"}
