@@ -1,5 +1,6 @@
-"""The pictures of docs/images in both languages, from finished runs of recipe=quickstart and of the tutorial, in headless
-Chromium.
+"""The pictures of docs/images in both languages, from finished runs of recipe=quickstart and of the tutorial.
+
+They are taken in headless Chromium, which needs fonts for Chinese (Debian: `apt install fonts-wqy-zenhei`).
 
 python scripts/make_pictures.py runs/quickstart runs/library
 """
