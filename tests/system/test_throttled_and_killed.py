@@ -19,7 +19,7 @@ from shared import FAULTY, tiny
 from tests import series
 from toolkit.checkpoint.directory import manifest_problems
 from toolkit.export.verify import verify_logits
-from toolkit.train.deadline import recorded
+from toolkit.train.deadline import recorded_last_steps
 
 SECONDS = 90
 """Until the deadline: about 20 are kept for the end, and three starts take 6 on two idle cores, 20 at a load of 4."""
@@ -111,7 +111,7 @@ def test_it_ends_in_time_with_its_schedule(seed: int, rows_file: Path, tmp_path:
     assert [step for step, _ in numbered] == list(range(1, done["steps"] + 1))
     assert WARMUP * 3 < done["steps"] < PLANNED
     rates = [rate for _, rate in numbered]
-    plans = recorded(folder)
+    plans = recorded_last_steps(folder)
     longest = (PEAK - PEAK / WARMUP) / WARMUP
     assert rates[0] == pytest.approx(PEAK / WARMUP) and max(rates) == pytest.approx(PEAK, rel=0.05)
     changes = [later - earlier for earlier, later in itertools.pairwise(rates)]
