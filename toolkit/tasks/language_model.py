@@ -79,7 +79,7 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
     """
     _check_attention(engine, cfg, data)
     say(_in_use(engine, cfg))
-    model = stages.unwrap_model(engine.module)
+    model = stages.stage_model(engine.module)
     if model.routers is not None:
         _tell_routers(model.routers)
     if cfg.model.init is Init.pretrained:
