@@ -9,11 +9,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
+import page_tables  # noqa: E402
 from combinations import LAYOUTS, OTHERS, STAGES, TUNINGS, Cell, cells  # noqa: E402
 
 from toolkit.messages import current_language, set_language  # noqa: E402
 
-MARK, END = "<!-- table combinations -->\n", "<!-- end -->"
 HEADS = {"en": ("layout", "ZeRO stage", "CPU ranks"), "zh": ("布局", "ZeRO 阶段", "CPU rank 数")}
 OTHER = {"en": "full, stage 0, with", "zh": "full、阶段 0，加上"}
 FROM = {
@@ -27,8 +27,7 @@ WHY = {"en": "Why something is rejected:", "zh": "报错的原因："}
 
 def newest() -> dict[str, Any]:
     """Return the newest file's first result, with the cells and commits of those that came later, of a part (-k)."""
-    file = max((ROOT / "benchmarks").glob("*-combinations.json"))
-    results: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    results: list[dict[str, Any]] = json.loads(page_tables.newest("combinations").read_text(encoding="utf-8"))
     parts = [(one["environment"]["commit"][:7], one["command"].partition(" -k ")[2]) for one in results]
     commits = ", ".join(f"{commit} (`-k {part}`)" if part else commit for commit, part in parts)
     cells = {name: value for one in results for name, value in one["cells"].items()}
@@ -37,12 +36,10 @@ def newest() -> dict[str, Any]:
 
 def fill_page(page: str, language: str, result: dict[str, Any]) -> str:
     """Return a page with its table; `language`: en or zh."""
-    head, _, rest = page.partition(MARK)
-    _, _, tail = rest.partition(END)
     before = current_language()
     set_language(language)
     try:
-        return head + MARK + _tables(language, result) + END + tail
+        return page_tables.fill(page, "combinations", _tables(language, result))
     finally:
         set_language(before)
 
@@ -63,9 +60,9 @@ def _tables(language: str, result: dict[str, Any]) -> str:
     texts = {"commit": result["commits"], "deepspeed": deepspeed, "command": result["command"]}
     return "\n".join(
         [
-            *map(_row, rows),
+            *map(page_tables.row, rows),
             "",
-            *map(_row, others),
+            *map(page_tables.row, others),
             "",
             FROM[language].format(**texts),
             WHY[language],
@@ -76,15 +73,9 @@ def _tables(language: str, result: dict[str, Any]) -> str:
     )
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
     """Write both pages."""
-    for language, name in (("en", "parallelism.md"), ("zh", "parallelism_zh.md")):
-        path = ROOT / "docs" / name
-        path.write_text(fill_page(path.read_text(encoding="utf-8"), language, newest()), encoding="utf-8")
+    page_tables.write("parallelism", lambda page, language: fill_page(page, language, newest()))
 
 
 if __name__ == "__main__":

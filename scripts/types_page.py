@@ -6,13 +6,12 @@ import re
 import string
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+import page_tables
 
 from toolkit.messages import read_table
 
-ROOT = Path(__file__).parents[1]
-MARK, END = "<!-- table types -->\n", "<!-- end -->"
 WAYS = {
     "full": ("full", "全参数"),
     "lora": ("LoRA", "LoRA"),
@@ -44,15 +43,13 @@ TEXTS = {
 
 def newest() -> dict[str, Any]:
     """Return the newest file's result."""
-    file = max((ROOT / "benchmarks").glob("*-types.json"))
-    (result,) = json.loads(file.read_text(encoding="utf-8"))
+    (result,) = json.loads(page_tables.newest("types").read_text(encoding="utf-8"))
     return dict(result)
 
 
 def fill_page(page: str, language: str, result: Mapping[str, Any]) -> str:
     """Return a page with its table; `language`: en or zh."""
-    head, _, rest = page.partition(MARK)
-    return head + MARK + _table(language, result) + END + rest.partition(END)[2]
+    return page_tables.fill(page, "types", _table(language, result))
 
 
 def _table(language: str, result: Mapping[str, Any]) -> str:
@@ -85,8 +82,9 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]
     not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"
-    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([*rows, "", source, "", TEXTS["why"][column], "", *listed, "", not_built, ""])
+    return "\n".join(
+        [*map(page_tables.row, lines), "", source, "", TEXTS["why"][column], "", *listed, "", not_built, ""]
+    )
 
 
 def _general(reason: str, kind: str) -> str:
@@ -123,9 +121,7 @@ def _translated(text: str) -> str:
 
 def main() -> None:
     """Write both pages."""
-    for language, name in (("en", "model_types.md"), ("zh", "model_types_zh.md")):
-        path = ROOT / "docs" / name
-        path.write_text(fill_page(path.read_text(encoding="utf-8"), language, newest()), encoding="utf-8")
+    page_tables.write("model_types", lambda page, language: fill_page(page, language, newest()))
 
 
 if __name__ == "__main__":
