@@ -88,8 +88,7 @@ def facts_of(folder: Path, max_length: int) -> ModelFacts:
 def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
-    quantization = config.get("quantization_config")
-    facts.quantization = str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
+    facts.quantization = directory.quantization(config)
     directory.check_unquantized(folder)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
     model = _built(folder)

@@ -14,7 +14,6 @@ round-N+1/             of the last round N: answers and rewards of what it train
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from toolkit.config.files import quoted
 from toolkit.config.schema import Family, Init, RunConfig
 from toolkit.disk import json_lines
 from toolkit.evaluate import rewards
-from toolkit.extras.sweep import LAUNCH, digest
+from toolkit.extras.sweep import LAUNCH, TOOLKIT, digest
 from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
 
@@ -137,7 +136,7 @@ def _sample_and_pair(
             settings["model.chat_template"] = plan.cfg.model.chat_template
             settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in settings.items() if value]
-        generate = [sys.executable, "-m", "toolkit", "generate", *words]
+        generate = [*TOOLKIT, "generate", *words]
         shards = len(plan.devices)
         for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
             if f"-of-{shards}." not in f"{path.name}.":

@@ -25,7 +25,8 @@ from toolkit.report.run import runs_of
 FILE = "sweep.json"
 STUDY = "optuna.log"
 """Optuna's journal: every trial, appended line by line."""
-LAUNCH = [sys.executable, "-m", "toolkit", "launch"]
+TOOLKIT = [sys.executable, "-m", "toolkit"]
+LAUNCH = [*TOOLKIT, "launch"]
 MOST_JOBS = 64
 WAITING, RUNNING, DONE, FAILED, DIVERGED, STOPPED = "waiting", "running", "done", "failed", "diverged", "stopped"
 BRIEF = (

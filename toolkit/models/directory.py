@@ -197,14 +197,20 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     return config
 
 
+def quantization(config: Mapping[str, Any]) -> str:
+    """Return the method by which weights are quantised, by config.json or its text model's part; "" if they are not."""
+    for section in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        if settings := section.get("quantization_config") or section.get("compression_config"):
+            return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
+    return ""
+
+
 def check_unquantized(path: str | Path) -> None:
     """Reject a directory whose config.json says that its weights are quantised: they are served, but not trained."""
-    config = read_json(Path(path) / "config.json")
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if settings := section.get("quantization_config") or section.get("compression_config"):
-            from toolkit.models.quantized import error_of
+    if method := quantization(read_json(Path(path) / "config.json")):
+        from toolkit.models.quantized import error_of
 
-            raise error_of(settings, Path(path))
+        raise error_of(method, Path(path))
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What to do about a directory whose weights are quantised: they are not trained as they are."""
 
 from pathlib import Path
-from typing import Any
 
 from toolkit.messages import ModelError, tr
 
@@ -9,10 +8,9 @@ _DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """quant_method -> the class of transformers (5.23) that makes 16 bits of such weights on a CPU, as was tried."""
 
 
-def error_of(settings: Any, folder: Path) -> ModelError:
-    """Return the error about a directory with these settings of quantised weights, with the way that remains."""
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    kind = _DEQUANTIZED.get(str(method))
+def error_of(method: str, folder: Path) -> ModelError:
+    """Return the error about a directory of weights that are quantised by a method, with the way that remains."""
+    kind = _DEQUANTIZED.get(method)
     way = tr("Use the original repository in bf16: tuning=qlora puts it in 4 bits while it is read.")
     if kind is not None:
         way = tr(
