@@ -62,7 +62,7 @@ def built(kind: str) -> Any:
     """Return a random model of a type, with weights so large that each part changes the logits."""
     config = config_of(kind)
     with torch.device("meta"):
-        size = sum(one.numel() for one in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(tensor.numel() for tensor in transformers.AutoModelForCausalLM.from_config(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters: tests/model_types.yaml does not make it small")
     torch.manual_seed(3)

@@ -68,8 +68,8 @@ def checked(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tu
     capsys.readouterr()
     of_run = ["recipe=zero1", "model=hf", "data=chat.jsonl", "precision=fp32", "data.packing=packed"]
     code = main(["check", *of_run, f"model.path={folder}", *words])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    output = capsys.readouterr()
+    return code, output.out + output.err
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,16 +82,16 @@ def test_check_says_the_same(
     facts = facts_of(folder, 512)
     assert bool(facts.refused) == bool(refused) and re.search(refused, facts.refused), facts.refused
     assert bool(facts.grouped) == bool(grouped) and grouped in facts.grouped, facts.grouped
-    code, said = checked(folder, capsys, "data.max_length=512")
-    assert code == (2 if refused else 0) and facts.refused in said, said
-    assert (f"packed rows: {facts.grouped}. Samples of like length" in said) == bool(grouped)
-    assert ("A multimodal model" in said) == bool(facts.frozen) and all(name in said for name in facts.frozen)
+    code, printed = checked(folder, capsys, "data.max_length=512")
+    assert code == (2 if refused else 0) and facts.refused in printed, printed
+    assert (f"packed rows: {facts.grouped}. Samples of like length" in printed) == bool(grouped)
+    assert ("A multimodal model" in printed) == bool(facts.frozen) and all(name in printed for name in facts.frozen)
     assert set(facts.methods) == (set() if refused else {method.value for method in TuningMethod})
     for method, answer in facts.methods.items():
-        code, said = checked(folder, capsys, f"tuning={method}", "data.packing=grouped")
-        assert code == (2 if answer.refused else 0) and answer.refused in said, said
+        code, printed = checked(folder, capsys, f"tuning={method}", "data.packing=grouped")
+        assert code == (2 if answer.refused else 0) and answer.refused in printed, printed
         if case == "qwen3" and not answer.refused:  # whose numbers a formula knows
-            assert f"{answer.trained:,} of" in said, said
+            assert f"{answer.trained:,} of" in printed, printed
 
 
 def test_what_is_printed(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +133,8 @@ def test_mistakes(content: str | None, message: str, tmp_path: Path, capsys: pyt
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert main(["models", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert message in said.out and "Traceback" not in said.out + said.err
+    output = capsys.readouterr()
+    assert message in output.out and "Traceback" not in output.out + output.err
 
 
 def test_no_such_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

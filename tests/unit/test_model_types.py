@@ -176,8 +176,8 @@ def test_the_embedding_of_padding_is_read_as_transformers_loads_it(tmp_path: Pat
     model.save_pretrained(tmp_path / "youtu")
     streamed, values = stream(tmp_path / "youtu")
     assign(streamed, dict(values))
-    whole = load_model(tmp_path / "youtu").get_input_embeddings().weight
-    assert torch.equal(streamed.get_input_embeddings().weight, whole) and not whole[3].any() and whole[2].all()
+    table = load_model(tmp_path / "youtu").get_input_embeddings().weight
+    assert torch.equal(streamed.get_input_embeddings().weight, table) and not table[3].any() and table[2].all()
 
 
 def test_flops_of_odd_configs_are_unknown_and_end_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Directories of quantised weights: what is said of them, and the way to train their models."""
+"""Directories of quantised weights: what is reported of them, and the way to train their models."""
 
 import json
 import re
@@ -37,14 +37,14 @@ def test_check_and_train_say_the_same(
     Path("chat.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     folder = write(tmp_path / "model", "llama")
     change(folder, {section: {"quantization_config": {"quant_method": method}}} if section else quantized(method))
-    said = []
+    errors = []
     for command in ("check", "train"):
         capsys.readouterr()
         assert main([command, "recipe=zero1", "model=hf", f"model.path={folder}", "data=chat.jsonl"]) == 2
         shown = capsys.readouterr()
-        said.append(re.search(r"\S+ holds quantized weights .*", shown.out + shown.err)[0])  # type: ignore[index]
-    assert said[0] == said[1]
-    assert f"({method} in config.json)" in said[0] and METHODS[method] in said[0]
+        errors.append(re.search(r"\S+ holds quantized weights .*", shown.out + shown.err)[0])  # type: ignore[index]
+    assert errors[0] == errors[1]
+    assert f"({method} in config.json)" in errors[0] and METHODS[method] in errors[0]
     for read in (lambda: stream(folder), lambda: export_verified(folder, tmp_path / "out", ExportOptions())):
         with pytest.raises(ModelError, match="holds quantized weights"):
             read()

@@ -63,7 +63,7 @@ def gradients(model: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
             part.register_forward_hook(lambda *_, name=name: counts.update([f"computed {name}"]))
     ids = torch.arange(24).view(2, 12) % 50
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}, counts
+    return {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}, counts
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -192,7 +192,7 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
     """Those of a step that are done are not started again; one more makes a file of theirs."""
     steps, started = Steps(), []
     monkeypatch.setattr(rounds, "_run_process", steps)
-    monkeypatch.setattr(rounds, "_run_processes", lambda *given: started.append(given))
+    monkeypatch.setattr(rounds, "_run_processes", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])

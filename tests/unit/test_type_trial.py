@@ -107,8 +107,8 @@ def test_it_is_named_and_not_rejected(
     assert "  untested                model_type = new_fails is untested: a tiny" in capsys.readouterr().out
     load.empty(folder).to_empty(device="cpu").save_pretrained(folder)
     fit_tokenizer(lambda: ["and so on"], 270, tmp_path / "fit").save_pretrained(folder)
-    code, said = checked(folder, capsys)
-    assert code == 0 and "does not train: ValueError: no such kernel." in said, said
+    code, printed = checked(folder, capsys)
+    assert code == 0 and "does not train: ValueError: no such kernel." in printed, printed
     trainable.tell_untested(load.empty(folder))
     assert capsys.readouterr().out.splitlines() == [
         "model_type = new_fails is untested: `toolkit check` tries a tiny model of it."
