@@ -19,12 +19,12 @@ from packaging.version import Version
 from benchmarks import overlay, results
 from toolkit import children
 from toolkit.arguments import one_of
+from toolkit.config.requirements import DISTRIBUTION
 from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).absolute().parents[1]
 
 PACKAGES = ("deepspeed", "torch", "transformers")
-OWN = "deepspeed-finetuning-toolkit"
 SETS = ("oldest", "pinned", "newest")
 """Of all packages that pyproject.toml names: what it allows at least, what is installed here, what the index has."""
 RECIPE = ("recipe=quickstart", "optim.torch=true", "distributed.cpu_shared_memory=false")
@@ -70,7 +70,7 @@ def installed(name: str) -> str:
 
 def bounds() -> list[Requirement]:
     """Return what pyproject.toml asks for, as it was when this environment was made."""
-    return [Requirement(one) for one in metadata.requires(OWN) or () if "extra ==" not in one]
+    return [Requirement(one) for one in metadata.requires(DISTRIBUTION) or () if "extra ==" not in one]
 
 
 def is_allowed(versions: dict[str, str]) -> bool:
@@ -111,10 +111,10 @@ def _oldest(one: Requirement) -> str:
 def environment(folder: Path, cell: Cell) -> Path:
     """Make an environment over this one's packages, unless it is there; return its Python."""
     python = overlay.make(folder, cell.install)
-    told = next(folder.glob("lib/python*/site-packages")) / f"{OWN.replace('-', '_')}-0.dist-info"
+    told = next(folder.glob("lib/python*/site-packages")) / f"{DISTRIBUTION}-0.dist-info"
     if not cell.is_allowed and not told.exists():  # found before the one below, without bounds that runs are held to
         told.mkdir()
-        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {OWN}\nVersion: 0\n", encoding="utf-8")
+        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n", encoding="utf-8")
     return python
 
 

@@ -16,11 +16,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from toolkit import children
+from toolkit.config.requirements import DISTRIBUTION
 from toolkit.messages import ConfigError, LaunchError
 from toolkit.train.run_dir import commit
 
 ROOT = Path(__file__).absolute().parents[1]
-OWN = "deepspeed-finetuning-toolkit"
 TESTS = ("pytest", "pytest-timeout")
 PACKED = "packed.json"
 """Says of which commit and for which Python the wheels beside it are."""
@@ -86,7 +86,7 @@ def pack(words: list[str]) -> int:
     ):
         raise ConfigError(f"{folder} holds something else. Choose a directory that is empty or not there.")
     there = _freeze(Path(given["has"])) if "has" in given else {}
-    wanted = [*(one for one in metadata.requires(OWN) or () if "extra ==" not in one), *TESTS, *names[1:]]
+    wanted = [*(one for one in metadata.requires(DISTRIBUTION) or () if "extra ==" not in one), *TESTS, *names[1:]]
     packages = [f"{name}=={version}" if version else name for name, version in needed(wanted, there, python).items()]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

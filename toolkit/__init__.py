@@ -1,4 +1,4 @@
-"""A config-driven DeepSpeed fine-tuning toolkit for causal language models, ChatGLM first."""
+"""ExactTune: config-driven fine-tuning with DeepSpeed of causal language models, ChatGLM first."""
 
 import sys
 from importlib.abc import MetaPathFinder

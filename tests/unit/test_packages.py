@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.requirements import check_packages
+from toolkit.config.requirements import DISTRIBUTION, check_packages
 from toolkit.messages import LaunchError
 
 WANTED = (
@@ -30,6 +30,12 @@ def test_all_others_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         LaunchError, match=r"installed: deepspeed<0\.19\.8 \(0\.\d+\.\d+\), no-such-one \(not installed\)\."
     ):
         check_packages("some-toolkit")
+
+
+def test_the_package_is_asked_for_by_its_own_name() -> None:
+    """An unknown name has no requirements: no package would be compared."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nname = "{DISTRIBUTION}"\n' in project
 
 
 def test_what_is_right_or_unknown_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

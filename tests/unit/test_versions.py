@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks import overlay, results, versions
+from toolkit.config.requirements import DISTRIBUTION
 from toolkit.messages import ConfigError
 
 BOUNDS = [Requirement(one) for one in ("torch>=2.10", "peft>=0.21,<0.22", "tokenizers")]
@@ -84,6 +85,6 @@ def test_what_is_mistyped_is_named(words: list[str], tmp_path: Path) -> None:
 def test_versions_that_are_not_allowed_get_an_environment_without_bounds(tmp_path: Path) -> None:
     python = versions.environment(tmp_path / "other", versions.Cell("", [], is_allowed=False))
     assert python == overlay.make(tmp_path / "other", [])
-    code = f"from importlib import metadata as m; print(m.requires({versions.OWN!r}), m.version('torch'))"
+    code = f"from importlib import metadata as m; print(m.requires({DISTRIBUTION!r}), m.version('torch'))"
     ran = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.startswith("None 2.")

@@ -17,6 +17,9 @@ from toolkit.config import dotted_keys, schema
 from toolkit.config.load import LoadedConfig
 from toolkit.messages import ConfigError, LaunchError, raise_all, tr
 
+DISTRIBUTION = "exacttune"
+"""The name of this package on an index: what `pip` installs, and whose metadata name the packages that it needs."""
+
 
 def device_here(environ: Mapping[str, str] = os.environ) -> str:
     """Return what DeepSpeed will train on here, found without torch: DS_ACCELERATOR, or cuda, or cpu."""
@@ -138,7 +141,7 @@ def check_track_here(loaded: LoadedConfig) -> None:
     )
 
 
-def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:
+def check_packages(name: str = DISTRIBUTION) -> None:
     """Check that packages are installed in versions that this toolkit knows: its workarounds reach into DeepSpeed, and
     earlier versions computed wrong gradients in silence (0.18.3 to 0.19.3, DeepSpeed issue 8224).
 

@@ -1138,7 +1138,7 @@ class WandbConfig:
 
     enabled: bool = False
     """Send metrics; needs the package wandb."""
-    project: str = "deepspeed-finetuning-toolkit"
+    project: str = "exacttune"
     """Project."""
     entity: str = ""
     """User or team that owns the project; "" your default one."""
@@ -1158,7 +1158,7 @@ class MlflowConfig:
     """Send metrics; needs the package mlflow-skinny, or mlflow."""
     uri: str = ""
     """Server (http://HOST:PORT), database (sqlite:///FILE, needs mlflow) or directory; "" is what MLFLOW_TRACKING_URI says, else the directory mlruns/ below `run.dir`."""
-    experiment: str = "deepspeed-finetuning-toolkit"
+    experiment: str = "exacttune"
     """Experiment that the run belongs to; made where it is not there."""
 
 
@@ -1168,7 +1168,7 @@ class SwanlabConfig:
 
     enabled: bool = False
     """Send metrics; needs the package swanlab."""
-    project: str = "deepspeed-finetuning-toolkit"
+    project: str = "exacttune"
     """Project."""
     workspace: str = ""
     """User or organisation that owns the project; "" your own."""
@@ -1182,7 +1182,7 @@ class TrackioConfig:
 
     enabled: bool = False
     """Write metrics; needs the package trackio."""
-    project: str = "deepspeed-finetuning-toolkit"
+    project: str = "exacttune"
     """Project."""
     space: str = ""
     """Hugging Face Space (OWNER/NAME) that shows them; "" is Trackio's own directory on this machine (TRACKIO_DIR)."""

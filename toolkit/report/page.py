@@ -447,7 +447,7 @@ def has_chinese(folders: Iterable[str] = _FOLDERS) -> bool:
 
 
 _MOST_QUESTIONS = 20
-GENERATOR = "deepspeed-finetuning-toolkit report"
+GENERATOR = "toolkit report"
 """Marks a report in its HTML head: such a file may be overwritten."""
 _PAGE_FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _INK = "#16202e"
@@ -524,7 +524,7 @@ def write_page(
             "noscript": noscript,
             "made": tr(
                 "Made by {name} {version} on {time}. The page needs no network.",
-                name="DeepSpeed fine-tuning toolkit",
+                name="ExactTune",
                 version=toolkit.__version__,
                 time=time.strftime("%Y-%m-%d %H:%M:%S %z"),
             ),
@@ -715,7 +715,7 @@ def check_output(output: Path) -> bool:
         raise messages.ConfigError("output = {file} must end in .html.", file=output)
     is_ours = False
     with suppress(OSError), output.open("rb") as file:
-        is_ours = GENERATOR.encode() in file.read(_HEAD_BYTES)
+        is_ours = f'{GENERATOR}">'.encode() in file.read(_HEAD_BYTES)
     if os.path.lexists(output) and not is_ours:
         raise messages.ConfigError(
             "{file} already exists and is not a report; it is not touched. Choose another output.", file=output
