@@ -1,17 +1,22 @@
 """Check the nodes before a run: what would make it fail, and the command that fixes it.
 
 toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
+toolkit doctor --report [RUN] [output=FILE.md]
 
   hostfile=FILE, --include …, --master_port N   as for `toolkit launch`; default: this node only
   recipe=NAME, key=value   also check what this recipe needs: files, disks, ops
   quick=true       check each node by itself, without network tests
   timeout_s=30     timeout for each answer of a node
+  --report [RUN]   checks nothing and writes one file to attach to a bug report: versions, GPUs, and of the run
+                   RUN its config, last log lines and FAILED. Secrets are masked, home directories become ~
+  output=FILE.md   that file; default: doctor-DATE-TIME.md here
 """
 
 import sys
 import time
+from pathlib import Path
 
-from toolkit.arguments import one_of, parse, positive_int
+from toolkit.arguments import check_output, named_arguments, one_of, parse, positive_int, write_output
 from toolkit.config.schema import RunConfig
 from toolkit.extras.doctor import agents, examine, findings
 from toolkit.launch import deepspeed
@@ -25,6 +30,8 @@ def run(words: list[str]) -> int:
     if words == ["--agent"]:
         agents.serve(lambda asked: parse(asked).loaded.cfg)
         return 0
+    if "--report" in words:
+        return _write_report([word for word in words if word != "--report"])
     started = time.monotonic()
     _, options, rest = deepspeed.typed_options(words)
     settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
@@ -36,6 +43,21 @@ def run(words: list[str]) -> int:
     examination.run(is_quick)
     _tell(examination, time.monotonic() - started)
     return ConfigError.exit_code if examination.has_errors() else 0
+
+
+def _write_report(words: list[str]) -> int:
+    from toolkit.extras.doctor import attachment  # only now: what reads runs takes a moment to import
+
+    values = named_arguments(words, required=(), optional=("run", "output"), usage="", bare="run")
+    values["output"] = values.get("output") or f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.md"
+    check_output(values)
+    write_output(values, attachment.describe(Path(values["run"]) if values.get("run") else None))
+    say(
+        "{file} is written. Read it before you attach it: secrets are masked, but paths, host names, prompts in the "
+        "config and log lines are in it.",
+        file=values["output"],
+    )
+    return 0
 
 
 def _tell(examination: examine.Examination, seconds: float) -> None:

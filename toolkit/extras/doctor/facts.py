@@ -101,8 +101,8 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "folder": os.getcwd(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(d))), ""),
+        "packages": {name: version(name) for name in PACKAGES},
+        "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := version(d))), ""),
         "code": _code(),
         "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
@@ -135,7 +135,8 @@ def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, An
     }
 
 
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """Return the version of an installed package, "" if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
