@@ -12,7 +12,7 @@ from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).parents[1]
 IS_CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821 (sphinx-build -t zh)
-ENGLISH_ONLY = ["CHANGELOG.md", "recipes/README.md", "benchmarks/README.md"]
+ENGLISH_ONLY = ["CHANGELOG.md", "SECURITY.md", "recipes/README.md", "benchmarks/README.md"]
 
 project = "DeepSpeed 微调工具包" if IS_CHINESE else "DeepSpeed fine-tuning toolkit"
 language = "zh_CN" if IS_CHINESE else "en"
@@ -70,7 +70,7 @@ def _finish(app: Sphinx, page: str, source: list[str]) -> None:
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(rf"(?<={HAN})\n(?={HAN})", "", part) for part in parts[::2]]  # else shown as a blank
     text = "".join(parts)
-    if page.startswith("README"):  # linked from pages, but its place is GitHub
+    if page.startswith(("README", "SECURITY")):  # linked from pages, but their place is GitHub
         text = f"---\norphan: true\n---\n{text}"
     if page == root_doc:  # the sidebar is the index page's sections
         for section in text.split("\n## ")[1:]:

@@ -19,7 +19,7 @@ TEXTS = {
     "CI": ("CI", "CI"),
     "nightly": ("nightly", "nightly"),
     "config": ("configuration only", "仅配置"),
-    "stand-in": ("stand-in", "替身"),
+    "stand-in": ("stand-in", "模拟"),
     "namespaces": ("namespaces", "网络命名空间"),
     "needs": ("with `{needs}`", "需安装 `{needs}`"),
     "no": ("no", "无"),

@@ -19,6 +19,7 @@ from toolkit.launch.deepspeed import split_words  # noqa: E402
 DOCUMENTS = ("README.md", "README_zh.md")
 # Not run here: they are this very suite's environment, a cluster's, or need weights that are not there.
 ELSEWHERE = (
+    "git clone",
     "scripts/",
     "source ",
     "python3 -m venv",

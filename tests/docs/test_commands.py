@@ -32,6 +32,7 @@ from toolkit.messages import ConfigError, read_table
 
 ELSEWHERE = {
     "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",
+    "git clone": "needs the network",
     "source ": "the shell's",
     "export ": "the shell's",
     "cp ": "the shell's; tests/test_readme.py runs the one of the README",
