@@ -84,6 +84,15 @@ def test_the_first_screen_is_short(document: str) -> None:
     assert len(lines) <= 130
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_memory_that_is_planned_is_that_of_the_recipe(document: str) -> None:
+    """tests/docs/test_recipes_page.py compares the recipe's header with the plan."""
+    header = (ROOT / "recipes" / "chatglm3_lora.yaml").read_text(encoding="utf-8")
+    (gib,) = re.findall(r"1xRTX 4090: ([\d.]+) GiB per GPU", header)
+    (line,) = re.findall(r"^\*\*.*ChatGLM3-6B.* GiB.*$", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE)
+    assert f" {gib} GiB" in line
+
+
 @pytest.mark.ranks
 def test_the_commands_run(tmp_path: Path) -> None:
     """One after another in one folder, as a reader would."""

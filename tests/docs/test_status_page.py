@@ -36,6 +36,11 @@ def test_the_page_is_short() -> None:
     assert len((ROOT / "docs" / "status.md").read_text(encoding="utf-8").replace("|", " ").split()) <= 600
 
 
+def test_the_readme_says_whether_anything_has_run_on_a_gpu() -> None:
+    for page, says in (("README.md", "not on GPUs yet"), ("README_zh.md", "尚未在 GPU 上测试")):
+        assert (says in (ROOT / page).read_text(encoding="utf-8")) == (not gpu_dates(RESULTS)), page
+
+
 def test_tiers_are_those_of_the_tests() -> None:
     assert TIER_OF_FOLDER == FOLDERS
     for test, tier in {
