@@ -2,6 +2,12 @@
 
 import sys
 from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.jobs.finetune import Run, finetune
+
+__all__ = ["Run", "finetune"]
 
 __version__ = "0.1.0"
 
@@ -22,3 +28,12 @@ class _NoMlflowForAutotuning(MetaPathFinder):
 
 
 sys.meta_path.insert(0, _NoMlflowForAutotuning())
+
+
+def __getattr__(name: str) -> Any:
+    """Import what Python programs use only when they ask for it: no command does."""
+    if name in __all__:
+        from importlib import import_module
+
+        return getattr(import_module("toolkit.jobs.finetune"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

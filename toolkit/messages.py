@@ -308,6 +308,12 @@ class Stopped(ToolkitError):
     exit_code = 75
 
 
+class RunFailed(ToolkitError):
+    """A run that was started from Python ended with an exit code other than 0."""
+
+    exit_code = 1
+
+
 class RepeatedDeath(ToolkitError):
     """The run died twice without getting any further: to start it again would not help."""
 

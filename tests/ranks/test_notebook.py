@@ -33,5 +33,5 @@ def test_it_trains_and_draws_the_report(tmp_path: Path, monkeypatch: pytest.Monk
     text = "".join(str(one.get("text", "")) for one in outputs)
     assert "config and files are in order" in text and "\x1b[1;32m" in text and "Validation loss" in text
     assert "\x1b[?25l" not in text, "no live view"
-    (run,) = (tmp_path / "runs").glob("notebook-*")
+    (run,) = (tmp_path / "runs").glob("quickstart-*")
     assert (run / "DONE").exists()
