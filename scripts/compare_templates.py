@@ -13,7 +13,13 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.unit.test_templates import FOUND, PUBLISHED, compared
+from tests.unit.test_templates import FOUND, PUBLISHED, compared, rendering_digest, renderings
+from toolkit.config.files import named_chat_template
+
+NAMED = {"chatml_tools": "qwen2_5", "gemma": "gemma3", "glm4_5": "glm4moe", "llama3": "llama3", "qwen3": "qwen3"}
+"""Templates of toolkit/models/templates -> the published one that they write the same as; those that no file is
+published of, or that keep what it removes, are compared in tests/unit.
+"""
 
 
 def main(count: int = 2000) -> None:
@@ -28,6 +34,17 @@ def main(count: int = 2000) -> None:
         entry["few"] = compared(PUBLISHED[name], len(name), 200)._asdict()
         entry["many"] = compared(PUBLISHED[name], len(name), count)._asdict() | {"differences": 0}
         print(name, entry["many"], flush=True)
+    for name, published in NAMED.items():
+        original = PUBLISHED[published]
+        if not Path(original.template).is_file():
+            continue
+        ours = original._replace(template=named_chat_template(name))
+        pairs = list(zip(renderings(ours, name, count), renderings(original, name, count), strict=True))
+        differences = sum(one != other for one, other in pairs)
+        digest = rendering_digest(ours, name)
+        entry = {"published": published, "renderings": len(pairs), "differences": differences, "digest": digest}
+        found.setdefault("named", {})[name] = entry
+        print(name, entry, flush=True)
     found["commit"] = commit
     found["versions"] = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
     found["command"] = f"TOOLKIT_TEMPLATES=FOLDER python -m scripts.compare_templates {count}"

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.data_tools import run_config, trained_stretches, write_rows
+from toolkit.config import files
 from toolkit.config.load import load
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.store import read_manifest
@@ -164,7 +165,8 @@ def test_missing_template_and_end(tokenizer: Any) -> None:
     with pytest.raises(ModelError) as error:
         TemplateChatEncoder(tokenizer)
     assert str(error.value) == (
-        f"The tokenizer '{name}' has no chat template. Name a file with one: model.chat_template=FILE."
+        f"The tokenizer '{name}' has no chat template. Name one: "
+        "model.chat_template=alpaca / glm4_5 / glm_z1 / mistral / FILE."
     )
     tokenizer.chat_template, tokenizer.eos_token = CHATML, None
     with pytest.raises(ModelError, match="has no end-of-sequence token"):
@@ -284,7 +286,7 @@ def test_ids_are_the_templates_own(tokenizer: Any, template: str, contents: list
 def test_the_shipped_templates_keep_the_reasoning_of_the_last_turn(
     tokenizer: Any, name: str, frame: str, asks: str
 ) -> None:
-    tokenizer.chat_template = Path(f"examples/data/{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = files.named_chat_template(name).read_text(encoding="utf-8")
     encoder = TemplateChatEncoder(tokenizer)
     thought = "<think>\nfox\n</think>\n\none"
     messages = [{"role": "system", "content": "kind."}, *chat("hello", thought, "world", "two")]

@@ -155,7 +155,7 @@ def test_each_step_is_done_once(
     write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
     (tmp_path / "model").mkdir()
     words = ["rounds", "recipe=zero1", "preference=dpo", f"model.path={tmp_path}/model", f"run.dir={tmp_path}/runs"]
-    words += ["model.chat_template=examples/data/glm_z1.jinja"]
+    words += ["model.chat_template=glm_z1"]
     words += [f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "rounds=2", "samples=3", "run.name=both"]
     for stop in range(8):
         steps.stop = stop
@@ -167,7 +167,7 @@ def test_each_step_is_done_once(
     assert kinds == ["generate", "score", "launch"] * 2 + ["generate", "score"]
     assert steps.done[5].endswith("-1/run/export"), "the second round begins with the first one's export"
     assert len({one.split()[-1] for one in steps.done if one.startswith("generate")}) == 3, "each draws anew"
-    asked = ["glm_z1.jinja" in one for one in steps.done if one.startswith("generate")]
+    asked = ["glm_z1" in one for one in steps.done if one.startswith("generate")]
     assert asked == [True, False, False], "what a run has saved has its template"
     found = json.loads((tmp_path / "runs" / "both" / "rounds.json").read_text())
     assert found["round-2"]["accuracy"] == 0.75 and found["round-2"]["pairs"] == 3

@@ -85,7 +85,7 @@ class Family(NamedTuple):
 FOLDER = Path(os.environ.get("TOOLKIT_TEMPLATES") or Path(__file__).parents[3] / "shared" / "templates")
 FOUND = Path(__file__).parents[1] / "golden" / "templates.json"
 """What scripts/compare_templates.py found."""
-KEPT = Path(__file__).parents[2] / "examples" / "data"
+KEPT = Path(__file__).parents[2] / "toolkit" / "models" / "templates"
 CHATML, LLAMA, EOS_R1 = "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"
 THINKS, TOOLS, BESIDE = frozenset({"reasoning"}), frozenset({"tools"}), frozenset({"text beside calls"})
 OURS = {
@@ -281,6 +281,24 @@ def compared(family: Family, seed: int, count: int) -> Compared:
     if "strftime_now" in served.chat_template:  # today's date is in its prompts
         digest = hashlib.sha256()
     return Compared(num_conversations, num_rejected, num_samples, num_answers, digest.hexdigest())
+
+
+def renderings(family: Family, name: str, count: int = 300) -> Iterator[str]:
+    """Yield what a template writes of generated conversations and of the prompts for their last answers, in each mode
+    of reasoning; `name` of the named template, which is to write the same.
+    """
+    tokenizer = tokenizer_of(family)
+    for messages, tools, has in chats(1, count):
+        if has & family.no_place or (name == "chatml_tools" and "system" not in has):  # Qwen2.5's has a default one
+            continue
+        for mode in ({}, {"enable_thinking": False}):
+            yield rendered(tokenizer, messages, tools, **mode)
+            yield rendered(tokenizer, messages[:-1], tools, add_generation_prompt=True, **mode)
+
+
+def rendering_digest(family: Family, name: str) -> str:
+    """Return a digest of the first renderings."""
+    return hashlib.sha256(json.dumps([*renderings(family, name)]).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("name", KNOWN)

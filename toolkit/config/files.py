@@ -235,7 +235,7 @@ def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 """Example conversations."""
 _OTHERS = tuple(f"examples/data/{name}.jsonl" for name in ("text_zh", "text_en", "pairs", "labels", "texts", "library"))
-_SHIPPED = (*SHIPPED, *_OTHERS, "examples/data/deepseek_r1.jinja", "examples/data/glm_z1.jinja")
+_SHIPPED = (*SHIPPED, *_OTHERS)
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
 _OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}
 """Example data -> what the pages call a file of a user's own with such rows; chat, if it is not here."""
@@ -246,6 +246,17 @@ def located(path: str) -> str:
     if path in _SHIPPED and not os.path.exists(path):
         return str(shipped_folder("examples/data", "_examples") / Path(path).name)
     return path
+
+
+def named_chat_template(name: str) -> Path:
+    """Return the file of a chat template that comes with the toolkit, by its name; it need not exist."""
+    return PACKAGE / "models" / "templates" / f"{name}.jinja"
+
+
+def chat_template_file(value: str) -> Path:
+    """Return the file that `model.chat_template` names: one that exists, else the toolkit's own of that name."""
+    named = named_chat_template(value)
+    return named if value.isidentifier() and named.is_file() and not os.path.isfile(value) else Path(value)
 
 
 def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argument: str = "") -> None:

@@ -53,10 +53,15 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "{key} = {value} is not a directory here. It must be the directory that holds config.json and the weights, "
             "or owner/name on Hugging Face.",
         )
-    for key in ("model.tokenizer", "model.chat_template"):
-        path = str(dotted_keys.get_value(loaded.cfg, key))
-        if path and not os.path.exists(files.located(path)):
-            yield loaded.error(key, "{key} = {value} does not exist.")
+    if model.tokenizer and not os.path.exists(model.tokenizer):
+        yield loaded.error("model.tokenizer", "{key} = {value} does not exist.")
+    if model.chat_template and not files.chat_template_file(model.chat_template).exists():
+        names = sorted(path.stem for path in files.named_chat_template("").parent.glob("*.jinja"))
+        yield loaded.error(
+            "model.chat_template",
+            "{key} = {value} is neither a file nor one of the templates that come with the toolkit: {names}.",
+            names=", ".join(names),
+        )
 
 
 def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Union
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from toolkit.config import files, schema
+from toolkit.config import schema
 from toolkit.distributed.file_lock import build_once
-from toolkit.messages import ModelError, file_bytes, reading, tr
-from toolkit.models import directory
+from toolkit.messages import ModelError, reading, tr
+from toolkit.models import directory, named_templates
 from toolkit.models.chat_template import TemplateChatEncoder
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ _CHAT_TEMPLATE = (
 
 TOKENIZER = "tokenizer: "
 """Before the names of a tokenizer's parts in what identifies the data of a run."""
-_LARGEST_TEMPLATE_BYTES = 1_000_000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -94,7 +93,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
     `path` is an official ChatGLM directory, or one in transformers' layout; `family` auto is found in the files. With a
-    `chat_template` (Jinja) special tokens in the texts of an official tokenizer are parsed.
+    `chat_template` (a name or a Jinja file) special tokens in the texts of an official tokenizer are parsed.
     """
     families = [member.value for member in schema.Family]
     if family not in families:
@@ -129,15 +128,8 @@ def load_tokenizer(
         if is_saved and (saved := directory.saved_template(folder)) not in default_templates:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
     if chat_template:
-        use_template(tokenizer, chat_template)
+        named_templates.use_template(tokenizer, chat_template)
     return tokenizer
-
-
-def use_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replace a tokenizer's chat template by that of a file (Jinja)."""
-    with reading(file, ModelError, tr("Correct model.chat_template.")):
-        tokenizer.chat_template = file_bytes(Path(files.located(file)), _LARGEST_TEMPLATE_BYTES).decode("utf-8")
-    tokenizer.split_special_tokens = False
 
 
 def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, shortened, tr
 from toolkit.models.answer_spans import MERGED_CHARS, Encoded, Openings, Span, SpanTokenizer
+from toolkit.models.named_templates import template_setting
 from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
 from toolkit.models.shield import Shield, any_of
 
@@ -86,8 +87,9 @@ class TemplateChatEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_thinking: bool = True) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
-                "The tokenizer '{name}' has no chat template. Name a file with one: model.chat_template=FILE.",
+                "The tokenizer '{name}' has no chat template. Name one: {setting}.",
                 name=tokenizer.name_or_path,
+                setting=template_setting(tokenizer),
             )
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -444,9 +446,9 @@ class TemplateChatEncoder:
                 }
                 raise RowError(
                     "message {number}: the chat template has no place for {what}, which would be lost. Write it into "
-                    "the text of the message as the model is to write it, or give another template: "
-                    "model.chat_template=FILE",
+                    "the text of the message as the model is to write it, or give another template: {setting}",
                     number=number,
+                    setting=template_setting(self.tokenizer, lost),
                     what=kinds[lost],
                 )
 
@@ -504,11 +506,9 @@ class TemplateChatEncoder:
         thought = str(message.get(self.reasoning_key or "") or (block[1] if block else "")).strip()
         if thought and text.find(thought, begin, stop) < 0:
             raise RowError(
-                tr(
-                    "the chat template leaves out the reasoning of an answer that is to be trained. Give one that "
-                    "keeps it: model.chat_template=FILE (examples/data/deepseek_r1.jinja, "
-                    "examples/data/glm_z1.jinja for GLM-Z1)"
-                )
+                "the chat template leaves out the reasoning of an answer that is to be trained. Give one that keeps "
+                "it: {setting}",
+                setting=template_setting(self.tokenizer, "reasoning"),
             )
         if not self.train_thinking and message["role"] == "assistant":
             other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}

@@ -92,7 +92,9 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
         predicting = tr("{keys}: skipped, not trained", keys=predicting)
     rows.append((tr("multi-token prediction"), predicting or tr("no")))
     rows.append((tr("quantisation"), facts.quantization or tr("no")))
-    rows.append((tr("chat template"), tr("yes") if facts.chat_template else tr("no: set model.chat_template=FILE")))
+    rows.append(
+        (tr("chat template"), tr("yes") if facts.chat_template else tr("no: set model.chat_template=NAME or FILE"))
+    )
     return rows + [(tr("transformers says"), note) for note in facts.notes]
 
 

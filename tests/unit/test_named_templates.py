@@ -1,0 +1,121 @@
+"""Chat templates by name: what they write, which tokenizers they suit, what errors suggest."""
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.unit.test_templates import CHATML, FOUND, PUBLISHED, chats, rendered, rendering_digest, tokenizer_of
+from toolkit.config import files, schema
+from toolkit.messages import ModelError, RowError
+from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.models.named_templates import TEMPLATES, templates_taking, use_template
+
+CHATML_TOKENS = ["<|im_start|>", CHATML]
+
+
+def base_tokenizer(*tokens: str) -> Any:
+    """Return the tokenizer of a base model: control tokens and an end token, without a chat template."""
+    tokenizer = tokenizer_of(PUBLISHED["mistral"]._replace(template="".join(tokens), end="<|endoftext|>"))
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def test_names_in_the_schema_and_on_disk_are_those_of_the_table() -> None:
+    assert {path.stem for path in files.named_chat_template("").parent.glob("*.jinja")} == TEMPLATES.keys()
+    assert f"a name ({', '.join(sorted(TEMPLATES))})" in Path(inspect.getfile(schema)).read_text("utf-8")
+
+
+def _chatml(messages: list[dict[str, Any]]) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+def _mistral(messages: list[dict[str, Any]]) -> str:
+    texts = [m["content"] for m in messages]
+    if messages[0]["role"] == "system":
+        texts[:2] = [f"{texts[0]}\n\n{texts[1]}"]
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return "<s>" + "".join(f"[INST] {asked} [/INST]{said}</s>" for asked, said in pairs)
+
+
+def _alpaca(messages: list[dict[str, Any]]) -> str:
+    heads = {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n"}
+    ends = {"assistant": "</s>"}
+    return "<s>" + "".join(f"{heads[m['role']]}{m['content']}{ends.get(m['role'], '')}\n\n" for m in messages)
+
+
+@pytest.mark.parametrize(("name", "definition"), [("chatml", _chatml), ("mistral", _mistral), ("alpaca", _alpaca)])
+def test_templates_without_a_published_file_write_their_definition(
+    name: str, definition: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    tokenizer = base_tokenizer(*CHATML_TOKENS)
+    tokenizer.eos_token = "</s>"
+    use_template(tokenizer, name)
+    compared = [messages for messages, _, has in chats(3, 200) if not has & {"tools", "reasoning"}]
+    assert len(compared) > 50
+    for messages in compared:
+        assert rendered(tokenizer, messages, None) == definition(messages)
+
+
+def test_the_others_write_what_was_compared_with_the_published_ones() -> None:
+    """scripts/compare_templates.py compares them with the files themselves."""
+    recorded = json.loads(FOUND.read_text("utf-8"))["named"]
+    assert recorded.keys() | {"chatml", "mistral", "alpaca", "deepseek_r1", "glm_z1"} == TEMPLATES.keys()
+    for name, entry in recorded.items():
+        assert entry["differences"] == 0 and entry["renderings"] > 1000
+        family = PUBLISHED[entry["published"]]
+        assert rendering_digest(family._replace(template=files.named_chat_template(name)), name) == entry["digest"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_takes_what_the_table_says_and_trains_answers_up_to_their_end(name: str) -> None:
+    tokenizer = tokenizer_of(
+        PUBLISHED["mistral"]._replace(template=files.named_chat_template(name), end="<|endoftext|>")
+    )
+    tokenizer.chat_template = None
+    use_template(tokenizer, name)
+    encoder = TemplateChatEncoder(tokenizer)
+    takes = ({"system", "tools", "tool_calls"} - encoder.missing) | ({"reasoning"} if encoder.reasoning_key else set())
+    assert takes == TEMPLATES[name].takes - {"tool", "text"}
+    assert ("tools" in takes) == (not encoder.missing & {"tool", "text"} and "tools" in TEMPLATES[name].takes)
+    end = TEMPLATES[name].end
+    assert not end or (tokenizer.eos_token == end and tokenizer.eos_token_id in encoder.stop_ids)
+    ids, mask = encoder.encode([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+    assert mask[-1] and ids[-1] in encoder.stop_ids
+    assert name in templates_taking(tokenizer, TEMPLATES[name].takes)
+
+
+def test_a_vocabulary_without_the_tokens_is_an_error_that_names_others() -> None:
+    tokenizer = base_tokenizer(*CHATML_TOKENS)
+    with pytest.raises(
+        ModelError, match=r"llama3 writes <\|end_header_id\|>, which is no token .*: alpaca, chatml, .*qwen3"
+    ):
+        use_template(tokenizer, "llama3")
+    assert tokenizer.chat_template is None and tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_errors_about_rows_name_the_templates_that_take_them() -> None:
+    tokenizer = base_tokenizer(*CHATML_TOKENS)
+    with pytest.raises(ModelError, match=r"Name one: model\.chat_template=alpaca / chatml / .*FILE"):
+        TemplateChatEncoder(tokenizer)
+    use_template(tokenizer, "chatml")
+    encoder = TemplateChatEncoder(tokenizer)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    for lost in ({"tool_calls": [call]}, {"reasoning_content": "Hm."}):
+        names = "qwen3" if "reasoning_content" in lost else "chatml_tools / qwen3"
+        with pytest.raises(RowError, match=rf"model\.chat_template={names} / FILE"):
+            encoder.encode([{"role": "user", "content": "q"}, {"role": "assistant", "content": "", **lost}])
+
+
+def test_a_file_of_the_users_own_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chatml").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    tokenizer: PreTrainedTokenizerFast = base_tokenizer()
+    use_template(tokenizer, "chatml")
+    assert (
+        tokenizer.eos_token == "<|endoftext|>" and rendered(tokenizer, [{"role": "user", "content": "q"}], None) == "q"
+    )

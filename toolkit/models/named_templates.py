@@ -1,0 +1,88 @@
+"""Chat templates by name (`model.chat_template=chatml`): for base models that come without one, and for rows that a
+model's own has no place for. templates/NAME.jinja writes what the published template of that name writes.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+from toolkit.config import files
+from toolkit.messages import ModelError, file_bytes, reading, tr
+
+_LARGEST_BYTES = 1_000_000
+_SYSTEM, _TOOLS = frozenset({"system"}), frozenset({"tools", "tool_calls", "tool", "text"})
+_REASONING = frozenset({"reasoning"})
+_CONTROL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
+"""Strings in a template that a model knows as single tokens; `<think>` and [INST] are text in many vocabularies."""
+
+
+class _Template(NamedTuple):
+    takes: frozenset[str]
+    """What rows may have beside questions and answers."""
+    end: str = ""
+    """Token that ends an answer, which becomes the tokenizer's end token; "" keeps that of the tokenizer."""
+
+
+TEMPLATES = {
+    "alpaca": _Template(_SYSTEM),
+    "chatml": _Template(_SYSTEM, "<|im_end|>"),
+    "chatml_tools": _Template(_SYSTEM | _TOOLS, "<|im_end|>"),
+    "deepseek_r1": _Template(_SYSTEM | _REASONING),
+    "gemma": _Template(_SYSTEM, "<end_of_turn>"),
+    "glm4_5": _Template(_SYSTEM | _TOOLS | _REASONING),
+    "glm_z1": _Template(_SYSTEM | _REASONING),
+    "llama3": _Template(_SYSTEM, "<|eot_id|>"),
+    "mistral": _Template(_SYSTEM),
+    "qwen3": _Template(_SYSTEM | _TOOLS | _REASONING, "<|im_end|>"),
+}
+"""What each can write and how it ends answers. Sources of the published ones: tests/golden/templates.json."""
+
+
+def use_template(tokenizer: Any, name: str) -> None:
+    """Replace a tokenizer's chat template by a named one, with its end token, or by that of a Jinja file.
+
+    Raises:
+        ModelError: the file cannot be read, or the vocabulary lacks control tokens of the named template.
+    """
+    file = files.chat_template_file(name)
+    with reading(str(file), ModelError, tr("Correct model.chat_template.")):
+        text = file_bytes(file, _LARGEST_BYTES).decode("utf-8")
+    if name in TEMPLATES and file == files.named_chat_template(name):
+        if missing := _missing_tokens(tokenizer, name):
+            raise ModelError(
+                "model.chat_template = {name} writes {token}, which is no token of '{tokenizer}': the model would "
+                "have to learn it from its letters. Templates that this vocabulary has the tokens of: {names}.",
+                name=name,
+                token=missing[0],
+                tokenizer=tokenizer.name_or_path,
+                names=", ".join(templates_taking(tokenizer, ())),
+            )
+        if end := TEMPLATES[name].end:
+            tokenizer.eos_token = end
+    tokenizer.chat_template, tokenizer.split_special_tokens = text, False
+
+
+def templates_taking(tokenizer: Any, features: Iterable[str]) -> list[str]:
+    """Return the names of templates that write these features of rows and whose control tokens a tokenizer has."""
+    return [
+        name
+        for name, template in TEMPLATES.items()
+        if template.takes.issuperset(features) and not _missing_tokens(tokenizer, name)
+    ]
+
+
+def template_setting(tokenizer: Any, *features: str) -> str:
+    """Return the setting that gives a tokenizer a template with a place for these features, for error messages."""
+    return f"model.chat_template={' / '.join([*templates_taking(tokenizer, features), 'FILE'])}"
+
+
+def _missing_tokens(tokenizer: Any, name: str) -> list[str]:
+    ids = zip(_control_tokens(name), tokenizer.convert_tokens_to_ids(_control_tokens(name)), strict=True)
+    return [token for token, index in ids if index in (None, tokenizer.unk_token_id)]
+
+
+@cache
+def _control_tokens(name: str) -> list[str]:
+    text = files.named_chat_template(name).read_text(encoding="utf-8")
+    return sorted(set(_CONTROL.findall(re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL))))
