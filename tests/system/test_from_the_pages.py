@@ -95,7 +95,7 @@ def test_lora_on_one_gpu_ends_in_a_server_that_answers(tail: str, tmp_path: Path
 @both_languages
 def test_full_fine_tuning_on_all_gpus(tail: str, tmp_path: Path) -> None:
     """Four CPU ranks stand for eight GPUs: full parameters, ZeRO-3, bf16."""
-    (line,) = re.findall(r"`(toolkit launch recipe=chatglm [^`]*)`", (ROOT / f"docs/questions{tail}.md").read_text())
+    (line,) = re.findall(r"`(toolkit launch recipe=chatglm [^`]*)`", (ROOT / f"docs/debugging{tail}.md").read_text())
     (tmp_path / "chat.jsonl").write_text(blocks(ROOT / "docs/first_run.md", "json")[0].body * 40, encoding="utf-8")
     trained = run(typed(line, "--num_gpus", "4", *SMALL, "run.name=full"), cwd=tmp_path, LANG=LANG[tail])
     assert trained.code == 0, trained.output[-3000:]
