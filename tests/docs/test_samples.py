@@ -49,7 +49,7 @@ def test_each_format_has_a_sample(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [PREFERENCES, chinese(PREFERENCES)], ids=lambda page: page.name)
 def test_each_sample_of_preferences_is_read(page: Path) -> None:
-    of_pairs, labeled = blocks(page, "json")
+    of_pairs, labeled, _ = blocks(page, "json")
     found = [LabelReader({}).read_all(parse_row(line.encode())) for line in labeled.body.splitlines()]
     assert [conversation.value for (conversation,) in found] == [1.0, 0.0, 1.0, 0.0, 1.0]
     for line in of_pairs.body.splitlines():
