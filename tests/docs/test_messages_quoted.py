@@ -17,9 +17,7 @@ QUOTES = [
     for line in block.body.splitlines()
 ]
 OUTPUTS = [
-    page
-    for name in ("multinode", "classify")
-    for page in (PAGE.with_name(f"{name}.md"), PAGE.with_name(f"{name}_zh.md"))
+    page for name in ("multinode", "tasks") for page in (PAGE.with_name(f"{name}.md"), PAGE.with_name(f"{name}_zh.md"))
 ]
 """Pages whose blocks are what commands print, apart from lines of numbers and tables."""
 NUMBERS = re.compile(r"…?$|step \d+/|.*  accuracy [\d.]+  macro_f1 |node\d  GPU|\S+ +(ok|warn)\b")

@@ -138,7 +138,7 @@ def test_plain_text_by_hand(name: str, before: list[str], end: str) -> None:
     assert mask == [False, False] + [True] * (len(text) + 1)
     assert (encoder(name).after_text, encoder(name).text_key) == ((), ())
     alone = encoder(name).tokenizer("Once upon a time <|user|>")["input_ids"]
-    assert alone == (ids[:-1] if name != "v1" else [*text, *ids[:2]]), "docs/embed.md says so"
+    assert alone == (ids[:-1] if name != "v1" else [*text, *ids[:2]]), "docs/tasks.md: as tokenizer(text)"
 
 
 def test_the_words_for_tools_are_part_of_the_fingerprint(tmp_path: Path) -> None:

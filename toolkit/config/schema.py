@@ -496,7 +496,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); embed: query and positive, two texts that belong together, and negatives (docs/embed.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin; classify: a text or a conversation with a label; embed: query and positive, two texts that belong together, and negatives (docs/tasks.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     general: bool = False
@@ -672,7 +672,7 @@ class TaskConfig:
     """`task`: what the model learns."""
 
     kind: TaskKind = TaskKind.language
-    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one: the data are pairs then, and `batch` counts pairs (docs/reward.md); classify: a classifier, which gives texts and conversations one of several labels (docs/classify.md); embed: embeddings of texts, learned from pairs, which `batch` counts (docs/embed.md)."""
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one: the data are pairs then, and `batch` counts pairs; classify: a classifier, which gives texts and conversations one of several labels; embed: embeddings of texts, learned from pairs, which `batch` counts (docs/tasks.md)."""
     center: NonNegativeFloat = 0.0
     """reward: weight of (score of the chosen answer + score of the rejected one)^2, which keeps the scores around 0; 0 leaves them free."""
 
@@ -689,7 +689,7 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ClassifyConfig:
-    """`classify`: `task=classify`: a label of each text or conversation (docs/classify.md)."""
+    """`classify`: `task=classify`: a label of each text or conversation (docs/tasks.md)."""
 
     labels: list[str] = field(default_factory=list)
     """The labels, in the order of the model's scores; a row with another one is an error. []: those that the rows have, sorted."""
@@ -704,7 +704,7 @@ class Pooling(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class EmbedConfig:
-    """`embed`: `task=embed`: embeddings of texts, learned from pairs (docs/embed.md)."""
+    """`embed`: `task=embed`: embeddings of texts, learned from pairs (docs/tasks.md)."""
 
     pooling: Pooling = Pooling.last
     """last: the state of the last token; mean: the mean over all tokens."""
