@@ -40,7 +40,6 @@ ELSEWHERE = {
     "pip ": "needs the network; tests/unit/test_installation.py builds and installs a wheel",
     "python3 -m venv": "makes an environment",
     "python scripts/smollm2": "needs the network; tests/docs/test_tutorial.py runs it every night",
-    "python -c": "the reader's own Python",
     "hf ": "needs the network",
     "modelscope ": "needs the network",
     "ssh": "another machine",
