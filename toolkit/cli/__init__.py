@@ -15,7 +15,7 @@ GROUPS = {
     "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
     "Check before training": ("check", "plan", "show", "prepare", "data-report", "prove"),
     "Train": ("train", "launch", "sweep", "rounds", "replay"),
-    "Use what was trained": ("chat", "generate", "eval", "serve", "export-model", "report", "board"),
+    "Use what was trained": ("chat", "generate", "eval", "serve", "export-model", "push", "report", "board"),
     "Maintain": (
         *("verify", "verify-serving", "export-config", "import-config", "convert-checkpoint", "bench", "completion"),
     ),
@@ -24,7 +24,7 @@ GROUPS = {
 COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 EXTRAS = (
     *("sweep", "rounds", "prove", "new", "import-config", "convert-checkpoint", "verify-serving", "doctor"),
-    *("data-report", "models", "board", "bench", "completion"),
+    *("data-report", "models", "board", "bench", "completion", "push"),
 )
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}

@@ -1,0 +1,145 @@
+"""Uploads an exported model or adapter to Hugging Face or ModelScope, by the hub's own library."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.config import files
+from toolkit.messages import CheckpointError, ConfigError, ModelError, tr
+from toolkit.secrets import hide
+
+CARD = "README.md"
+_HUB = re.compile(r"(?:(hf|modelscope):)?([\w.-]+/[\w.-]+)", re.ASCII)
+_REFUSED = (401, 403)
+_TOKENS = {"hf": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}
+"""Variables that hold a token, where `hf auth login` or `modelscope login` has not saved one."""
+
+
+class Target(NamedTuple):
+    """A repository on a hub."""
+
+    hub: str
+    """hf or modelscope."""
+    repository: str
+    """owner/name."""
+
+
+def parse_target(text: str) -> Target:
+    """Return the repository that `hub=` names: owner/name on Hugging Face, or hf:… or modelscope:…."""
+    if not (match := _HUB.fullmatch(text)):
+        raise ConfigError("hub = {value} is no repository: write owner/name or modelscope:owner/name.", value=text)
+    return Target(match[1] or "hf", match[2])
+
+
+def exported_folder(path: Path) -> Path:
+    """Return the directory to upload: a run's export, or `path` itself if it holds a model or an adapter.
+
+    Raises:
+        ModelError: there is no exported model.
+    """
+    files.check_directory(path, ModelError)
+    folder = path / "export" if (path / "config.yaml").is_file() else path
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ModelError(
+            "{folder} holds no exported model or adapter. For a checkpoint: toolkit export-model PATH output=DIR",
+            folder=folder,
+        )
+    return folder
+
+
+def uploaded_files(folder: Path) -> list[Path]:
+    """Return a directory's regular files, which are uploaded; ModelError for links, which may lead anywhere."""
+    paths = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    if links := [path for path in paths if path.is_symlink()]:
+        raise ModelError("{file} is a link, which is not uploaded. Put a copy in its place.", file=links[0])
+    return [path for path in paths if ".cache" not in path.relative_to(folder).parts]
+
+
+def card_with_license(card: str, license_id: str) -> str:
+    """Return a model card whose front matter names a licence, in place of one that it has."""
+    if not card.startswith("---\n"):
+        return f"---\nlicense: {license_id}\n---\n\n{card}"
+    front, end, text = card.removeprefix("---\n").partition("\n---\n")
+    lines = [line for line in front.splitlines() if not line.startswith("license:")]
+    return "\n".join(["---", f"license: {license_id}", *lines]) + end + text
+
+
+def upload(target: Target, folder: Path, *, private: bool, license_id: str) -> str:
+    """Upload a directory's files in one commit and return the repository's address. Large files that have arrived are
+    not sent again by a further call.
+
+    Raises:
+        ConfigError: the hub's library or a token is missing, or the hub refuses the token.
+        CheckpointError: the connection failed, or the hub.
+    """
+    names = [str(path.relative_to(folder)) for path in uploaded_files(folder)]
+    card = folder / CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    changed = card_with_license(text, license_id).encode() if license_id else None
+    with _told(target):
+        return _SENDERS[target.hub](target.repository, folder, names, changed, private)
+
+
+def _to_hugging_face(repository: str, folder: Path, names: Sequence[str], card: bytes | None, private: bool) -> str:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    url = str(api.create_repo(repository, private=private, exist_ok=True))
+    contents = {name: folder / name for name in names} | ({CARD: card} if card is not None else {})
+    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+    api.create_commit(repository, operations, commit_message=f"Upload {folder.parent.name}")
+    return url
+
+
+def _to_modelscope(repository: str, folder: Path, names: Sequence[str], card: bytes | None, private: bool) -> str:
+    try:
+        from modelscope_hub.api import HubApi  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ConfigError(tr("hub=modelscope:… needs ModelScope's library: pip install modelscope")) from None
+    api = HubApi()
+    if not api.repo_exists(repository, "model"):
+        api.create_repo(repository, "model", visibility="private" if private else "public")
+    # The card last, as a folder is uploaded as it is on the disk.
+    api.upload_folder(
+        repository,
+        "model",
+        folder,
+        allow_patterns=[name for name in names if card is None or name != CARD],
+        commit_message=f"Upload {folder.parent.name}",
+    )
+    if card is not None:
+        api.upload_file(repository, "model", card, CARD, commit_message="Name the licence")
+    return f"https://modelscope.cn/models/{repository}"
+
+
+_SENDERS: dict[str, Callable[[str, Path, Sequence[str], bytes | None, bool], str]] = {
+    "hf": _to_hugging_face,
+    "modelscope": _to_modelscope,
+}
+
+
+@contextmanager
+def _told(target: Target) -> Iterator[None]:
+    """Tell errors of the hubs' libraries in two lines, without tokens."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", None)
+        reason = hide(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        if status in _REFUSED or type(error).__name__ == "LocalTokenNotFoundError":
+            raise ConfigError(
+                "{repository}: the hub refuses the upload: {reason}. Set {variable} to a token that may write there.",
+                repository=target.repository,
+                reason=reason,
+                variable=_TOKENS[target.hub],
+            ) from error
+        raise CheckpointError(
+            "{repository}: the upload failed: {reason}. Rerun the same command: files that have arrived are not sent "
+            "again.",
+            repository=target.repository,
+            reason=reason,
+        ) from error
