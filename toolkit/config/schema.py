@@ -721,7 +721,7 @@ class BatchConfig:
     global_size: Annotated[int, Ge(1), Le(10**9)] = 32
     """Global batch size: sequences per optimizer step over all ranks; a sequence is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several samples."""
     micro_per_gpu: PositiveInt | str = field(default=1, metadata=FREE)
-    """Micro-batch size: sequences per rank and forward pass; auto: the largest that fits into the memory of every rank, measured before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
+    """Micro-batch size: sequences per rank and forward pass; auto: the largest that fits into the memory of every rank, measured before the first step and written into config.yaml of the run (docs/planning.md)."""
     world_sizes: list[int] = field(default_factory=list, metadata=FREE)
     """Numbers of ranks that the run is to start or resume with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
@@ -1026,7 +1026,7 @@ class TrainConfig:
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     rehearse: bool = field(default=True, metadata=FREE)
-    """Dry run: before the first step try once what comes later, and restore everything afterwards: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and next to export/, an evaluation batch (docs/rehearsal.md)."""
+    """Dry run: before the first step try once what comes later, and restore everything afterwards: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and next to export/, an evaluation batch (docs/planning.md)."""
     log_every: PositiveInt = field(default=10, metadata=FREE)
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
