@@ -121,6 +121,7 @@ def _type(kind: Any) -> str:
         bool | str: "true, false, `auto`",
         int: "whole number",
         float: "number",
+        int | float: "number",
         bool: "true, false",
         str: "text",
     }

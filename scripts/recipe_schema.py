@@ -14,7 +14,7 @@ from toolkit.config import schema
 from toolkit.config.load import group_choices, to_plain
 from toolkit.config.schema import RunConfig, SourceConfig
 
-_TYPES = {int: "integer", float: "number", bool: "boolean", str: ["string", "number"]}
+_TYPES = {int: "integer", float: "number", int | float: "number", bool: "boolean", str: ["string", "number"]}
 _TEXT = {"type": "string"}
 
 
@@ -71,7 +71,7 @@ def _value(hint: Any, texts: dict[str, dict[str, str]]) -> dict[str, Any]:
         return {"type": "array", "items": item}
     if typing.get_origin(hint) is dict:
         return {"type": "object"}
-    if arguments:  # a number | str: "auto" is the only text
+    if arguments and hint not in _TYPES:  # a number | str: "auto" is the only text
         return {"anyOf": [_value(arguments[0], texts), {"const": "auto"}]}
     return {"type": _TYPES[hint]}
 

@@ -257,6 +257,9 @@ REFUSED = {
     "data.sources=[{format:docstrings,columns:{prompt:q}}]": (
         "data.sources[0].columns = {'prompt': 'q'} has no effect with format docstrings. Remove it."
     ),
+    "data.sources=[{path:.},{path:.,max_samples:-1}]": (
+        "data.sources[1].max_samples = -1 must be at least 0, which uses all rows."
+    ),
     "data.validation=[{path:.,weight:2}]": (
         "data.validation[0].weight has no effect: each validation sample is used once. Remove it."
     ),

@@ -180,6 +180,23 @@ def imported(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[RunConfig
     return cfg, said
 
 
+def test_limits_of_rows_go_to_each_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    info = {
+        "one": {"file_name": "a.json"},
+        "two": {"file_name": "b.json", "num_samples": 7},
+        "held": {"file_name": "c.json"},
+    }
+    put("data/dataset_info.json", info)
+    keys = {"model_name_or_path": "/m", "stage": "sft", "do_train": True, "dataset": "one,two", "bf16": True}
+    cfg, said = imported(capsys, put("one.yaml", yaml.safe_dump(keys)), "world_size=1")
+    assert [source.max_samples for source in cfg.data.sources] == [0, 7]
+    assert "the dataset two: its first 7 rows are used" in said
+    limited = keys | {"max_samples": 50, "eval_dataset": "held", "num_train_epochs": 2.5}
+    cfg, said = imported(capsys, put("one.yaml", yaml.safe_dump(limited)), "world_size=1")
+    assert [source.max_samples for source in (*cfg.data.sources, *cfg.data.validation)] == [50, 50, 50]
+    assert "max_samples" not in said and cfg.train.epochs == 2.5
+
+
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         import_config.run([*words, "output=made.yaml"])
@@ -252,14 +269,13 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     ("change", "expected"),
     [
         (
-            {"finetuning_type": "full", "mask_history": True, "max_samples": 50, "max_steps": 7, "save_total_limit": 3},
+            {"finetuning_type": "full", "mask_history": True, "val_size": 50, "max_steps": 7, "save_total_limit": 3},
             {
                 "tuning.method": TuningMethod.full,
                 "data.train_on": TrainOn.last,
-                "data.max_samples": 50,
+                "data.validation_rows": 50,
                 "train.max_steps": 7,
                 "checkpoint.keep": 3,
-                "data.validation_fraction": 0.0,
             },
         ),
         (
@@ -291,7 +307,7 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             {"adapter_name_or_path": "out/adapter", "fp16": True, "bf16": False, "num_train_epochs": 1.5},
-            {"tuning.adapter": "out/adapter", "precision.dtype": Dtype.fp16, "train.epochs": 2},
+            {"tuning.adapter": "out/adapter", "precision.dtype": Dtype.fp16, "train.epochs": 1.5},
         ),
         (
             {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5, "enable_liger_kernel": True, **GLM_LORA},

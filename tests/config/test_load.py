@@ -15,7 +15,8 @@ from toolkit.config import validate
 from toolkit.config.dotted_keys import all_keys
 from toolkit.config.files import Loader, _fast_loader
 from toolkit.config.load import TYPED, load, replace, to_yaml
-from toolkit.config.schema import LEARNING_RATES, Dtype, TuningMethod
+from toolkit.config.rules import check_rules
+from toolkit.config.schema import LEARNING_RATES, Dtype, TrainConfig, TuningMethod
 from toolkit.engine import ds_config
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, read_table
@@ -358,6 +359,83 @@ def test_short_forms_in_a_recipe(tmp_path: Path) -> None:
     assert (cfg.zero.stage, cfg.data.sources[0].path, cfg.data.validation[0].path) == (1, "a.jsonl", "b.jsonl")
     cfg = load([write(tmp_path, "shorter", "zero: 3\ndata: a.jsonl\n")]).cfg
     assert (cfg.zero.stage, cfg.data.sources[0].path) == (3, "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("typed", "rows", "fraction"),
+    [("500", 500, 0.05), ("0.1", 0, 0.1), ("5%", 0, 0.05), ("12.5%", 0, 0.125), ("0", 0, 0.0), ("'7'", 7, 0.05)],
+)
+def test_a_number_as_validation_is_split_off(tmp_path: Path, typed: str, rows: int, fraction: float) -> None:
+    recipe = write(tmp_path, "split", f"data:\n  sources: a.jsonl\n  validation: {typed}\n")
+    from_recipe, from_words = load([recipe]), load(["recipe=quickstart", f"data.validation={typed}"])
+    for loaded in (
+        from_recipe,
+        from_words,
+        load(["recipe=quickstart", f"data={{path: a.jsonl, validation: {typed}}}"]),
+    ):
+        data = loaded.cfg.data
+        assert (data.validation, data.validation_rows, data.validation_fraction) == ([], rows, fraction)
+    assert from_recipe.where["data.validation_rows"].endswith("split.yaml:3")
+    assert from_words.where["data.validation_rows"] == "command line"
+
+
+def test_the_highest_layer_decides_what_validation_is(tmp_path: Path) -> None:
+    """Whatever of files, rows and fraction a recipe says, one argument replaces it, and nothing else is left of it."""
+    for written in ("[v.jsonl]", "500", "0.2", "{path: v.jsonl, max_samples: 3}"):
+        recipe = write(tmp_path, "split", f"data:\n  sources: a.jsonl\n  validation: {written}\n")
+        for typed, paths, rows, fraction in (
+            ("w.jsonl", ["w.jsonl"], None, None),
+            ("30", [], 30, 0.05),
+            ("0.1", [], 0, 0.1),
+        ):
+            loaded = load([recipe, f"data.validation={typed}"])
+            check_rules(loaded, files=False)
+            data = loaded.cfg.data
+            assert [source.path for source in data.validation] == paths
+            assert paths or (data.validation_rows, data.validation_fraction) == (rows, fraction)
+
+
+def test_validation_is_rows_a_fraction_or_files() -> None:
+    for typed, shown in (("1.5", "1.5"), ("-3", "-3"), ("100%", "100%"), ("1.2.3%", "1.2.3%")):
+        assert message("recipe=quickstart", f"data.validation={typed}") == (
+            f"command line: 'data.validation' = {shown} must be a number of rows (500), a fraction below 1 (0.05 or "
+            "5%), or files."
+        )
+    assert "must be a list" in message("recipe=quickstart", "data.validation=true")
+
+
+def test_a_name_on_the_hub_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    words = ["recipe=quickstart", "data=[openai/gsm8k:main,me/data,me/data.json,chats/none,./me/data]"]
+    words += ["data.validation=me/held:zh"]
+    data = load(words).cfg.data
+    assert [(source.hub, source.subset, source.path) for source in (*data.sources, *data.validation)] == [
+        ("openai/gsm8k", "main", ""),
+        ("me/data", "", ""),
+        ("", "", "me/data.json"),
+        ("", "", "chats/none"),
+        ("", "", "./me/data"),
+        ("me/held", "zh", ""),
+    ]
+    recipe = write(tmp_path, "hub", "data: openai/gsm8k:main\n")
+    loaded = load([recipe, "columns={prompt: question, response: answer}", "data.split=test"])
+    [source] = loaded.cfg.data.sources
+    assert (source.hub, source.subset, source.split, source.columns["prompt"]) == (
+        *("openai/gsm8k", "main", "test"),
+        "question",
+    )
+    Path("openai/gsm8k:main").mkdir(parents=True)
+    assert load([recipe]).cfg.data.sources[0].path == "openai/gsm8k:main"
+
+
+def test_epochs_may_be_a_fraction() -> None:
+    for typed, value in (("2.5", 2.5), ("3", 3), ("3.0", 3), ("1e1", 10)):
+        epochs = load(["recipe=quickstart", f"train.epochs={typed}"]).cfg.train.epochs
+        assert epochs == value and isinstance(epochs, type(value))
+    assert "'train.epochs' = two must be a number." in message("recipe=quickstart", "train.epochs=two")
+    steps = [TrainConfig(epochs=epochs).over_epochs(10) for epochs in (1.1, 0.01, 2.5, 3, 0.1, 0.30000000000000004)]
+    assert steps == [11, 1, 25, 30, 1, 4]
 
 
 def test_a_number_is_a_zero_stage() -> None:

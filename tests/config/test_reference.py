@@ -59,7 +59,7 @@ def test_editors_find_nothing_wrong_with_our_recipes(path: Path) -> None:
         ("batch: {micro_per_gpu: auto}\noptim: {torch: auto, betas: [0.9, 0.99]}\nds_extra: {a: {b: 1}}", True),
         ("zero: {stag: 3}", False),
         ("optim: {lr: 0}", False),
-        ("train: {epochs: 1.5}", False),
+        ("train: {epochs: 1.5}", True),
         ("precision: {dtype: bf61}", False),
         ("data: {sources: [{pth: a}]}", False),
     ],

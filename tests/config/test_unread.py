@@ -66,6 +66,7 @@ UNREAD = {
     "data.curriculum.levels=3": "data.curriculum.steps is 0",
     "data.curriculum.steps=5 data.curriculum.levels=3": "data.curriculum.shape is linear, not discrete",
     "data.validation=[{path:c}] data.validation_fraction=0.2": "data.validation is given",
+    "data.validation_rows=5 data.validation_fraction=0.2": "data.validation_rows is given",
     "tuning.rank=4": "tuning.method is full",
     "tuning=lora tuning.num_tokens=9": "tuning.method is lora",
     "tuning=prompt tuning.projection=true": "tuning.method is prompt",

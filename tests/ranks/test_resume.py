@@ -20,8 +20,12 @@ NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
 GROUPS = ["optim.decay=matrices", "optim.layer_lr_decay=0.5", "optim.weight_decay=0.3"]
 CHANGED = ["optim.lr=0.001", "optim.weight_decay=0.5", "optim.eps=1e-6", "checkpoint.allow_changes=[optim]"]
-CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
 # 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
+ONE_AND_A_QUARTER = ["train.max_steps=0", "train.epochs=1.25"]
+CURRICULUM = [
+    *("data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"),
+    *ONE_AND_A_QUARTER,
+]
 CELLS: dict[str, tuple[int, list[str]]] = {
     "stage0-fp32": (4, ["zero=stage0"]),
     "stage0-bf16-packed": (4, ["zero=stage0", "precision=bf16", "data.packing=packed", "batch.global_size=2"]),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
+from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, TrainConfig, WeightPoint
 from toolkit.data.orders import CurriculumOrder, Order, ScheduledMixture, length_limits
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, length_classes
 from toolkit.messages import DataError
@@ -107,8 +107,7 @@ def mixture(**values: object) -> ScheduledMixture:
         "sources": [source((0, 2), (1, 0)), source((0, 0), (0.5, 1)), source(weight=0.5)],
         "names": ["a", "b", "b"],
         "global_size": 8,
-        "max_steps": 0,
-        "epochs": 3,
+        "train": TrainConfig(epochs=3),
         "key": "k",
     }
     return ScheduledMixture(**(given | values))  # type: ignore[arg-type]
@@ -133,7 +132,7 @@ def test_a_mixture_keeps_its_shares() -> None:
 
 
 def test_no_row_of_a_source_comes_twice_before_all_have() -> None:
-    order = mixture(epochs=5)
+    order = mixture(train=TrainConfig(epochs=5))
     come = [row for place in places(order, 8, order.total_steps) for row in taken(order, 8, place)]
     for begin, end in ((0, 60), (60, 100), (100, 120)):
         mine = [row for row in come if begin <= row < end]
@@ -144,7 +143,7 @@ def test_no_row_of_a_source_comes_twice_before_all_have() -> None:
 
 
 def test_fixed_weights_give_each_row_as_often_as_they_say() -> None:
-    order = mixture(sources=[source((0, 2), (1, 2)), source(), source((0.5, 1))], epochs=2)
+    order = mixture(sources=[source((0, 2), (1, 2)), source(), source((0.5, 1))], train=TrainConfig(epochs=2))
     counts = Counter(row for place in places(order, 8, order.total_steps) for row in taken(order, 8, place))
     assert {counts[row] for row in range(60)} == {4}
     assert {counts[row] for row in range(60, 120)} == {2}
@@ -179,7 +178,7 @@ def test_any_place_goes_on_with_the_same_rows(world_size: int) -> None:
 
 def test_a_mixture_goes_on_after_the_end_as_it_ended() -> None:
     """As after a rewind, which passes data over."""
-    order = mixture(max_steps=4)
+    order = mixture(train=TrainConfig(max_steps=4))
     late = places(order, 8, 9)[8]
     assert order.figures(late)["mixture_share/a"] == 0
     assert len(taken(order, 8, late)) == 8

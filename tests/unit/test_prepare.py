@@ -88,6 +88,23 @@ def test_split_by_fraction(tmp_path: Path) -> None:
     assert answers(other) != answers(validation)
 
 
+def test_split_by_number_of_rows(tmp_path: Path) -> None:
+    """The rows are the first of those that a fraction would take; equal rows go with them, all samples of a row too."""
+    cfg = made(tmp_path, [*pairs(50, length=5), *pairs(50, length=5)], validation_fraction=0.2)
+    fraction = build_caches(cfg, ByteEncoder()).validation
+    cfg.data.validation_rows = 10
+    train, validation, report = build_caches(cfg, ByteEncoder())
+    assert fraction is not None and validation is not None
+    assert answers(validation) == answers(fraction)
+    assert (len(train), len(validation), report.leaked) == (80, 20, 0)
+    assert len({*answers(train)} | {*answers(validation)}) == 50
+    cfg.data.validation_rows = 49
+    assert len(build_caches(cfg, ByteEncoder()).train) == 2
+    cfg.data.validation_rows = 50
+    with pytest.raises(DataError, match=r"data.validation = 50 rows: there are 50 different rows, and none would be"):
+        build_caches(cfg, ByteEncoder())
+
+
 @pytest.mark.parametrize(
     ("rows", "fraction", "count"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0, 0), (10, 0.25, 2)]
 )
@@ -333,9 +350,12 @@ def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
     assert second == first
 
     changes = [("max_length", 9), ("too_long", TooLong.drop), ("max_samples", 3), ("validation_fraction", 0.3)]
+    changes.append(("validation_rows", 1))
     for name, value in changes:
         setattr(cfg.data, name, value)
         assert build_caches(cfg, encoder).report.built, name
+    cfg.data.sources[0].max_samples = 2
+    assert build_caches(cfg, encoder).report.built
     encoder.fingerprint = "other"
     assert build_caches(cfg, encoder).report.built
     write_rows(tmp_path / "d.jsonl", pairs(7))

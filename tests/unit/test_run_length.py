@@ -94,6 +94,10 @@ def test_rows_are_counted_up_to_what_matters(few: Path) -> None:
     assert samples == 285 and 2 <= sequences <= 6
     data.max_samples = 100
     assert (estimated_samples(data, 1000) or (0, 0))[0] == 95
+    data.sources[0].max_samples = 60
+    assert (estimated_samples(data, 1000) or (0, 0))[0] == 57
+    data.validation_rows = 20
+    assert (estimated_samples(data, 1000) or (0, 0))[0] == 40
 
 
 def test_check_reports_it_and_recipes_of_small_data_sets_have_enough_steps(

@@ -322,6 +322,60 @@ def test_several_sources_and_max_samples(tmp_path: Path) -> None:
         build_caches(cfg, ByteEncoder())
 
 
+def test_a_limit_of_rows_is_that_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """The first rows in the order of its files, together with the limit of all, and no file is read beyond it."""
+    (tmp_path / "d").mkdir()
+    for name in ("a", "b", "c"):
+        write_rows(tmp_path / "d" / f"{name}.jsonl", [{"prompt": "q", "response": f"{name}{n}"} for n in range(3)])
+    write_rows(tmp_path / "second.jsonl", [{"prompt": "q", "response": f"s{n}"} for n in range(4)])
+    write_rows(tmp_path / "v.jsonl", [{"prompt": "q", "response": f"v{n}"} for n in range(9)])
+    cfg = run_config(tmp_path)
+
+    def rows(*limits: int, most: int = 0) -> list[str]:
+        first, second, held = limits
+        cfg.data.sources = [
+            SourceConfig(path=str(tmp_path / "d"), max_samples=first),
+            SourceConfig(path=str(tmp_path / "second.jsonl"), max_samples=second),
+        ]
+        cfg.data.validation = [SourceConfig(path=str(tmp_path / "v.jsonl"), max_samples=held)]
+        cfg.data.max_samples = most
+        caches = build_caches(cfg, encoder := ByteEncoder())
+        caches.report.tell_limits(cfg.data)
+        assert caches.validation is not None and len(caches.validation) == held
+        return [messages[1]["content"] for messages, _ in encoder.seen if "v" not in messages[1]["content"]]
+
+    assert rows(4, 2, 2) == ["a0", "a1", "a2", "b0", "s0", "s1"]
+    assert rows(4, 0, 3) == ["a0", "a1", "a2", "b0", "s0", "s1", "s2", "s3"]
+    assert rows(2, 2, 1, most=3) == ["a0", "a1", "s0"]
+    assert [line for line in said if "rows, all" in line] == []
+    said.clear()
+    opened: list[str] = []
+    read = sources.blocks
+
+    def blocks(path: Path, *rest: Any) -> Any:
+        opened.append(path.name)
+        yield from read(path, *rest)
+
+    monkeypatch.setattr(sources, "blocks", blocks)
+    assert rows(3, 5, 9) == ["a0", "a1", "a2", "s0", "s1", "s2", "s3"]
+    assert opened == ["a.jsonl", "second.jsonl", "v.jsonl"]
+    assert said[-1] == "data.sources[1].max_samples = 5: there are 4 rows, all of which are used."
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_every_kind_of_file_is_cut_at_the_limit(tmp_path: Path, kind: str) -> None:
+    contents = {
+        "jsonl": b"\n\n" + lines_bytes(),
+        "json": json.dumps(ROWS).encode(),
+        "csv": csv_bytes(ROWS),
+        "parquet": parquet_bytes(),
+    }
+    path = written(tmp_path, contents[kind], f"d.{kind}")
+    assert [messages for messages, _ in read(path, max_samples=2)] == [messages for messages, _ in read(path)][:2]
+
+
 ROWS = [{"prompt": f"问 {number}\n", "response": 'a "b", c'} for number in range(5)]
 
 
@@ -459,6 +513,13 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError, match=r"'me/chats' cannot be had from Hugging Face \(ZeroDivisionError: division by zero"
     ):
+        prepared(tmp_path, SourceConfig(hub="me/chats"))
+
+    def unreachable(*words: Any, **options: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"^'me/chats' is neither a file here nor .*\nCopy the cache[^\n]*$"):
         prepared(tmp_path, SourceConfig(hub="me/chats"))
 
 

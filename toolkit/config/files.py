@@ -288,6 +288,22 @@ def is_hub_name(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not os.path.exists(path)
 
 
+_DATA_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
+
+
+def is_dataset_name(name: str) -> bool:
+    """Return whether a text names a dataset on Hugging Face, not a file or directory that is, or should be, here."""
+    return is_hub_name(name) and not name.endswith(_DATA_FILES) and not os.path.isdir(name.partition("/")[0])
+
+
+def source_of(text: str) -> dict[str, str]:
+    """Return the keys of a source that a text alone stands for: a path, or OWNER/NAME[:SUBSET] on Hugging Face."""
+    name, _, subset = ("", "", "") if os.path.exists(text) else text.partition(":")
+    if not is_dataset_name(name):
+        return {"path": text}
+    return {"hub": name, "subset": subset} if subset else {"hub": name}
+
+
 def notice(data: DataConfig) -> str:
     """Return the sentence about example data in data.sources; "" if there is none."""
     return sentence((source.path, source.format.value) for source in data.sources)

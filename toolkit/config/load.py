@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import accumulate, product
 from math import inf
@@ -43,7 +44,11 @@ the recipe that it builds on."""
 _SEVERAL = ("track",)
 """Groups of which several files may be chosen: track=[tensorboard,wandb]."""
 _SOURCES = ("sources", "validation")
-_OF_SOURCE = dotted_keys.types_of(schema.SourceConfig)
+_OF_SOURCE = {
+    name: kind
+    for name, kind in dotted_keys.types_of(schema.SourceConfig).items()
+    if name not in dotted_keys.types_of(schema.DataConfig)
+}
 """Keys of a source, which may stand in `data` itself where it has one: data.path, data.columns."""
 _LONGEST_WORD = 200
 """Characters of an argument that a message shows."""
@@ -333,12 +338,17 @@ class _CommandLine:
         """Check one argument and note what it chooses or sets."""
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
+            _expand_data(value, location)
             inner = [name for name in _OF_SOURCE if name in value]
             for name in inner:
                 self._takes_source(f"data.{name}", value.pop(name), location, problems)
             if inner and not value:
                 return
-        # Short forms: data=chat.jsonl, data.sources=[a,b], zero=3.
+        # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
+        if key == "data.validation" and (split := _split_off(value, location)):
+            self.values += [(f"data.{name}", inner) for name, inner in split.items()]
+            self.keys.update(f"data.{name}" for name in split)
+            return
         is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
         if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
             key = "data.sources"
@@ -394,11 +404,44 @@ def _texts(value: Any, typed: str) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return a list of sources in which a path alone stands for `{path: …}`; anything else as it is."""
-    listed = [value] if isinstance(value, str) and "${" not in value else value
+    """Return a list of sources in which a text alone stands for a path or a name on the Hub; anything else as it is."""
+    listed = [value] if isinstance(value, dict) or (isinstance(value, str) and "${" not in value) else value
     if not isinstance(listed, list):
         return value
-    return [{"path": item} if isinstance(item, str) and "${" not in item else item for item in listed]
+    return [files.source_of(item) if isinstance(item, str) and "${" not in item else item for item in listed]
+
+
+def _split_off(value: Any, location: str) -> dict[str, Any]:
+    """Return the keys of `data` that stand for a number of rows or a fraction as `data.validation`; {} for sources. All
+    of them, lest one of a lower layer decides. ConfigError for a number that is neither.
+    """
+    number, text = value, value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(r"[\d.]+\s*%", text):
+        number = float(Fraction(text.rstrip("% ")) / 100) if text.count(".") < 2 else inf
+    elif re.fullmatch(r"\d+(\.\d+)?", text) and not os.path.exists(text):
+        number = float(text) if "." in text else int(text)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return {}
+    is_count = isinstance(number, int) and number >= 1
+    if not is_count and not 0 <= number < 1:
+        raise about(
+            tr(
+                "{place}: 'data.validation' = {value} must be a number of rows (500), a fraction below 1 (0.05 or 5%), "
+                "or files.",
+                place=location,
+                value=value,
+            ),
+            "data.validation",
+        )
+    fraction = schema.DataConfig().validation_fraction if is_count else number
+    return {"validation": [], "validation_rows": number if is_count else 0, "validation_fraction": float(fraction)}
+
+
+def _expand_data(data: dict[str, Any], location: str) -> None:
+    """Replace the short forms in a section `data`: texts for sources, a number for validation data."""
+    if "validation" in data and (split := _split_off(data["validation"], location)):
+        data.update(split)
+    data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
 
 
 def _read_source(values: dict[str, Any], locate: Place, problems: Problems) -> dict[str, Any]:
@@ -492,7 +535,10 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
         if _is_path(data) or isinstance(data, list):
             document.values["data"] = {"sources": _sources(data)}
         elif isinstance(data, dict):
-            data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
+            written = {*data}
+            problems.attempt(_expand_data, data, document.place("data.validation"))
+            line = document.lines.get("data.validation", 0)
+            document.lines.update({f"data.{name}": line for name in data if name not in written})
         if _stage("zero", zero) != zero:
             document.values["zero"] = {"stage": zero}
         defaults = document.values.pop("defaults", [])

@@ -104,6 +104,12 @@ def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
             yield tr("{place}.{key} has an effect with hub only. Remove it.", place=location, key=key)
     if sentence := check_columns(source, location):
         yield sentence
+    if source.max_samples < 0:
+        yield tr(
+            "{place}.max_samples = {count} must be at least 0, which uses all rows.",
+            place=location,
+            count=source.max_samples,
+        )
     if not 0 < source.weight < math.inf:
         yield tr(
             "{place}.weight = {weight} must be above 0; remove the source instead.",

@@ -6,9 +6,11 @@ file: the string under a field is its documentation, so it says unit, allowed va
 of a field says what it influences (`Influence`): without any, a run with another value cannot be resumed.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from fractions import Fraction
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -17,6 +19,8 @@ from annotated_types import Ge, Gt, Le, Lt
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
+PositiveNumber = Annotated[int | float, Gt(0)]
+"""Whole where it can be: 4.0 is read as 4."""
 NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 LARGEST_NUMBER = 2**63 - 1
@@ -488,7 +492,7 @@ class SourceConfig:
     path: str = ""
     """File, directory or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a directory of such files, or one that `datasets` has saved; relative to the directory where the command was typed, but the shipped files of examples/data are found from anywhere. Unused with format=docstrings."""
     hub: str = ""
-    """Instead of `path`: name of a dataset on Hugging Face, such as owner/name; downloaded once into its own cache."""
+    """Instead of `path`: name of a dataset on Hugging Face, such as owner/name; downloaded once into its own cache. `data=owner/name` and `data=owner/name:subset` are short for it."""
     subset: str = ""
     """hub: the configuration of the dataset; "" its only one."""
     revision: str = ""
@@ -499,6 +503,8 @@ class SourceConfig:
     """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin; classify: a text or a conversation with a label; embed: query and positive, two texts that belong together, and negatives (docs/tasks.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
+    max_samples: int = 0
+    """Use only the first N rows of this source, in the order of its files; the rest is not tokenized. 0 uses all."""
     general: bool = False
     """With `task=distill` without a teacher: these samples are what must not be forgotten; on them the model keeps the distribution that it has before training (docs/distillation.md)."""
     weight: float = 1.0
@@ -553,9 +559,11 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
     """Training data; several sources are mixed according to their weights."""
     validation: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
-    """Validation data; empty: `data.validation_fraction` is split off the training rows."""
+    """Validation data: files as in `data.sources`, or what is split off the training rows: a number of rows (500) or a fraction (0.05, 5%), which sets `data.validation_rows` or `data.validation_fraction`. Empty: as these say."""
     validation_fraction: Share = 0.05
-    """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
+    """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty and `data.validation_rows` is 0; 0 keeps none."""
+    validation_rows: NonNegativeInt = 0
+    """Number of training rows, chosen by `run.seed`, kept for validation in the place of a fraction; rows that are equal to one of them are kept with it. 0 takes `data.validation_fraction`."""
     train_on: TrainOn = TrainOn.auto
     """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own; with chat templates, those that the template writes otherwise once another turn follows."""
     train_thinking: bool = True
@@ -569,7 +577,7 @@ class DataConfig:
     max_bad_fraction: Share = 0.01
     """skip: stop all the same when more than this fraction of the rows (and more than 10) cannot be used."""
     max_samples: NonNegativeInt = 0
-    """Use only the first N rows of all sources together; 0 uses all."""
+    """Use only the first N rows of all training sources together; 0 uses all. `max_samples` in a source limits that source alone."""
     packing: Packing = Packing.none
     """none: one sequence per sample, padded to the longest of its micro-batch; packed: sequences of `data.max_length` filled with several samples that do not attend to each other; grouped: micro-batches of samples of similar length, as many as fit into `batch.micro_per_gpu` sequences of `data.max_length`. With packed and grouped `batch.global_size` counts sequences of `data.max_length`."""
     packing_window: NonNegativeInt = 0
@@ -1019,8 +1027,8 @@ class ActivationCheckpointingConfig:
 class TrainConfig:
     """`train`: length of the run, and what is done in each step."""
 
-    epochs: PositiveInt = 1
-    """Passes over the training data; unused when `train.max_steps` is given."""
+    epochs: PositiveNumber = 1
+    """Passes over the training data; 2.5 ends in the middle of the third, after epochs x steps of one pass, rounded up. Unused when `train.max_steps` is given."""
     max_steps: NonNegativeInt = 0
     """Optimizer steps; 0 trains `train.epochs` epochs."""
     gradient_clipping: NonNegativeFloat = 1.0
@@ -1043,7 +1051,10 @@ class TrainConfig:
     """Trade computation for memory."""
     neftune_alpha: NonNegativeFloat = 0.0
     """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a sequence x hidden size) is added to the embeddings of training sequences; 5 to 15 are usual, 0 adds none."""
-    """Middle layers compute some tokens only, at first."""
+
+    def over_epochs(self, count: int) -> int:
+        """Return `epochs` x `count`, rounded up; exact where a product of floats is not (1.1 x 10 = 11)."""
+        return math.ceil(Fraction(str(self.epochs)) * count)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -24,6 +24,7 @@ _EITHER = (int | str, bool | str)
 """A value, or the word for one that is found."""
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _NODES |= zip(_EITHER, (IntegerNode, BooleanNode), strict=True)
+_NODES[int | float] = FloatNode
 
 
 def field_type(path: str) -> Any:
@@ -207,10 +208,13 @@ def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
         made = _NODES[kind](value=value)._value()
     except ValidationError as error:
         words = (tr("a whole number"), tr("a number"), tr("true or false"), tr("a text"))
-        wanted = dict(zip(_NODES, (*words, tr("a whole number or auto"), tr("true, false or auto")), strict=True))[kind]
+        either = (tr("a whole number or auto"), tr("true, false or auto"), tr("a number"))
+        wanted = dict(zip(_NODES, (*words, *either), strict=True))[kind]
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
         raise _wrong(path, value, wanted, locate) from error
+    if kind == int | float and made.is_integer():
+        made = int(made)
     if isinstance(made, (int, float)) and LARGEST_NUMBER < abs(made) < math.inf:  # the rules reject infinity and NaN
         limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
         raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, locate)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig
+from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, TrainConfig
 from toolkit.data.sampler import Permutation, Position, steps_per_epoch
 from toolkit.messages import DataError
 
@@ -87,7 +87,7 @@ class ScheduledMixture:
 
     Steps take whole rows; what a source is short of, it gets later, so over any stretch each has its share up to a row.
     Each has its own order: no row comes twice before all have come. `bounds`: the first row of each source, and the
-    end. `max_steps`: of the run; 0: `epochs` epochs of as many rows as the mean weights give.
+    end. An epoch has as many rows as the mean weights give.
     """
 
     def __init__(
@@ -96,8 +96,7 @@ class ScheduledMixture:
         sources: Sequence[SourceConfig],
         names: Sequence[str],
         global_size: int,
-        max_steps: int,
-        epochs: int,
+        train: TrainConfig,
         key: str,
     ) -> None:
         self.bounds, self.sources, self.names = list(bounds), list(sources), list(names)
@@ -111,7 +110,7 @@ class ScheduledMixture:
         means = [source.mean_weight for source in sources]
         self.num_rows = max(1, round(sum(mean * size for mean, size in zip(means, self.sizes, strict=True))))
         self.steps_per_epoch = steps_per_epoch(self.num_rows, global_size)
-        self.total_steps = max_steps or epochs * self.steps_per_epoch
+        self.total_steps = train.max_steps or train.over_epochs(self.steps_per_epoch)
         self._taken = [[0] * len(sources)]
         self._owed = [0.0] * len(sources)
 

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 import warnings
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ class DataFile:
     row_format: RowFormat
     """As given; `auto` is decided by the first row."""
     columns: dict[str, str]
+    max_rows: int = 0
+    """Most rows that are used of its source, the first ones; 0: all."""
 
 
 def locate_source(source: SourceConfig, number: int, cache_dir: Path) -> list[DataFile]:
@@ -53,7 +56,7 @@ def locate_source(source: SourceConfig, number: int, cache_dir: Path) -> list[Da
         paths = _from_hub(source)
     else:
         paths = files_of(source)
-    return [DataFile(path, number, row_format, dict(source.columns)) for path in paths]
+    return [DataFile(path, number, row_format, dict(source.columns), source.max_samples) for path in paths]
 
 
 def _from_hub(source: SourceConfig) -> list[Path]:
@@ -71,6 +74,15 @@ def _from_hub(source: SourceConfig) -> list[Path]:
         data = datasets.load_dataset(
             source.hub, source.subset or None, split=source.split, revision=source.revision or None
         )
+    except ConnectionError as error:
+        is_offline = datasets.config.HF_HUB_OFFLINE
+        raise DataError(
+            "'{name}' is neither a file here nor a dataset in the cache, and Hugging Face cannot be reached{offline}.\n"
+            "Copy the cache from where it was loaded (HF_HOME), set a mirror (HF_ENDPOINT), or give a copy of its "
+            "files: data.path=DIR.",
+            name=source.hub,
+            offline=" (HF_HUB_OFFLINE=1)" if is_offline else "",
+        ) from error
     except Exception as error:  # whatever the library or the network raises, the user must choose something else
         raise DataError(
             "The dataset '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, "
@@ -100,26 +112,36 @@ def _numbered(data: DataConfig) -> list[tuple[SourceConfig, int]]:
 
 def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[int, DataFile, Block]]:
     """Yield (index in `files`, file, block of its rows), in order; a file's format `auto` is replaced by the detected
-    one. `limits`, one per file: stop reading the file once so many rows were read from all limited files (0: no limit).
+    one. No more is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so
+    many rows were read from all limited files (0: no limit).
     """
-    taken, least_bytes = 0, block_bytes(total_bytes(files))
+    taken, taken_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
     for number, file in enumerate(files):
         with_known_format: DataFile | None = None
-        for block in blocks(file.path, least_bytes, file.columns.values()):
-            if limit := limits[number] if limits else 0:
-                if taken >= limit:
-                    break
-                rows = list(islice(rows_of(block), limit - taken))
-                taken += len(rows)
-                if isinstance(block.content, bytes):
-                    end = rows[-1][0] + 1 if rows else 0
-                    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:end])
-                    block = replace(block, content=content)
-                else:
-                    block = replace(block, content=rows)
+        limit = limits[number] if limits else 0
+        of_file = blocks(file.path, least_bytes, file.columns.values())
+        while True:
+            counts = ((limit, taken), (file.max_rows, taken_of_source[file.source]))
+            left = min((most - count for most, count in counts if most), default=None)
+            if (left is not None and left <= 0) or (block := next(of_file, None)) is None:
+                break
+            if left is not None:
+                block, count = first_of(block, left)
+                taken_of_source[file.source] += count
+                taken += count if limit else 0
             if with_known_format is None:
                 with_known_format = with_format(file, block)
             yield number, with_known_format or file, block
+
+
+def first_of(block: Block, count: int) -> tuple[Block, int]:
+    """Return the first `count` rows of a block as a block, and how many there are."""
+    rows = list(islice(rows_of(block), count))
+    if not isinstance(block.content, bytes):
+        return replace(block, content=rows), len(rows)
+    end = rows[-1][0] + 1 if rows else 0
+    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:end])
+    return replace(block, content=content), len(rows)
 
 
 def with_format(file: DataFile, block: Block) -> DataFile | None:
@@ -145,7 +167,12 @@ def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversati
     building the tokenized cache reports them.
     """
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
-    return (conversation for _, conversation in usable_rows(files, [data.max_samples] * len(files)))
+    return (conversation for _, conversation in usable_rows(files, row_limits(data, files)))
+
+
+def row_limits(data: DataConfig, files: Sequence[DataFile]) -> list[int]:
+    """Return the limits of `read_blocks` for the files of all sources: `data.max_samples` counts rows of training."""
+    return [data.max_samples if file.source < len(data.sources) else 0 for file in files]
 
 
 def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
@@ -350,7 +377,8 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
     of its rows to `problems`. `location`: its source for messages, such as "data.sources[0]".
     """
     block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
-    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), _CHECKED_ROWS)] if block else []
+    most = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
+    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), most)] if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
@@ -461,7 +489,7 @@ def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
             continue
         formats.add(with_known_format.row_format)
         reader = reader_of(with_known_format.row_format, with_known_format.columns)
-        for _, row in islice(rows_of(block), _CHECKED_ROWS):
+        for _, row in islice(rows_of(block), min(_CHECKED_ROWS, file.max_rows or _CHECKED_ROWS)):
             with suppress(RowError):
                 for conversation in reader.read_all(parse_row(row)):
                     sizes.append(sum(len(str(message["content"]).encode()) for message in conversation.messages))
@@ -478,15 +506,19 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
     if there are more than `most` sequences, or if the data are not local files that can be read in that time.
     """
     until = time.monotonic() + _ESTIMATE_S
-    training_share = 1.0 if data.validation else 1.0 - data.validation_fraction
+    is_split = not data.validation
+    training_share = 1.0 - data.validation_fraction if is_split and not data.validation_rows else 1.0
     rows = size = 0.0
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
         weight = training_share * (source.mean_weight if source.weights else source.weight)
+        left = source.max_samples or sys.maxsize
         try:
             for path in files_of(source):
-                for block in blocks(path, _CHECKED_BYTES, source.columns.values()):
+                for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()) if left else ():
+                    block, count = first_of(whole_block, left)
+                    left -= count
                     rows_of_block = list(rows_of(block))
                     content = block.content
                     length = (
@@ -495,10 +527,14 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
                     rows, size = rows + weight * len(rows_of_block), size + weight * length
                     if _sequences(data, rows, size) > most or time.monotonic() > until:
                         return None
+                    if not left:
+                        break
         except ToolkitError:
             return None  # told by the check of the files
     if data.max_samples:
         rows, size = (value * min(1.0, data.max_samples * training_share / max(rows, 1.0)) for value in (rows, size))
+    if is_split and data.validation_rows:
+        rows, size = (value * max(0.0, 1.0 - data.validation_rows / max(rows, 1.0)) for value in (rows, size))
     return round(rows), _sequences(data, rows, size)
 
 

@@ -23,9 +23,11 @@ from toolkit.data.sources import (
     DataFile,
     check_distinct,
     content_hash,
+    first_of,
     local_files,
     locate_all,
     read_blocks,
+    row_limits,
     total_bytes,
     with_format,
 )
@@ -160,6 +162,25 @@ class PrepareReport(workers.RowCounts):
         if line := self.longer_rows(data):
             (warn if self.longer_share > MOST_LONGER else say)(line)
 
+    def tell_limits(self, data: DataConfig) -> None:
+        """Print which limits of rows (`max_samples`) are above what there is."""
+        names = [f"data.sources[{number}]" for number in range(len(data.sources))]
+        names += [f"data.validation[{number}]" for number in range(len(data.validation))]
+        limits = [source.max_samples for source in (*data.sources, *data.validation)]
+        rows = [int(source["rows"]) for source in self.sources]
+        count = sum(rows[: len(data.sources)])
+        # What the limit of all sources has cut says nothing about one of them.
+        first = len(data.sources) if count == data.max_samples else 0
+        read = [*zip(names, limits, rows, strict=True)][first:]
+        for name, limit, count in (*read, ("data", data.max_samples, count)):
+            if count < limit:
+                say(
+                    "{name}.max_samples = {limit}: there are {count} rows, all of which are used.",
+                    name=name,
+                    limit=f"{limit:,}",
+                    count=f"{count:,}",
+                )
+
     def duplicates(self) -> str:
         """Return a sentence on how many rows are duplicates; "" if none is."""
         if not self.repeated and not self.leaked:
@@ -277,6 +298,8 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
         block = next(readers.blocks(file.path, _FIRST_BYTES, file.columns.values()), None)
         if block is None or time.monotonic() > until:
             continue
+        if file.max_rows:
+            block, _ = first_of(block, file.max_rows)
         with_known_format = with_format(file, block) or file
         part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
         made = BuiltPart(number, with_known_format, block, Path(), is_new=True)
@@ -289,6 +312,7 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
     """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
+    most_of_sources = [source.max_samples for source in (*data.sources, *data.validation)]
     paths = (file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES)
     return {
         "code_version": workers.CODE_VERSION,
@@ -297,13 +321,15 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
             [content_hash(file.path, cache_dir), file.source, file.row_format.name, file.columns] for file in files
         ],
         "training_sources": len(data.sources),
-        "validation_fraction": 0.0 if data.validation else data.validation_fraction,
+        "validation_fraction": 0.0 if data.validation or data.validation_rows else data.validation_fraction,
         "seed": cfg.run.seed,
         "train_on": data.train_on.name,
         "max_length": data.max_length,
         "too_long": data.too_long.name,
         "on_bad_row": data.on_bad_row.name,
         "max_samples": data.max_samples,
+        **({"validation_rows": data.validation_rows} if data.validation_rows and not data.validation else {}),
+        **({"max_samples of sources": most_of_sources} if any(most_of_sources) else {}),
         **({"tables": readers.TABLE_VERSION} if any(map(readers.has_objects, paths)) else {}),
         **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
         **({"negatives": cfg.embed.negatives} if cfg.embed.negatives else {}),
@@ -413,10 +439,8 @@ class _Builder:
                     path.unlink()
 
     def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
-        """Yield (file number, file, block of rows) of all files; `data.max_samples` limits the rows of training."""
-        training = len(self.data.sources)
-        limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
-        return read_blocks(self.files, limits)
+        """Yield (file number, file, block of rows) of all files, within the limits of `max_samples`."""
+        return read_blocks(self.files, row_limits(self.data, self.files))
 
     def read(self, made: BuiltPart) -> Part:
         """Return a part from its file; if another build has deleted that, tokenize the block again."""
@@ -510,7 +534,16 @@ class _Builder:
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
         rows = index.used_rows()
         distinct = np.flatnonzero(first == np.arange(len(first)))
-        distinct_rows = split_rows(len(distinct), self.data.validation_fraction, self.seed)
+        if self.data.validation_rows >= len(distinct):
+            raise DataError(
+                "data.validation = {count} rows: there are {all} different rows, and none would be left to train. Take "
+                "fewer, or a fraction: data.validation=0.05.",
+                count=f"{self.data.validation_rows:,}",
+                all=f"{len(distinct):,}",
+            )
+        distinct_rows = split_rows(
+            len(distinct), self.data.validation_fraction, self.seed, count=self.data.validation_rows
+        )
         held_out = np.zeros(len(first), dtype=np.bool_)
         held_out[distinct[distinct_rows["validation"]]] = True
         held_out = held_out[first]  # and the rows that are equal to these
@@ -585,11 +618,12 @@ def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     return first[number]
 
 
-def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:
+def split_rows(num_rows: int, fraction: float, seed: int, *, count: int = 0) -> dict[str, NDArray[np.int64]]:
     """Return {"train", "validation": row numbers, ascending}, chosen at random. `fraction`: of validation; if above 0,
-    at least one row of two.
+    at least one row of two. `count`: rows of validation, in the place of a fraction.
     """
-    count = min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
+    if not count and fraction > 0:
+        count = min(max(1, round(num_rows * fraction)), num_rows - 1)
     chosen = np.zeros(num_rows, dtype=np.bool_)
     chosen[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True
     return {"train": np.flatnonzero(~chosen), "validation": np.flatnonzero(chosen)}

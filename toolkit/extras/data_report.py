@@ -301,13 +301,15 @@ def kinds() -> dict[str, str]:
     }
 
 
-def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
-    """Return the facts of all rows of files. `special`: the tokenizer's control strings; `workers`: processes, 0 one
-    for each core.
+def inspect_files(
+    files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0, limits: Sequence[int] = ()
+) -> Facts:
+    """Return the facts of the rows of files. `special`: the tokenizer's control strings; `workers`: processes, 0 one
+    for each core; `limits`: as of `read_blocks`.
     """
     size, facts = sources.total_bytes(files), Facts()
     count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
-    for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files)):
+    for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files, limits)):
         facts.add(part)
     return facts
 

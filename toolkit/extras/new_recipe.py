@@ -204,7 +204,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
     epoch = estimated_samples(cfg.data, 10**12)
-    steps = math.ceil(epoch[1] / cfg.batch.global_size) * cfg.train.epochs if epoch else 0
+    steps = cfg.train.over_epochs(math.ceil(epoch[1] / cfg.batch.global_size)) if epoch else 0
     plan_facts = {
         "method": plan.method.value,
         "dtype": cfg.precision.dtype.value,

@@ -1,5 +1,6 @@
 """Checks a recipe without training: config, data, model directory, DeepSpeed config; and the GPUs to plan it for."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -78,9 +79,10 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
-    sizes = None if steps else estimated_samples(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    sizes = None if steps else estimated_samples(cfg.data, size * math.ceil(FEWEST_STEPS / cfg.train.epochs))
     epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
-    tell_length(mesh.with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
+    steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
+    tell_length(mesh.with_micro_batch(cfg), epoch, steps, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)

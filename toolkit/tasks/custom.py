@@ -139,7 +139,7 @@ class _MapSamples:
         self.identity = {"samples": f"{type(spec.dataset).__name__} {self.size}"}
         self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(spec.dataset).__name__)
         self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
-        self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
+        self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
 
     def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
@@ -254,7 +254,7 @@ class _StreamSamples:
         whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
         self.identity = {"samples": f"{name}, {whose}"}
         self.described = tr("A stream of {kind}", kind=name)
-        self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.epochs * length, size)
+        self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.over_epochs(length), size)
         self.steps_per_epoch = steps_per_epoch(length, size) if length else self.total_steps
 
     def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:

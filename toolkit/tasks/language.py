@@ -102,7 +102,7 @@ class LanguageTask(task.Task):
             self.data = language_data.load_data_with(cfg, self.data.encoder)
         data, members = self.data, self.data.train_plan.members
         self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
-        self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
+        self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
         # Another tokenizer may give the same samples; it would be exported with a model that has learned other tokens.
         self.identity = data.identity | chat.tokenizer_identity(data.tokenizer)
         self.has_validation = data.validation is not None

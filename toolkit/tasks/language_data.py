@@ -226,6 +226,7 @@ def _tell(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
         say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
+    report.tell_limits(data)
     report.tell_dropped()
     report.tell_longer(data)
     if report.divided:
@@ -288,10 +289,7 @@ def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> "Order | No
 
     if is_mixture:
         names = prepared.source_names[: len(data.sources)]
-        plan, train = prepared.train_plan, cfg.train
-        return orders.ScheduledMixture(
-            plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key
-        )
+        return orders.ScheduledMixture(prepared.train_plan.bounds, data.sources, names, global_size, cfg.train, key)
     lengths, offsets = prepared.train.lengths(prepared.train_plan.members), prepared.train_plan.offsets
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
     limits = orders.length_limits(data.curriculum, data.max_length)

@@ -8,7 +8,7 @@ optimization.py) with that first rate in the place of its 0.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -256,12 +256,12 @@ def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, wo
 
 def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
     """Yield overrides, each of which makes the run FEWEST_STEPS long or nearly so, and how many steps it then has."""
-    epochs, size = cfg.train.epochs, cfg.batch.global_size
+    train, epochs, size = cfg.train, cfg.train.epochs, cfg.batch.global_size
     if cfg.data.packing is not schema.Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)
         enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
         more = f" train.epochs={enough}" if enough > epochs else ""
-        yield f"data.packing=none{more}", unpacked * enough
+        yield f"data.packing=none{more}", replace(train, epochs=enough).over_epochs(unpacked)
     # A global batch is a multiple of all data ranks' micro-batches.
     unit = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
     scale = Fraction(epoch.per_step, size)  # sequences of a grouped plan are micro-batches
@@ -270,6 +270,7 @@ def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterat
     below = Fraction(epoch.sequences, least - 1) if least > 1 else Fraction(size)
     smaller = min(size - 1, math.ceil(below / scale) - 1) // unit * unit
     if smaller > 0 and below > 1:
-        yield f"batch.global_size={smaller}", math.ceil(epoch.sequences / max(Fraction(1), smaller * scale)) * epochs
+        steps = math.ceil(epoch.sequences / max(Fraction(1), smaller * scale))
+        yield f"batch.global_size={smaller}", train.over_epochs(steps)
     enough = math.ceil(FEWEST_STEPS / epoch.steps)
     yield f"train.epochs={enough}", epoch.steps * enough

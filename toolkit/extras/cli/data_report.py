@@ -44,12 +44,12 @@ def run(words: list[str]) -> None:
 
         loaded = load_data(cfg)
         prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]
-    from toolkit.data.sources import locate_all
+    from toolkit.data.sources import locate_all, row_limits
     from toolkit.disk import write_atomically
     from toolkit.extras.data_report import data_page, inspect_files
 
     files = locate_all(data, cache_dir)
-    facts = inspect_files(files, special, positive_int(values, "workers") or 0)
+    facts = inspect_files(files, special, positive_int(values, "workers") or 0, row_limits(data, files))
     title = values.get("path") or cfg.recipe
     write_atomically(output, data_page(title, facts, files, prepared).encode("utf-8", errors="backslashreplace"))
     say("The data report: {file}", file=output)

@@ -1,17 +1,19 @@
 """What the keys of an axolotl YAML become in a recipe."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
+from toolkit.config import files
 from toolkit.config.program_keys import names_of
 from toolkit.extras.translate.programs import (
     RecipeDraft,
-    is_on_hub,
     lora_settings,
     named_format,
     set_evaluation,
     set_preference,
     set_reward,
+    set_validation_size,
 )
 from toolkit.extras.translate.read import ForeignConfig
 from toolkit.messages import ConfigError, tr
@@ -176,16 +178,11 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=key)
     draft.put("data.sources", _sources(config, draft, key, kind), key)
     validation = _sources(config, draft, "test_datasets", kind) if config.has("test_datasets") else []
-    size = config.number("val_set_size")
     if validation:
         draft.put("data.validation", validation, "test_datasets")
     else:
-        draft.put("data.validation_fraction", size if size < 1 else 0.0, "val_set_size")
-    if size >= 1:
-        draft.lost["val_set_size"] = tr(
-            "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
-        )
-    set_evaluation(config, draft, bool(validation) or 0 < size < 1)
+        set_validation_size(config, draft, "val_set_size")
+    set_evaluation(config, draft, bool(validation) or config.number("val_set_size") > 0)
     strategy = str(config.get("excess_length_strategy"))
     if strategy in _TOO_LONG and (strategy == "drop" or not kind):
         draft.put("data.too_long", "split" if is_text else _TOO_LONG[strategy], "excess_length_strategy")
@@ -237,12 +234,14 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dic
     """Return where the rows of a dataset are: files, or a name on Hugging Face with its split."""
     named = entry.get("data_files") or []
     named = [named] if isinstance(named, str) else named
-    if entry.get("ds_type") or not is_on_hub(path):
+    if entry.get("ds_type") or not files.is_dataset_name(path):
         return [{"path": str(name)} for name in named] or [{"path": path}]
     if named:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))
     names = {"subset": "name", "revision": "revision", "split": "split"}
-    hub_fields = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    hub_fields: dict[str, Any] = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    if first := re.fullmatch(r"(.+)\[:(\d+)\]", hub_fields.get("split", "")):
+        hub_fields |= {"split": first[1], "max_samples": int(first[2])}
     if "[" in hub_fields.get("split", ""):
         part = hub_fields["split"]
         hub_fields["split"] = part.partition("[")[0]

@@ -21,8 +21,8 @@ from toolkit.secrets import hide_all
 
 _LIMITS = frozenset(
     (
-        *("epochs", "schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage"),
-        *("quantization", "freeze_modules", "max_samples", "val_size", "lora_target"),
+        *("schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage"),
+        *("quantization", "freeze_modules", "max_samples", "lora_target"),
     )
 )
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""

@@ -278,7 +278,9 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
             draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
     name, subset = str(config.get("dataset_name")), config.get("dataset_config") or config.get("dataset_config_name")
-    source = {"hub" if is_on_hub(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
+    source = (
+        {"hub" if files.is_dataset_name(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
+    )
     splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
     for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
         split = {"split": str(config.get(theirs))} if config.get(theirs) != "train" else {}
@@ -397,9 +399,7 @@ def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
             place=config.location("num_train_epochs"),
             value=epochs,
         )
-    if epochs != int(epochs):
-        draft.lost["num_train_epochs"] = tr("whole epochs only; the recipe has {epochs}", epochs=math.ceil(epochs))
-    draft.put("train.epochs", math.ceil(epochs), "num_train_epochs")
+    draft.put("train.epochs", int(epochs) if epochs.is_integer() else epochs, "num_train_epochs")
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -513,14 +513,6 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
             draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
 
 
-_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether a dataset's name is one on Hugging Face, not a file or directory."""
-    return files.is_hub_name(name) and not os.path.exists(name) and not name.endswith(_FILES)
-
-
 INFO = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
 
@@ -561,6 +553,19 @@ def sources_of(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft)
     return sources
 
 
+def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
+    """Return the limit of a dataset that another program draws `rows` rows from, with a note; {} where 0."""
+    if rows:
+        draft.notes.append(
+            tr(
+                "the dataset {name}: its first {rows} rows are used; there they are drawn at random.",
+                name=name,
+                rows=rows,
+            )
+        )
+    return {"max_samples": rows} if rows else {}
+
+
 def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
     """Return one item of `data.sources`, {} with a note if its data cannot be used. `entry`: of dataset_info.json,
     which is in `base`; `stage`: LLaMA-Factory's.
@@ -577,15 +582,12 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     if reason:
         draft.notes.append(tr("the dataset {name} is skipped: {reason}.", name=name, reason=reason))
         return {}
-    if entry.get("num_samples"):
-        draft.notes.append(
-            tr("the dataset {name}: num_samples has no counterpart; weight below 1 takes a part.", name=name)
-        )
     names = {"hub": "hf_hub_url", "subset": "subset", "revision": "revision", "split": "split"}
     source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
     if not entry.get("hf_hub_url"):
         source = {"path": str(base / str(entry["file_name"]))}
-    return source | _format(name, entry, columns, stage, draft)
+    rows = int(entry.get("num_samples") or 0)
+    return source | limit_rows(name, rows, draft) | _format(name, entry, columns, stage, draft)
 
 
 def _format(
@@ -758,29 +760,29 @@ def _freeze(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("tuning.patterns", patterns, "freeze_extra_modules")
 
 
-def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    """Set LLaMA-Factory's data, the sample limit, packing, and which answers are trained."""
-    sources = sources_of(config, "dataset", stage, draft)
-    if sources:
-        draft.put("data.sources", sources, "dataset")
-    validation = sources_of(config, "eval_dataset", stage, draft) if config.has("eval_dataset") else []
-    size = config.number("val_size")
-    if validation:
-        draft.put("data.validation", validation, "eval_dataset")
-    elif 0 < size < 1:
-        draft.put("data.validation_fraction", size, "val_size")
+def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> None:
+    """Set what is split off the training rows: the value of `key` is a fraction, or from 1 on a number of rows."""
+    size = config.number(key)
+    if size >= 1:
+        draft.put("data.validation_rows", int(size), key)
     else:
-        draft.put("data.validation_fraction", 0.0, "val_size")
-        if size:
-            draft.lost["val_size"] = tr(
-                "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
-            )
-    set_evaluation(config, draft, bool(validation) or 0 < size < 1)
-    if config.has("max_samples"):
-        if len(config.names("dataset")) == 1:
-            draft.put("data.max_samples", config.number("max_samples", int), "max_samples")
-        else:
-            draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
+        draft.put("data.validation_fraction", size, key)
+
+
+def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
+    """Set LLaMA-Factory's data, the sample limit of each dataset, packing, and which answers are trained."""
+    sources = sources_of(config, "dataset", stage, draft)
+    validation = sources_of(config, "eval_dataset", stage, draft) if config.has("eval_dataset") else []
+    limit = ["max_samples"] if config.has("max_samples") else []
+    for source in (*sources, *validation) if limit else ():
+        source["max_samples"] = config.number("max_samples", int)
+    if sources:
+        draft.put("data.sources", sources, "dataset", *limit)
+    if validation:
+        draft.put("data.validation", validation, "eval_dataset", *limit)
+    else:
+        set_validation_size(config, draft, "val_size")
+    set_evaluation(config, draft, bool(validation) or config.number("val_size") > 0)
     if stage in ("dpo", "kto", "rm"):
         return
     packs = (config.flag("packing") if config.has("packing") else stage == "pt") or config.flag("neat_packing")

@@ -9,7 +9,7 @@ from toolkit.config import files
 from toolkit.config.program_keys import names_of, sentence
 from toolkit.extras.translate.programs import (
     RecipeDraft,
-    is_on_hub,
+    limit_rows,
     lora_settings,
     set_evaluation,
     set_preference,
@@ -212,17 +212,14 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     for item in value if isinstance(value, list) else [value]:
         text, mark, rows = str(item).rpartition("#")
         text = text if mark and rows.isdecimal() else str(item)
-        if text != str(item):
-            draft.notes.append(
-                tr("the dataset {name}: #{rows} has no counterpart; weight below 1 takes a part.", name=text, rows=rows)
-            )
         owner, separator, bare = text.partition("::")
         bare = bare if separator else text
+        limit = limit_rows(text, int(rows) if text != str(item) else 0, draft)
         bare, _, subset = (bare, "", "") if os.path.exists(bare) else bare.partition(":")
-        if not is_on_hub(bare):
-            sources.append({"path": bare, **rest})
+        if not files.is_dataset_name(bare):
+            sources.append({"path": bare, **limit, **rest})
         elif owner.upper() == "HF" or config.flag("use_hf"):
-            sources.append({"hub": bare, **({"subset": subset} if subset else {}), **rest})
+            sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
         else:
             draft.notes.append(
                 tr(
