@@ -168,11 +168,11 @@ class PrepareReport(workers.RowCounts):
         names += [f"data.validation[{number}]" for number in range(len(data.validation))]
         limits = [source.max_samples for source in (*data.sources, *data.validation)]
         rows = [int(source["rows"]) for source in self.sources]
-        count = sum(rows[: len(data.sources)])
+        total = sum(rows[: len(data.sources)])
         # What the limit of all sources has cut says nothing about one of them.
-        first = len(data.sources) if count == data.max_samples else 0
+        first = len(data.sources) if total == data.max_samples else 0
         read = [*zip(names, limits, rows, strict=True)][first:]
-        for name, limit, count in (*read, ("data", data.max_samples, count)):
+        for name, limit, count in (*read, ("data", data.max_samples, total)):
             if count < limit:
                 say(
                     "{name}.max_samples = {limit}: there are {count} rows, all of which are used.",
