@@ -22,6 +22,9 @@ def recipe_schema() -> str:
     """Return the file's text."""
     whole = _section(RunConfig, field_texts())
     keys = whole["properties"]
+    keys["data"]["anyOf"][0]["properties"]["validation"]["anyOf"] += [
+        {"type": "number", "minimum": 0}
+    ]  # rows, a fraction
     keys["data"]["anyOf"] += [_TEXT, {"type": "array"}]  # data: chat.jsonl
     keys["zero"]["anyOf"] += [{"enum": [0, 1, 2, 3]}]
     choices = {
@@ -67,7 +70,7 @@ def _value(hint: Any, texts: dict[str, dict[str, str]]) -> dict[str, Any]:
     if typing.get_origin(hint) is list:
         item = _value(arguments[0], texts)
         if arguments[0] is SourceConfig:  # a path alone stands for {path: …}
-            return {"anyOf": [{"type": "array", "items": {"anyOf": [item, _TEXT]}}, _TEXT]}
+            return {"anyOf": [{"type": "array", "items": {"anyOf": [item, _TEXT]}}, item, _TEXT]}
         return {"type": "array", "items": item}
     if typing.get_origin(hint) is dict:
         return {"type": "object"}

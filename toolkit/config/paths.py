@@ -89,9 +89,11 @@ def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
         )
     elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
         key, folder = f"{location}.path", Path.cwd()
-        yield tr(
+        sentence = tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
+        is_named = files.is_dataset_name(source.path)
+        yield joined(sentence, tr("A dataset on Hugging Face is data={name}.", name=source.path) if is_named else "")
     elif source.path and source.split != "train" and not os.path.isfile(Path(source.path, "dataset_dict.json")):
         yield tr(
             "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
