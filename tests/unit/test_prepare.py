@@ -105,6 +105,16 @@ def test_split_by_number_of_rows(tmp_path: Path) -> None:
         build_caches(cfg, ByteEncoder())
 
 
+def test_samples_of_a_row_stay_on_one_side_of_the_split(tmp_path: Path) -> None:
+    rows = [{"text": f"{number:02d}" * 20} for number in range(20)]
+    cfg = made(tmp_path, rows, max_length=10, too_long=TooLong.split, validation_rows=5)
+    train, validation, _ = build_caches(cfg, ByteEncoder())
+    assert validation is not None
+    held, trained = ({cache.where(index) for index in range(len(cache))} for cache in (validation, train))
+    assert (len(held), len(trained), held & trained) == (5, 15, set())
+    assert len(validation) == 5 * len(train) // 15 > 5
+
+
 @pytest.mark.parametrize(
     ("rows", "fraction", "count"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0, 0), (10, 0.25, 2)]
 )
