@@ -416,8 +416,8 @@ def _split_off(value: Any, location: str) -> dict[str, Any]:
     of them, lest one of a lower layer decides. ConfigError for a number that is neither.
     """
     number, text = value, value.strip() if isinstance(value, str) else ""
-    if re.fullmatch(r"[\d.]+\s*%", text):
-        number = float(Fraction(text.rstrip("% ")) / 100) if text.count(".") < 2 else inf
+    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
+        number = float(Fraction(text.rstrip("% ")) / 100)
     elif re.fullmatch(r"\d+(\.\d+)?", text) and not os.path.exists(text):
         number = float(text) if "." in text else int(text)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
