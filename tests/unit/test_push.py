@@ -187,7 +187,7 @@ def test_a_missing_token_is_named(hub: _Hub, run_folder: Path, tmp_path: Path, m
 def test_a_refused_token_is_an_error_that_does_not_show_it(hub: _Hub, run_folder: Path, status: int) -> None:
     hub.refusing = status
     refused = pushed(hub, str(run_folder), "hub=me/tuned", "--yes")
-    assert refused.returncode == 2 and "the hub refuses the upload" in refused.stderr and "HF_TOKEN" in refused.stderr
+    assert refused.returncode == 2 and "the hub rejects the upload" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert TOKEN not in refused.stdout + refused.stderr and "Traceback" not in refused.stderr
 
 

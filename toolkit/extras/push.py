@@ -132,7 +132,7 @@ def _told(target: Target) -> Iterator[None]:
         reason = hide(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         if status in _REFUSED or type(error).__name__ == "LocalTokenNotFoundError":
             raise ConfigError(
-                "{repository}: the hub refuses the upload: {reason}. Set {variable} to a token that may write there.",
+                "{repository}: the hub rejects the upload: {reason}. Set {variable} to a token that may write there.",
                 repository=target.repository,
                 reason=reason,
                 variable=_TOKENS[target.hub],
