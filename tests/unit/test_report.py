@@ -81,12 +81,13 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {path.stem for path in (folder / "report").iterdir()} == set(charts)
     for path in (folder / "report").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-    for text in ("4.0000", "deepspeed --num_gpus 2 run.py recipe=quickstart", "started again after step 20", "9.0000"):
-        assert (text in page.text) == (text != "9.0000"), text
-    assert "2.8120" in page.text and "from 7.7074" in page.text, "the losses of the last step and of the first"
+    for text in ("4.00", "deepspeed --num_gpus 2 run.py recipe=quickstart", "started again after step 20"):
+        assert text in page.text, text
+    assert "Until it ended at step 40: 40 steps are too few: validation loss 8.00 → 4.00." in page.text
+    assert "2.81" in page.text and "from 7.71" in page.text, "the losses of the last step and of the first"
     assert not {"link", "img", "iframe", "object"} & set(page.elements), "nothing is fetched"
-    assert "A step was planned to take 0.25 s: 4,321 tokens/s." in page.text
-    assert "weights 1, logits and loss 0.5" in page.text
+    assert "A step was planned to take 0.250 s: 4,320 tokens/s." in page.text
+    assert "weights 1.00, logits and loss 0.500" in page.text
     before = (folder / "report.html").stat().st_ino
     for name in ("step-time.png", "mine.png", "answers-mine.png"):
         (folder / "report" / name).write_bytes(b"of another report, or mine")
@@ -133,6 +134,49 @@ def test_ngram_baselines_are_lines_of_the_loss_chart(quick: None, tmp_path: Path
     report(str(folder))
     chart = json.dumps(json.loads(Page((folder / "report.html").read_text()).data["charts"])["specs"]["loss"])
     assert '"y": 6.25' in chart and "damaged" not in chart
+
+
+def test_a_smoothed_curve_neither_leads_nor_lags(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "mine", 200)
+    lines(folder / "metrics.jsonl", [row(step, loss=500.0 - step) for step in range(1, 201)])
+    [drawing] = draw([read_run(folder)])["learning"][:1]
+    [values, *_] = drawing.definition.to_dict()["datasets"].values()
+    smoothed = [(one["x"], one["y"]) for one in values if one["s"] == "training, smoothed"]
+    assert smoothed == [(step, 500.0 - step) for step in range(1, 201)]
+    assert drawing.note == "Pale: values as logged. Smoothed: the mean of 11 points, centred."
+
+
+def test_parts_of_a_step_are_shares_the_largest_first(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "mine")
+    drawing = next(one for one in draw([read_run(folder)])["speed"] if one.name == "step-parts")
+    [values] = drawing.definition.to_dict()["datasets"].values()
+    assert [one["text"] for one in values] == [
+        "backward pass, gradient reduction, optimizer: 40.0 %",
+        "forward pass: 38.0 %",
+        "waiting for the slowest rank: 20.0 %",
+        "waiting for data: 2.00 %",
+    ]
+    rows = [{"step": step, "step_s": 0.5, "data_wait_s": 0.01} for step in (1, 2)]
+    lines(folder / "metrics.jsonl", rows)
+    drawing = next(one for one in draw([read_run(folder)])["speed"] if one.name == "step-parts")
+    [values] = drawing.definition.to_dict()["datasets"].values()
+    assert [one["text"] for one in values] == ["forward, backward, optimizer: 98.0 %", "waiting for data: 2.00 %"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.101315, "0.101"),
+        (7.6583, "7.66"),
+        (999.6, "1,000"),
+        (2137.4, "2,140"),
+        (0, "0.00"),
+        (-0.5, "-0.500"),
+        (2e-5, "2.00e-05"),
+    ],
+)
+def test_measured_numbers_have_three_digits(value: float, text: str) -> None:
+    assert run_module.digits(value) == text
 
 
 def test_text_stays_text(quick: None, tmp_path: Path) -> None:
@@ -379,7 +423,7 @@ def test_a_custom_model_is_paced_in_samples(tmp_path: Path) -> None:
     (folder / "data.json").write_text('{"program": "own.py", "model": "Net"}')
     lines(folder / "metrics.jsonl", [{"step": step, "samples_per_s": 40.0, "step_s": 0.5} for step in (1, 2)])
     table = page_module.overview([read_run(folder)])
-    assert dict(zip(table.heads, table.rows[0], strict=True))["per second"] == "40 samples"
+    assert dict(zip(table.heads, table.rows[0], strict=True))["per second"] == "40.0 samples"
     assert "token" not in " ".join([*table.heads, *table.rows[0]])
 
 
@@ -462,8 +506,10 @@ def test_the_automatic_report_never_harms(tmp_path: Path, said: list[str]) -> No
     reporter = AutomaticReport(folder, environ, patience_s=240)
     reporter.begin()
     reporter.begin()
-    reporter.finish()
-    assert said == [f"The report: {folder}/report.html"]
+    reporter.after_done()
+    verdict = "Until it ended at step 3: One evaluation is too few to judge: validation loss 8.00 at step 0."
+    assert said == [verdict, f"The report: {folder}/report.html"]
+    del said[0]
     (folder / "report.html").write_text("somebody's own")
     reporter.finish()
     assert (
@@ -536,9 +582,9 @@ def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) ->
     table = page_module.collectives(read_run(folder))
     assert table is not None
     assert [list(row) for row in table.rows] == [
-        ["all_gather", "1,000", "2.048", "2.000", "2.00", "1.07"],
-        ["all_reduce", "4", "1.000", "0.004", "0.50", "0.00839"],
-        ["barrier", "1", "0.000", "0.000", "0.00", "—"],
+        ["all_gather", "1,000", "2.05", "2.00", "2.00", "1.07"],
+        ["all_reduce", "4", "1.00", "0.00391", "0.500", "0.00839"],
+        ["barrier", "1", "0.00", "0.00", "0.00", "—"],
     ]
     report(str(folder))
     assert "Communication of rank 0" in (folder / "report.html").read_text()

@@ -5,14 +5,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import altair as alt
 
 from toolkit.config.schema import Metric
-from toolkit.messages import printable, tr
-from toolkit.report.run import COUNTERS, Run
+from toolkit.messages import joined, printable, tr
+from toolkit.report.run import COUNTERS, Run, digits
 
 BLUE, ORANGE, GREEN, PURPLE, RED, CYAN, PINK, GREY = (
     *("#2f7bf0", "#d97706", "#059669", "#8b5cf6"),
@@ -186,7 +186,7 @@ def _hover_points(
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False, encodings=["x", "y"])
     # The pointer is over the cell around a point, whose datum is the point; Vega-Lite 6.4 looks for texts in the cell.
     point = "(datum.datum || datum)"
-    fields = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, '.5~g')"}
+    fields = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, ',.3~r')"}
     if len(names) > 1 and axes.series:
         fields = {axes.series: f"{point}.s", **fields}
     tooltip = ", ".join(f"{json.dumps(title)}: {value}" for title, value in fields.items())
@@ -216,26 +216,34 @@ def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: 
     return alt.layer(chart, rules).resolve_scale(color="independent")
 
 
-def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], caption: Caption) -> Drawing:
-    """Return a stacked area chart of parts over steps; `colors` by part, the lowest first."""
-    order = {name: index for index, name in enumerate(colors)}
-    values = [{**record, "o": order[record["s"]]} for record in records]
-    definition = (
-        alt.Chart(alt.InlineData(values=values))
-        .mark_area(opacity=0.85, line=False)
-        .encode(
-            x=_steps(axes.x),
-            y=alt.Y("y:Q", title=axes.y, stack="zero", axis=alt.Axis(format="~g")),
-            color=_colored("s:N", colors, alt.Legend(title=None, orient="top", columns=2, labelLimit=_LABEL_PIXELS)),
-            order=alt.Order("o:Q"),
-            tooltip=[
-                alt.Tooltip("s:N", title=axes.series),
-                alt.Tooltip("x:Q", title=axes.x, format=",d"),
-                alt.Tooltip("y:Q", title=axes.y, format=".4~g"),
-            ],
-        )
+def shares(parts: dict[str, float], axes: Axes, color: str, caption: Caption) -> Drawing:
+    """Return a bar for each part of a whole, the largest first, with its name and percentage above it.
+
+    Args:
+        parts: Name -> amount.
+        axes: `x` names the share, `y` the amount, `series` the parts, for tooltips.
+        color: Of the bars.
+        caption: Name, title and note of the drawing.
+    """
+    total = sum(parts.values()) or 1.0
+    values = [
+        {"s": name, "x": part / total, "y": part, "text": f"{name}: {digits(100 * part / total)} %"}
+        for name, part in sorted(parts.items(), key=lambda pair: -pair[1])
+    ]
+    base = alt.Chart(alt.InlineData(values=values)).encode(
+        y=alt.Y("s:N", title=None, sort=None, axis=None),
+        tooltip=[
+            alt.Tooltip("s:N", title=axes.series),
+            alt.Tooltip("x:Q", title=axes.x, format=".3~p"),
+            alt.Tooltip("y:Q", title=axes.y, format=",.3~r"),
+        ],
     )
-    return _drawing(definition, caption, [Key(name, color) for name, color in colors.items()])
+    scale = alt.Scale(domain=[0, 1])
+    bar = base.mark_bar(color=color, opacity=0.9, cornerRadiusEnd=2, size=14, yOffset=9).encode(
+        x=alt.X("x:Q", title=axes.x, scale=scale, axis=alt.Axis(format=".0%"))
+    )
+    text = base.mark_text(align="left", baseline="bottom", dy=-2, fontSize=13).encode(x=alt.value(0), text="text:N")
+    return _drawing(alt.layer(bar, text), caption)
 
 
 def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption) -> Drawing:
@@ -258,7 +266,7 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption)
             color=_colored("s:N", looks.colors, _legend(names)),
             tooltip=[
                 alt.Tooltip("x:N", title=axes.x),
-                alt.Tooltip("y:Q", title=axes.y, format=",.4~g"),
+                alt.Tooltip("y:Q", title=axes.y, format=",.3~r"),
                 *([alt.Tooltip("s:N", title=axes.series)] if axes.series else []),
             ],
         )
@@ -303,7 +311,7 @@ def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str],
             tooltip=[
                 alt.Tooltip("row:N", title=axes.y),
                 alt.Tooltip("x:O", title=axes.x),
-                alt.Tooltip("v:Q", title=axes.series, format=".3~g"),
+                alt.Tooltip("v:Q", title=axes.series, format=",.3~r"),
             ],
         )
     )
@@ -321,6 +329,7 @@ def config(ink: str, font: str) -> dict[str, Any]:
         "axis": {**lines, **texts, "labelFontSize": 11, "titleFontSize": 11, "titlePadding": 8, "labelPadding": 6},
         "axisX": {"grid": False, "labelFlush": True, "labelOverlap": True, "tickCount": 8},
         "axisY": {"domain": False, "tickCount": 5},
+        "text": {"color": ink},
         "legend": {"labelColor": ink, "labelFontSize": 12, "symbolStrokeWidth": 3, "symbolOpacity": 1, "offset": 6},
         "title": {"color": ink, "fontSize": 15, "anchor": "start", "offset": 12},
     }
@@ -385,15 +394,24 @@ def _points(run: Run, figure: str, series: str, factor: float = 1.0) -> list[Rec
 
 
 def _smooth(points: Sequence[Record], series: str) -> list[Record]:
-    """Return the exponential moving average of points, over a 20th of them (_SPAN), bias-corrected; [] of few."""
+    """Return the centred means of points over a 20th of them (_SPAN), [] of few. At both ends the window narrows, so
+    that it stays centred: a trailing mean would lag behind a curve that falls.
+    """
     if len(points) < _SPAN:
         return []
-    decay = 1 - 2 / (len(points) / _SPAN + 1) if len(points) > 3 * _SPAN else 0.6
-    averages, total, weight = [], 0.0, 0.0
-    for point in points:
-        total, weight = decay * total + point["y"], decay * weight + 1
-        averages.append({"x": point["x"], "y": rounded(total / weight), "s": series})
-    return averages
+    half = _half_window(len(points))
+    sums = list(accumulate((point["y"] for point in points), initial=0.0))
+    means = []
+    for index, point in enumerate(points):
+        reach = min(half, index, len(points) - 1 - index)
+        mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+        means.append({"x": point["x"], "y": rounded(mean), "s": series})
+    return means
+
+
+def _half_window(count: int) -> int:
+    """Return how many points on either side of one a smoothed curve of `count` points averages over."""
+    return max(count // (2 * _SPAN), 2)
 
 
 def _validation(run: Run, figure: str, series: str) -> list[Record]:
@@ -439,9 +457,12 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         looks = Series(
             colors=colors, faint=[raw] if smoothed else [], dotted=[validation], dashed=["unigram", "bigram"]
         )
-        note = tr("Pale: values as logged.") if smoothed else ""
+        note = ""
+        if smoothed:
+            count = 2 * _half_window(len(points)) + 1
+            note = tr("Pale: values as logged. Smoothed: the mean of {count} points, centred.", count=count)
         if any("low" in record for record in records):
-            note = tr("Pale: values as logged. The band spans the extremes where a point stands for several rows.")
+            note = joined(note, tr("The band spans the extremes where a point stands for several rows."))
         events = events_of(run)
     else:
         records, colors, events = [], {}, []
@@ -553,7 +574,9 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
 
     def draw_scores(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
         """Return one chart of scores over the steps."""
-        axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
+        axes = Axes(
+            x=tr("step"), y=tr("score") if len(colors) > 1 else next(iter(colors)), series=series, from_zero=True
+        )
         return lines(records, axes, Series(colors=colors, dotted=list(colors)), Caption(name, title))
 
     if len(runs) == 1:
@@ -574,37 +597,32 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _step_parts(run: Run) -> list[Drawing]:
-    """Return a stacked chart of the parts of a step's time.
+    """Return a chart of the share that each part has in the time of all steps.
+
     The figures are the seconds from the step's begin to the end of each part, so a part is the difference of two. Each
     is a mean over several rows: an end before that of the part below, or after the step's, is moved to it.
     """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
-    names = (tr("waiting for data"), tr("forward, own work"), tr("waiting for the slowest rank"), tr("the rest"))
     series = [dict(run.history.training.series(figure)) for figure in figures]
+    names = (tr("waiting for data"), tr("forward pass"), tr("waiting for the slowest rank"))
+    last_name = tr("backward pass, gradient reduction, optimizer") if series[1] else tr("forward, backward, optimizer")
     steps = [step for step in series[-1] if step in series[0]]
-    if len(steps) < _LEAST_STEPS:
+    if not steps:
         return []
-    records: list[Record] = []
+    parts: dict[str, float] = {}
     for step in steps:
         begin, step_s = 0.0, series[-1][step].mean
-        for name, by_step in zip(names, series, strict=True):
+        for name, by_step in zip((*names, last_name), series, strict=True):
             if step in by_step:
                 end = min(max(begin, by_step[step].mean), step_s)
-                records.append({"x": step, "y": rounded(end - begin), "s": name})
+                parts[name] = parts.get(name, 0.0) + (end - begin) / len(steps)
                 begin = end
-    colors = dict(zip(names, (ORANGE, BLUE, RED, GREEN), strict=True))
-    colors = {name: color for name, color in colors.items() if any(record["s"] == name for record in records)}
-    axes = Axes(x=tr("step"), y=tr("seconds per step"), series=tr("part"))
-    note = tr(
-        "How the mean time of a step divides, from bottom to top: waiting for data, forward pass of the median rank, "
-        "waiting for the slowest rank, and the rest (backward pass, gradient reduction, optimizer update)."
-    )
-    if len(colors) < len(names):
-        note = tr(
-            "How the mean time of a step divides, from bottom to top: waiting for data, and the rest (forward and "
-            "backward pass, optimizer update)."
-        )
-    return [stacked(records, axes, colors, Caption("step-parts", tr("What a step is made of"), note))]
+    axes = Axes(x=tr("share of a step's time"), y=tr("seconds per step"), series=tr("part"))
+    seconds = digits(sum(parts.values()))
+    note = tr("Mean over all logged steps; a step takes {seconds} s.", seconds=seconds)
+    if series[1]:
+        note = joined(note, tr("Forward pass: of the median rank."))
+    return [shares(parts, axes, BLUE, Caption("step-parts", tr("Where a step's time goes"), note))]
 
 
 def _rank_times(run: Run) -> list[Drawing]:
@@ -745,7 +763,7 @@ def _step_time(runs: Sequence[Run]) -> list[Drawing]:
 
 FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["loss"], _loss),
-    ("learning", ["learning-rate"], _lines("learning-rate", "lr", format=".1e", from_zero=True)),
+    ("learning", ["learning-rate"], _lines("learning-rate", "lr", format="~g", from_zero=True)),
     ("learning", ["grad-norm"], _lines("grad-norm", "grad_norm", smooth=True)),
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
     ("learning", ["rewards", "reward-accuracy"], _of_single_run(_rewards)),

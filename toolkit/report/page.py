@@ -35,11 +35,13 @@ from toolkit.report.run import (
     RUNNING,
     Run,
     Sample,
+    digits,
     distinct_names,
     expand_sweeps,
     read_run,
     read_within,
 )
+from toolkit.report.verdict import DIVERGED, FLAT, LEARNED, OVERFIT, next_commands, verdict_of
 
 _READING_S = 600.0
 """Seconds that `toolkit report` waits for a run directory to be read."""
@@ -65,6 +67,14 @@ class Table(NamedTuple):
     note: str = ""
     title: str = ""
     marked: Collection[int] = ()
+
+
+class Lead(NamedTuple):
+    """What the page begins with."""
+
+    text: str
+    tone: str
+    commands: Sequence[tuple[str, str]]
 
 
 def status(run: Run) -> tuple[str, str]:
@@ -102,10 +112,10 @@ def tiles(run: Run) -> Iterator[Tile]:
     if history.best is not None:
         best, at = history.best
         newest = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
-        detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
-        yield Tile(tr("Validation loss"), f"{newest:.4f}", detail, _GOOD if newest <= best else "")
+        detail = tr("best {loss} at step {step}", loss=digits(best), step=f"{at:,}")
+        yield Tile(tr("Validation loss"), digits(newest), detail, _GOOD if newest <= best else "")
     if (loss := last("loss")) is not None:
-        yield Tile(tr("Training loss"), f"{loss:.4f}", tr("from {loss}", loss=f"{history.first_loss or loss:.4f}"))
+        yield Tile(tr("Training loss"), digits(loss), tr("from {loss}", loss=digits(history.first_loss or loss)))
     epochs = last("epoch")
     parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
     parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
@@ -122,11 +132,13 @@ def tiles(run: Run) -> Iterator[Tile]:
             if series := history.training.series(name):
                 mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
                 detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-        yield Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{pace:,.0f}", detail)
+        yield Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), digits(pace), detail)
     most, planned = peak(run)
     if most is not None:
-        detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
-        yield Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, _BAD if planned and most > planned else "")
+        detail = tr("of {planned} GiB planned", planned=digits(planned / GIB)) if planned else ""
+        yield Tile(
+            tr("Memory of a rank"), f"{digits(most / GIB)} GiB", detail, _BAD if planned and most > planned else ""
+        )
     if history.seconds:
         detail, total_s = tr("in training steps"), run.summary.get("seconds")
         if isinstance(total_s, (int, float)) and len(run.starts) == 1:  # as the log's last lines say
@@ -151,15 +163,15 @@ def overview(runs: Sequence[Run]) -> Table:
     for run in runs:
         history, pace, (most, planned) = run.history, speed(run), peak(run)
         last = history.training.last("loss")
-        sizes = [f"{size / GIB:.2f}" for size in (most, planned) if most and size]
+        sizes = [digits(size / GIB) for size in (most, planned) if most and size]
         rows.append(
             [
                 run.name,
                 status(run)[1],
                 f"{run.step:,}" + (f" / {run.total_steps:,}" if run.total_steps else ""),
-                f"{last:.4f}" if last is not None else NONE,
-                f"{history.best[0]:.4f}" if history.best else NONE,
-                _paced(run, f"{pace:,.0f}") if pace else NONE,
+                digits(last) if last is not None else NONE,
+                digits(history.best[0]) if history.best else NONE,
+                _paced(run, digits(pace)) if pace else NONE,
                 " / ".join(sizes) or NONE,
                 terminal.clock(round(history.seconds)) if history.seconds else NONE,
             ]
@@ -217,13 +229,13 @@ def plan(run: Run) -> Table | None:
     for phase, parts in phases.items() if isinstance(phases, dict) else ():
         if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
             by_kind = messages.listed(
-                *(f"{messages.translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items())
+                *(f"{messages.translated(words.get(name, name))} {digits(size / GIB)}" for name, size in parts.items())
             )
-            rows.append([messages.translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", by_kind])
+            rows.append([messages.translated(words.get(phase, phase)), digits(sum(parts.values()) / GIB), by_kind])
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
     note = ""
     if isinstance(step_s, float) and isinstance(pace, float):
-        note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=f"{step_s:.3g}", pace=f"{pace:,.0f}")
+        note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=digits(step_s), pace=digits(pace))
     heads = (tr("phase"), tr("GiB of tensors, planned"), tr("of it"))
     return Table(heads, rows, note=note) if rows else None
 
@@ -235,9 +247,9 @@ def collectives(run: Run) -> Table | None:
         calls, size, seconds = (operation.get(name) for name in ("calls", "bytes", "seconds"))
         if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
             continue
-        rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE
-        figures = [f"{calls:,.0f}", f"{size / calls / 2**20:,.3f}", f"{size / GIB:,.3f}", f"{seconds:,.2f}", rate]  # type: ignore[operator]
-        timed_rows.append((float(seconds), [str(operation.get("operation")), *figures]))  # type: ignore[arg-type]
+        rate = digits(size / seconds / 1e9) if seconds else NONE
+        figures = [digits(size / calls / 2**20), digits(size / GIB), digits(seconds), rate]  # type: ignore[operator,arg-type]
+        timed_rows.append((float(seconds), [str(operation.get("operation")), f"{calls:,.0f}", *figures]))  # type: ignore[arg-type]
     timed_rows.sort(key=lambda pair: -pair[0])
     heads = [tr("collective"), tr("calls"), tr("MiB per call"), tr("GiB"), tr("seconds"), tr("GB per second")]
     title = tr("Communication of rank 0 while it trained (profile.comms)")
@@ -324,18 +336,30 @@ def commands(run: Run) -> list[tuple[str, str]]:
                 (tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text)
             )
     if run.config:
-        ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-        if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
-            start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
-        else:
-            is_launched = isinstance(ranks, int) and ranks > 1
-            start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
-            start.append(str(run.data.get("program") or "run.py"))
-        again = [*start, f"recipe={files.quoted(run.folder / 'config.yaml')}", "run.name=NAME"]
-        labelled_commands.append(
-            (tr("The same settings, whatever the recipe says by now"), messages.printable(shlex.join(again)))
-        )
+        label = tr("The same settings, whatever the recipe says by now")
+        labelled_commands.append((label, messages.printable(shlex.join(_again_words(run)))))
     return labelled_commands
+
+
+def _again_words(run: Run) -> list[str]:
+    """Return the words of a command that trains with a run's settings once more."""
+    ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
+    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
+        start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
+    else:
+        is_launched = isinstance(ranks, int) and ranks > 1
+        start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
+        start.append(str(run.data.get("program") or "run.py"))
+    return [*start, f"recipe={files.quoted(run.folder / 'config.yaml')}", "run.name=NAME"]
+
+
+def lead(run: Run) -> Lead | None:
+    """Return the verdict on a run and what to type next, which its page begins with; None where no step was logged."""
+    verdict = verdict_of(run)
+    if verdict is None:
+        return None
+    tone = {LEARNED: _GOOD, OVERFIT: _BAD, FLAT: _BAD, DIVERGED: _BAD}.get(verdict.kind, "")
+    return Lead(verdict.text.replace("->", "→"), tone, next_commands(run, verdict, _again_words(run)))
 
 
 def example_data(run: Run) -> str:
@@ -484,6 +508,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
             "The charts need JavaScript; with vl-convert-python they are in {folder} as pictures.", folder=f"{images}/"
         ),
         state=status(single_run) if single_run else None,
+        lead=lead(single_run) if single_run else None,
         examples=example_data(single_run) if single_run else "",
         failure=single_run.failure[:4000] if single_run and not single_run.summary else "",
     )
@@ -499,6 +524,7 @@ def write_page(
     drawn: Sequence[Drawing] = (),
     noscript: str = "",
     state: tuple[str, str] | None = None,
+    lead: Lead | None = None,
     examples: str = "",
     failure: str = "",
 ) -> str:
@@ -510,6 +536,7 @@ def write_page(
         generator=GENERATOR,
         title=title,
         state=state,
+        lead=lead,
         examples=examples,
         head=head,
         failure=failure,
@@ -521,6 +548,7 @@ def write_page(
         ],
         words={
             "kind": kind,
+            "next": tr("What to type next"),
             "noscript": noscript,
             "made": tr(
                 "Made by {name} {version} on {time}. The page needs no network.",

@@ -49,6 +49,12 @@ _COUNTS = slice(1, 1 + len(COUNTERS))
 _NONFINITE = ("nan", "inf", "-inf")
 
 
+def digits(value: float) -> str:
+    """Return a measured number with three significant digits."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:#.3g}".removesuffix(".")
+
+
 class Figure(NamedTuple):
     """A figure's values over a group of rows, without rows that lack it."""
 
@@ -152,6 +158,8 @@ class History:
     """Number of events that are not in the list."""
     seconds: float = 0.0
     """Time that steps took, without evaluation and saving."""
+    ends_not_finite: bool = False
+    """Whether the loss of the last row is NaN or Inf."""
     unreadable: int = 0
     """Number of lines that are no rows, such as one that was cut off."""
     _waiting: list[list[Any]] = field(default_factory=list)
@@ -224,6 +232,7 @@ class History:
         if self.first_loss is None:
             losses = values[:, _COLUMN["loss"]]
             self.first_loss = next(iter(losses[np.isfinite(losses)].tolist()), None)
+        self.ends_not_finite = rows[-1][_COLUMN["loss"]] in _NONFINITE
         self._last_values = np.where(np.isfinite(values[-1]), values[-1], self._last_values)
         self.training.add(values)
 

@@ -11,7 +11,8 @@ from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.launch.environment import without_ranks
 from toolkit.messages import current_language, say, tr, warn
-from toolkit.report.run import PAGE
+from toolkit.report.run import PAGE, read_run, read_within
+from toolkit.report.verdict import verdict_of
 from toolkit.train.hooks import Hook
 
 PATIENCE_S = 60.0
@@ -48,7 +49,10 @@ class AutomaticReport(Hook):
             self.begin()
 
     def after_done(self) -> None:
-        """Make the final report, once DONE is written."""
+        """Say what the run's curves show, and make the final report, once DONE is written."""
+        with suppress(Exception):  # the report fails for the same reason, and says so
+            if verdict := verdict_of(read_within(self.patience_s, lambda: read_run(self.folder), self.folder)):
+                say(verdict.text)
         self.finish()
 
     def begin(self) -> None:

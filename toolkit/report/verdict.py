@@ -1,0 +1,342 @@
+"""What a run's curves show, in one sentence (`judge`, a function of numbers alone), and what to type next."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.config.schema import EVAL_EMBED, EVAL_LABELS, EVAL_LOSS, EVAL_PAIRS
+from toolkit.messages import joined, tr
+from toolkit.report.run import DONE, RUNNING, Run, digits
+
+_FEW_STEPS = 50
+"""Optimizer steps below which a curve that still moves is not judged."""
+_SHARE, _OF_FIRST = 0.01, 0.001
+"""Two losses differ if by more than 1 % of the larger, and by more than 0.1 % of the first loss."""
+_LEAST_POINTS = 0.01
+"""Two accuracies differ if by more than a percentage point, and by more than two standard errors of their samples."""
+_SKIPPED = 0.05
+"""Share of skipped steps from which on a verdict names them."""
+_CHANCE = 0.5
+"""Share of pairs that a coin puts in the right order."""
+
+Points = Sequence[tuple[int, float]]
+"""(step, value) in the order of steps, finite numbers alone."""
+
+LEARNED, SHORT, OVERFIT, FLAT, DIVERGED, UNSEEN = "learned", "short", "overfit", "flat", "diverged", "unseen"
+"""Kinds of verdicts; `short`: too few steps or evaluations, `unseen`: without a validation set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """The metrics of a run that its verdict is about."""
+
+    steps: int
+    """Optimizer steps done."""
+    training: Points
+    """Training loss, each point a mean over the steps since the one before."""
+    validation: Points = ()
+    has_validation: bool = True
+    shares: Points = ()
+    """The task's own metric on the validation set, such as accuracy: a share, more is better."""
+    metric: str = ""
+    """What that metric is called, "" without one."""
+    samples: int = 0
+    """How many samples or pairs it is a share of, 0 where it is not known."""
+    chance: float = 0.0
+    """What guessing reaches in it."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Validation loss of unigrams and bigrams."""
+    not_finite: bool = False
+    """Whether the last loss, of training or validation, is NaN or Inf."""
+    skipped: int = 0
+    """Steps without an update."""
+
+
+class Verdict(NamedTuple):
+    """What the curves show."""
+
+    kind: str
+    text: str
+    best_step: int | None = None
+    """The step from which on validation became worse."""
+    is_falling: bool = False
+    """Whether the last evaluation is still clearly better than the one before."""
+
+
+def judge(curves: Curves) -> Verdict | None:
+    """Return the verdict on a run, None where no step was logged."""
+    if not curves.training and not curves.validation:
+        return None
+    if curves.not_finite:
+        text = tr("Diverged: the last loss is NaN or Inf, after {steps} steps.", steps=f"{curves.steps:,}")
+        verdict = Verdict(DIVERGED, text)
+    elif len(curves.shares) > 1:
+        verdict = _judge_shares(curves)
+    elif len(curves.validation) > 1:
+        verdict = _judge_losses(curves)
+    elif curves.has_validation:
+        verdict = _judge_without_evaluations(curves)
+    else:
+        verdict = _judge_training(curves)
+    if curves.steps and curves.skipped >= _SKIPPED * curves.steps:
+        more = tr("{count} of {steps} steps were skipped.", count=f"{curves.skipped:,}", steps=f"{curves.steps:,}")
+        verdict = verdict._replace(text=joined(verdict.text, more))
+    return verdict
+
+
+def _judge_losses(curves: Curves) -> Verdict:
+    """Return the verdict on two or more validation losses."""
+    points, few = curves.validation, curves.steps < _FEW_STEPS
+    first, last, (best_step, best) = points[0][1], points[-1][1], min(points, key=lambda point: point[1])
+    fell, losses = _is_less(last, first, first), _from_to(points)
+    if _is_less(best, last, first) and _is_less(best, first, first):
+        later = [loss for step, loss in points if step > best_step]
+        values = {"step": f"{best_step:,}", "best": digits(best), "last": digits(last)}
+        if _is_less(last, max(later), first):
+            text = tr("Validation loss was lowest at step {step}: {best}, at the end {last}.", **values)
+        else:
+            text = tr("Validation loss rises since step {step}: {best} -> {last}. Stop earlier.", **values)
+        return Verdict(OVERFIT, text, best_step)
+    is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], first)
+    if few and (not fell or is_falling or len(points) < 3):
+        text = tr("{steps} steps are too few: validation loss {losses}.", steps=curves.steps, losses=losses)
+        return Verdict(SHORT, text, is_falling=is_falling)
+    if not fell:
+        return Verdict(FLAT, tr("Loss did not fall: validation loss {losses}.", losses=losses))
+    below = [name for name in ("unigram", "bigram") if last < curves.baselines.get(name, -math.inf)]
+    values = {"losses": losses, "unigram": "", "bigram": ""}
+    values |= {name: digits(loss) for name, loss in curves.baselines.items()}
+    if "unigram" in curves.baselines and "unigram" not in below:
+        text = tr("Not enough yet: validation loss {losses}, above the unigram baseline ({unigram}).", **values)
+        return Verdict(SHORT, text, is_falling=is_falling)
+    text = tr("Learned: validation loss {losses}.", losses=losses)
+    if len(below) == 2:
+        text = tr(
+            "Learned: validation loss {losses}, below the unigram ({unigram}) and bigram ({bigram}) baselines.",
+            **values,
+        )
+    elif below and "bigram" in curves.baselines:
+        text = tr(
+            "Learned: validation loss {losses}, below the unigram baseline ({unigram}), not the bigram one ({bigram}).",
+            **values,
+        )
+    return Verdict(LEARNED, text, is_falling=is_falling)
+
+
+def _judge_shares(curves: Curves) -> Verdict:
+    """Return the verdict on two or more values of the task's own metric; the loss is named next to it."""
+    points = curves.shares
+    first, last = max(points[0][1], curves.chance), points[-1][1]
+    best_step, best = max(points, key=lambda point: point[1])
+    noise = _LEAST_POINTS
+    if curves.samples:
+        noise = max(noise, 2 * math.sqrt(max(last * (1 - last), first * (1 - first)) / curves.samples))
+    values = {"metric": curves.metric, "first": f"{points[0][1]:.1%}", "last": f"{last:.1%}"}
+    if best - last > noise and best - first > noise:
+        step = f"{best_step:,}"
+        text = tr(
+            "Validation {metric} falls since step {step}: {best} -> {last}.", step=step, best=f"{best:.1%}", **values
+        )
+        return Verdict(OVERFIT, text, best_step)
+    losses = curves.validation
+    more = tr("Validation loss {losses}.", losses=_from_to(losses)) if len(losses) > 1 else ""
+    if last - first > noise:
+        is_falling = len(points) > 2 and last - points[-2][1] > noise
+        text = tr("Learned: validation {metric} {first} -> {last}.", **values)
+        return Verdict(LEARNED, joined(text, more), is_falling=is_falling)
+    if curves.steps < _FEW_STEPS:
+        text = tr("{steps} steps are too few: validation {metric} {first} -> {last}.", steps=curves.steps, **values)
+        return Verdict(SHORT, joined(text, more))
+    if first >= 1 - noise:
+        text = tr("Validation {metric} was {first} from the start and is {last}.", **values)
+        return Verdict(FLAT, joined(text, more))
+    if curves.chance and last - curves.chance <= noise:
+        text = tr(
+            "Not above chance: validation {metric} {first} -> {last}, guessing gives {chance}.", chance="50%", **values
+        )
+        return Verdict(FLAT, joined(text, more))
+    text = tr(
+        "Validation {metric} did not rise: {first} -> {last}; differences below {noise} points may be chance.",
+        noise=f"{100 * noise:.2g}",
+        **values,
+    )
+    return Verdict(FLAT, joined(text, more))
+
+
+def _judge_without_evaluations(curves: Curves) -> Verdict:
+    """Return the verdict on a run with a validation set and at most one evaluation."""
+    if curves.validation:
+        step, loss = curves.validation[-1]
+        text = tr(
+            "One evaluation is too few to judge: validation loss {loss} at step {step}.",
+            loss=digits(loss),
+            step=f"{step:,}",
+        )
+    else:
+        text = tr("No evaluation yet: training loss {losses}.", losses=_from_to(_ends(curves.training)))
+    return Verdict(SHORT, text)
+
+
+def _judge_training(curves: Curves) -> Verdict:
+    """Return the verdict on a run without a validation set."""
+    ends = _ends(curves.training)
+    (_, first), (_, last), losses = ends[0], ends[-1], _from_to(ends)
+    if _is_less(last, first, first):
+        text = tr(
+            "No validation set: training loss {losses}, which does not show whether the model does better on new data.",
+            losses=losses,
+        )
+        return Verdict(UNSEEN, text)
+    if curves.steps < _FEW_STEPS:
+        return Verdict(
+            SHORT, tr("{steps} steps are too few: training loss {losses}.", steps=curves.steps, losses=losses)
+        )
+    return Verdict(FLAT, tr("Loss did not fall: training loss {losses}.", losses=losses))
+
+
+def _is_less(value: float, other: float, first: float) -> bool:
+    """Whether a loss is less than another by more than _SHARE of the larger, and _OF_FIRST of the first."""
+    return other - value > max(_SHARE * max(abs(value), abs(other)), _OF_FIRST * abs(first))
+
+
+def _ends(points: Points) -> Points:
+    """Return the means over the first and the last tenth of a curve: single steps are noisy."""
+    count = max(len(points) // 10, 1)
+    head, tail = points[:count], points[-count:]
+    return [(part[-1][0], sum(value for _, value in part) / count) for part in (head, tail)]
+
+
+def _from_to(points: Points) -> str:
+    """Return the first and the last of some losses."""
+    return f"{digits(points[0][1])} -> {digits(points[-1][1])}"
+
+
+def curves_of(run: Run) -> Curves:
+    """Return what `judge` needs of a run that was read."""
+    history, own = run.history, _own_metric(run)
+    names = {EVAL_PAIRS[0]: tr("reward accuracy"), EVAL_LABELS[0]: tr("accuracy"), EVAL_EMBED[0]: tr("recall at 1")}
+    evaluations = {int(row["step"]): row for row in history.evaluations}  # of a repeated step the last
+    rows = [evaluations[step] for step in sorted(evaluations)]
+    splits = run.data.get("splits")
+    training = history.training.series("loss")
+    skipped = history.training.last("skipped_steps") or 0
+    baselines = {name: run.summary.get(f"{name}_loss") for name in ("unigram", "bigram")}
+    return Curves(
+        steps=run.step,
+        training=[(step, loss.mean) for step, loss in training],
+        validation=[(int(row["step"]), row[EVAL_LOSS]) for row in rows if EVAL_LOSS in row],
+        has_validation=bool(rows) or (isinstance(splits, dict) and bool(splits.get("validation"))),
+        shares=[(int(row["step"]), row[own]) for row in rows if own in row],
+        metric=names.get(own, ""),
+        samples=int(rows[-1].get("eval_pairs", rows[-1].get("eval_samples", 0))) if own else 0,
+        chance=_CHANCE if own == EVAL_PAIRS[0] else 0.0,
+        baselines={name: loss for name, loss in baselines.items() if isinstance(loss, float) and math.isfinite(loss)},
+        not_finite=history.ends_not_finite or bool(rows and EVAL_LOSS not in rows[-1]),
+        skipped=int(skipped),
+    )
+
+
+def verdict_of(run: Run) -> Verdict | None:
+    """Return the verdict on a run, which says so where the run has not ended; None where no step was logged."""
+    verdict = judge(curves_of(run))
+    if verdict is None or run.status == DONE:
+        return verdict
+    if run.status == RUNNING:
+        text = tr("So far: {verdict}", verdict=verdict.text)
+    else:
+        text = tr("Until it ended at step {step}: {verdict}", step=f"{run.step:,}", verdict=verdict.text)
+    return verdict._replace(text=text)
+
+
+def next_commands(run: Run, verdict: Verdict, again: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (what for, command): what to type next; nothing for a run that is running.
+
+    Args:
+        run: The run.
+        verdict: The verdict on it.
+        again: The words of a command that trains with the run's settings once more, up to `run.name=`.
+    """
+    if run.status == RUNNING or not run.config:
+        return []
+    if run.status != DONE:
+        words = run.starts[-1].get("command") if run.starts else None
+        label = tr("Resume it (the same command; a run without run.name starts again)")
+        return [(label, shlex.join(map(str, words)))] if isinstance(words, list) else []
+    commands, every = [], f"evaluate.every={max(run.step // 5, 1)}"
+    if verdict.kind in (LEARNED, UNSEEN, OVERFIT):
+        commands += _use(run, is_best=verdict.kind != OVERFIT)
+    if verdict.best_step is not None:
+        commands.append(_best(run, verdict.best_step, again))
+    if verdict.kind == UNSEEN:
+        words = [*again, "data.validation_fraction=0.05", every]
+        commands.append((tr("Train again with a validation set"), words))
+    elif verdict.kind == SHORT and len(run.history.evaluations) < 2:
+        commands.append((tr("Train again with more evaluations"), [*again, every]))
+    elif verdict.kind == SHORT or verdict.is_falling:
+        commands += _longer(run, again)
+    elif verdict.kind in (FLAT, DIVERGED):
+        commands += _other_rate(run, again, lower=verdict.kind == DIVERGED)
+    return [(label, shlex.join(words)) for label, words in commands]
+
+
+def _use(run: Run, *, is_best: bool) -> list[tuple[str, list[str]]]:
+    """Return the commands to chat with a run's model and, if it is the best one, to export it where that is left."""
+    export: Path = run.folder / "export"
+    if _is_custom(run):
+        return []
+    commands = []
+    if export.is_dir() and str(run.section("task").get("kind", "language")) in ("language", "distill"):
+        commands.append((tr("Chat with it"), ["toolkit", "chat", str(export)]))
+    if is_best and not export.is_dir():
+        commands.append((tr("Export the model"), ["toolkit", "export-model", str(run.folder)]))
+    elif is_best and (export / "adapter_config.json").is_file():
+        words = ["toolkit", "export-model", str(export), "merge=true", "output=merged"]
+        commands.append((tr("Merge the adapter into its model"), words))
+    return commands
+
+
+def _best(run: Run, step: int, again: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command that gives the model of the best step."""
+    checkpoint = run.folder / "checkpoints" / f"step-{step}"
+    if checkpoint.is_dir():
+        label = tr("Export the checkpoint of step {step}", step=f"{step:,}")
+        return label, ["toolkit", "export-model", str(checkpoint), f"output=step-{step}"]
+    every = run.section("evaluate").get("every") or step
+    words = [*again, f"evaluate.keep_best={_own_metric(run) or EVAL_LOSS}", f"checkpoint.every={every}"]
+    return tr("Train again and keep the best checkpoint"), words
+
+
+def _longer(run: Run, again: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the command that continues a run from its last checkpoint, for as long again."""
+    train = run.section("train")
+    name = "max_steps" if train.get("max_steps") else "epochs"
+    length = train.get(name)
+    if not isinstance(length, (int, float)) or not (run.folder / "checkpoints" / "latest").exists():
+        return []
+    key = f"train.{name}"
+    words = [*again, f"resume={run.folder}", f"{key}={2 * length:g}", f"checkpoint.allow_changes=[{key}]"]
+    return [(tr("Continue, for twice as long in all"), words)]
+
+
+def _other_rate(run: Run, again: Sequence[str], *, lower: bool) -> list[tuple[str, list[str]]]:
+    """Return the commands that look at the samples, and train with a third or the triple of the learning rate."""
+    commands = [(tr("See which tokens are trained"), ["toolkit", "show", f"recipe={run.folder / 'config.yaml'}"])]
+    rate = run.section("optim").get("lr")
+    if isinstance(rate, float):
+        label = tr("Train again with a lower learning rate") if lower else tr("Train again with a higher learning rate")
+        commands.append((label, [*again, f"optim.lr={rate / 3 if lower else rate * 3:.2g}"]))
+    return commands
+
+
+def _is_custom(run: Run) -> bool:
+    """Whether a run trained a custom model, whose metrics may have any names."""
+    return "program" in run.data
+
+
+def _own_metric(run: Run) -> str:
+    """Return the name in metrics.jsonl of the metric of a run's task, such as eval_accuracy; "" if it has none."""
+    row = run.history.evaluations[-1] if run.history.evaluations and not _is_custom(run) else {}
+    return next((name for name in (EVAL_PAIRS[0], EVAL_LABELS[0], EVAL_EMBED[0]) if name in row), "")
