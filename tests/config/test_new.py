@@ -214,7 +214,7 @@ def test_a_terminal_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     answers = iter(["chatglm3_6b", "chat.jsonl", "8x80GB"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
-    monkeypatch.setattr("toolkit.extras.cli.new.this_machine", lambda: None)
+    monkeypatch.setattr("toolkit.extras.new_recipe.this_machine", lambda: None)
     assert main(["new"]) == 0
     assert [question.split()[0] for question in asked] == ["Model", "Data", "GPUs"]
     assert written().model.name == "ChatGLM3-6B"

@@ -109,14 +109,19 @@ def test_runs_are_listed_and_compared(folder: Path, client: TestClient) -> None:
         "sweep/lr=1": ("unfinished", "3 / 40"),
     }
     assert dict(zip(listed["heads"], rows["one"]["cells"], strict=True))["per second"] == "1,020 tokens"
+    assert len(rows["one"]["curve"]) <= 41 and rows["one"]["curve"][-1] == pytest.approx(2.812, abs=0.001)
+    assert rows["one"]["verdict"].startswith("40 steps are too few") and not rows["one"]["has_model"]
+    (folder / "runs" / "one" / "export").mkdir()
+    assert next(row for row in ask(client, "runs")["rows"] if row["run"] == "one")["has_model"]
     with (folder / "runs" / "sweep" / "lr=1" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "loss": 1.5}) + "\n")
-    assert {row["run"]: row for row in ask(client, "runs")["rows"]}["sweep/lr=1"]["cells"][2:4] == ["4 / 40", "1.5000"]
+    assert {row["run"]: row for row in ask(client, "runs")["rows"]}["sweep/lr=1"]["cells"][2:4] == ["4 / 40", "1.50"]
     report = client.get("/report", params={"run": "one"})
     assert "<h1>one" in report.text and "sandbox allow-scripts" in report.headers["content-security-policy"]
     assert "optim.lr" in client.get("/report", params={"run": ["one", "sweep/lr=1"]}).text
-    for name in ("../outside/two", "/etc", ".", ""):
+    for name in ("../outside/two", "sweep/../../outside/two", "/etc", ".", "", "sweep", "\0"):
         assert client.get("/report", params={"run": name}).status_code == 400, name
+    assert client.get("/report").status_code == 400
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(
@@ -287,8 +292,6 @@ def test_the_rest_of_an_answer_that_nobody_waits_for_is_no_answer_to_the_next_qu
 def test_no_model_is_loaded_unasked(client: TestClient) -> None:
     assert ask(client, "ask", text="hello") == {"error": "no model is loaded."}
     assert "error" in ask(client, "open", path="nowhere")
-    assert client.post("/do/nothing", json={}).status_code == 404
-    assert client.post("/do/runs", content=b"[]").status_code == 400
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "FAILED", "config.yaml", "logs/starts.jsonl"])
@@ -323,18 +326,46 @@ def test_a_run_whose_file_server_stands_still_holds_up_no_other(
     monkeypatch.setattr(board, "read_run", read)
     monkeypatch.setattr(board, "_ROW_S", 0.2)
     monkeypatch.setattr(board, "_READING_S", 2.0)
-    for _ in range(3):
-        rows = {row["run"]: row for row in ask(client, "runs")["rows"]}
-        assert "far does not answer for 0.2 s: its disk or file server may be gone." in str(rows["far"]["cells"])
-        assert "near" in rows["near"]["cells"]
+    for wanted in ("still being read …", "far does not answer for 2 s: its disk or file server may be gone."):
+        until, rows = time.monotonic() + 20, {}
+        while wanted not in str(rows) and time.monotonic() < until:
+            rows = {row["run"]: row["cells"] for row in ask(client, "runs")["rows"]}
+            assert "near" in rows["near"]
+        assert wanted in str(rows["far"])
     assert [path.name for path in asked].count("far") == 1, "one thread waits"
     report = client.get("/report?run=far")
     assert report.status_code == 400 and "runs does not answer for 2 s" in report.text
+    assert client.get("/report?run=near").status_code == 200
+    assert ask(client, "check", base="quickstart", gpus="1xcpu")["errors"] == [], "other requests are answered"
     answers.set()
     until = time.monotonic() + 20
-    while "does not answer" in str(rows["far"]["cells"]) and time.monotonic() < until:
-        rows = {row["run"]: row for row in ask(client, "runs")["rows"]}
-    assert "far" in rows["far"]["cells"]
+    while "does not answer" in str(rows["far"]) and time.monotonic() < until:
+        rows = {row["run"]: row["cells"] for row in ask(client, "runs")["rows"]}
+    assert rows["far"][1] == "stopped, unfinished"
+
+
+@pytest.mark.timeout(60)
+def test_a_directory_that_is_no_run_holds_up_nothing(
+    folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that does not even say what is in it, nor one with more entries than anybody looks at."""
+    answers, asks = threading.Event(), board.is_run
+    monkeypatch.setattr(board, "is_run", lambda path: bool(path.name == "far" and answers.wait()) or asks(path))
+    monkeypatch.setattr(board, "_ROW_S", 0.5)
+    monkeypatch.setattr(board, "_MOST_FOLDERS", 20)
+    for name in ("far", "near"):
+        fake_run(folder / "runs" / name, 3)
+    for number in range(50):
+        (folder / "runs" / "huge" / str(number)).mkdir(parents=True)
+    try:
+        rows = {row["run"]: row["cells"][1] for row in ask(client, "runs")["rows"]}
+    finally:
+        answers.set()
+    assert rows == {"far": "still being read …", "near": "stopped, unfinished"}
+    assert ask(client, "runs")["note"] == ""
+    for number in range(50):
+        (folder / "runs" / f"x{number}").mkdir()
+    assert ask(client, "runs")["note"] == "Only 20 of the directories are listed."
 
 
 @pytest.mark.parametrize("host", ["[::1", "[", "]:80", "127.0.0.1:x"])
@@ -343,9 +374,49 @@ def test_a_host_that_is_none_is_rejected(host: str, client: TestClient) -> None:
     assert client.get("/", headers={"origin": f"http://{host}"}).status_code == 403
 
 
-def test_what_is_asked_may_be_no_json(client: TestClient) -> None:
-    for body in ("[" * 100_000, "NaN", "[]", ""):
-        assert client.post("/do/runs", content=body).status_code == 400
+def test_what_is_asked_may_be_anything(folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is answered with what was wrong in it, never with a traceback."""
+
+    def end_at_once(*words: str, **_: Any) -> Any:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+        return subprocess.Popen(["true", *words], **pipes)
+
+    monkeypatch.setattr(board, "_start_module", end_at_once)
+    for body in ("[" * 100_000, "NaN", "[]", "", b'"\xff"', "7", '"x"', "null"):
+        answer = client.post("/do/check", content=body)
+        assert answer.status_code == 400 and answer.json()["error"], body[:20]
+    keys = {
+        "check": "values groups base gpus",
+        "save": "values groups base file",
+        "samples": "values base n",
+        "new": "model gpus file",
+        "log": "run",
+        "stop": "run",
+        "start": "name recipe ranks",
+        "open": "path",
+        "ask": "text",
+    }
+    odd = (None, 7, "\0", "\ud800", [{}], {"a": None}, {"": ""}, {"a": "1", "a.b": "2"}, "x" * 10_000)
+    sent = [(name, key, value) for name, words in keys.items() for key in words.split() for value in odd]
+    for name, key, value in sent:
+        answer = client.post(f"/do/{name}", content=json.dumps({key: value}))
+        assert answer.status_code in (200, 400), (name, key, value)
+        assert answer.status_code == 200 or answer.json()["error"], (name, key, value)
+    answer = client.post("/do/nothing", json={})
+    assert answer.status_code == 404 and answer.json() == {"error": "there is no request nothing."}
+
+
+def test_three_answers_become_a_recipe(folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    given = {"model": "glm_tiny", "data": "examples", "gpus": "1xcpu", "file": "recipes/mine.yaml"}
+    made = [json.loads(line) for line in client.post("/do/new", json=given).text.splitlines()]
+    assert made[-1] == {"file": "recipes/mine.yaml", "name": "mine", "base": "mine", "ranks": "1"}
+    assert "Wrote recipes/mine.yaml" in "".join(line.get("text", "") for line in made)
+    assert ask(client, "check", base="mine", gpus="1xcpu")["errors"] == []
+    again = client.post("/do/new", json=given).text
+    assert "exists already" in again and '"ranks"' not in again
+    saved = ask(client, "save", base="mine", file="recipes/mine.yaml", overwrite=True)
+    assert "is the recipe that this one builds on" in saved["error"]
 
 
 STALLED = """

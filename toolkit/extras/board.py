@@ -17,10 +17,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +41,7 @@ from toolkit.config import files, mesh, validate
 from toolkit.config.dotted_keys import leaves, set_leaf
 from toolkit.config.hub import needs_lookup
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
+from toolkit.extras.new_recipe import gpus_here
 from toolkit.extras.translate.convert import inline
 from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import say, tr
@@ -46,7 +49,8 @@ from toolkit.plan import layouts, search, speed, summary
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.report import figures, page
-from toolkit.report.run import distinct_names, is_run, is_worked_on, no_answer, read_run, read_within
+from toolkit.report.run import distinct_names, is_run, is_worked_on, no_answer, read_run
+from toolkit.report.verdict import verdict_of
 from toolkit.secrets import hide
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -72,9 +76,17 @@ _STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
 _LOG_BYTES = 64 << 10
 """Bytes of the end of a log that are shown."""
 _ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
-"""Limits for reading one run, for requests of _READING, and for all others: a file server may not answer."""
-_READING = ("runs", "log", "report")
-_KINDS = (("values", dict), ("groups", dict), ("gpus", str), ("base", str))
+"""Limits for one listing of runs, for requests of _READING, and for all others: a file server may not answer."""
+_READING = ("runs", "log", "report", "look")
+_MOST_FOLDERS = 1000
+"""Directories that are looked into, of the directory of runs and of each one in it."""
+_CURVE_POINTS = 40
+"""Most points of the small loss curve in the table of runs."""
+_KINDS = (
+    ("values", dict),
+    ("groups", dict),
+    *((name, str) for name in ("gpus", "base", "file", "path", "run", "name")),
+)
 Body = Mapping[str, Any]
 """The JSON object that the page sends with a request. A recipe has `base` (another's name), `groups` (group -> choice),
 `values` (dotted key -> text) and `gpus` to plan for.
@@ -89,15 +101,17 @@ class Board:
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder, self.launches = runs, folder, Launches(runs)
         self.chat: subprocess.Popen[str] | None = None
-        self.show: subprocess.Popen[str] | None = None
+        self.tool: subprocess.Popen[str] | None = None
+        """The command whose output a page is shown: `toolkit new` or `toolkit show`."""
         self.pending_answers = 0
         """Number of answers that the model has not finished yet."""
-        self._rows: dict[Path, tuple[object, list[str], str]] = {}
-        self._waiting: set[Path] = set()
-        """Runs that are being read; if a file server does not answer, no second thread waits for the same run."""
+        self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
+        self._waiting: dict[tuple[str, Path], float] = {}
+        """Directories that are being read, and since when; no second thread waits for the same one."""
         self.actions: dict[str, Callable[[Body], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
+            "look": check_directory,
             "form": lambda body: recipe_form(),
             "check": lambda body: examine_recipe(body, self.folder),
             "save": save_recipe,
@@ -107,74 +121,102 @@ class Board:
             "close": self.close,
         }
         self.streams: dict[str, Callable[[Body], Iterator[str]]] = {
+            "new": self.new,
             "samples": self.samples,
             "open": self.open_chat,
             "ask": self.ask,
         }
         """Requests answered by a process's output as it comes; processes end with the thread that starts them: main."""
 
-    def run_folders(self) -> dict[str, Path]:
-        """Return path below the directory of runs -> run directory, of all runs, those of sweeps too."""
-        paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
-        nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if os.path.isdir(inner)]
-        return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
-
     def list_runs(self, body: Body) -> dict[str, Any]:
-        """Return a table of all runs, the newest first, with those that were started here and have no directory yet."""
-        folders, rows, heads = self.run_folders(), [], page.overview([]).heads
-        blank = [page.NONE] * (len(heads) - 2)
-        for name, path in folders.items():
-            try:
-                stamp, cells, state = self._row_in_time(path)
-            except (OSError, messages.RunFolderError) as error:  # another user's, perhaps: the others are shown
-                stamp, cells, state = [0.0], [name, hide(str(error)), *blank], "failed"
-            is_alive = state == "running" or self.launches.is_alive(name)
-            row = {"run": name, "path": str(path), "state": state, "cells": cells, "is_alive": is_alive}
-            rows.append((max(stamp), row | {"has_log": self.launches.log(name).is_file()}))
-        for name in {*self.launches.names()} - {*folders}:
-            is_alive = self.launches.is_alive(name)
-            word = tr("starting") if is_alive else tr("did not start")
-            row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": [name, word, *blank]}
-            rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
-        rows.sort(key=lambda pair: -pair[0])
-        return {"heads": heads, "rows": [row for _, row in rows]}
-
-    def _row_in_time(self, path: Path) -> tuple[list[float], list[str], str]:
-        """Return what `_row` does; RunFolderError after _ROW_S seconds, or while an earlier reading of the same run has
-        not returned.
+        """Return a table of all runs, the newest first, with those that were started here and have no directory yet.
+        What does not answer in time hides nothing else.
         """
+        heads = page.overview([]).heads
+        blank = [page.NONE] * (len(heads) - 2)
+        folders, is_cut = _directories(self.runs)
+        found = self._in_time("look", _runs_in, folders)
+        inner = [path for paths in found.values() if isinstance(paths, list) for path in paths]
+        outcomes: dict[Path, Any] = {path: error for path, error in found.items() if isinstance(error, Exception)}
+        outcomes |= self._in_time("read", self._row, inner)
+        rows = []
+        for path, row in outcomes.items():
+            name = str(path.relative_to(self.runs))
+            if isinstance(row, Exception):
+                state = "unfinished" if isinstance(row, _Waiting) else "failed"
+                row = {"stamp": 0.0, "state": state, "cells": [name, hide(str(row)), *blank], "path": str(path)}
+            is_alive = row["state"] == "running" or self.launches.is_alive(name)
+            rows.append({"run": name, **row, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()})
+        for name in {*self.launches.names()} - {row["run"] for row in rows}:
+            is_alive = self.launches.is_alive(name)
+            word, state = (tr("starting"), "running") if is_alive else (tr("did not start"), "failed")
+            row = {"run": "", "name": name, "state": state, "cells": [name, word, *blank]}
+            rows.append(row | {"stamp": self.launches.started(name), "has_log": True, "is_alive": is_alive})
+        rows.sort(key=lambda row: -float(row["stamp"]))
+        note = tr("Only {count} of the directories are listed.", count=f"{_MOST_FOLDERS:,}") if is_cut else ""
+        return {"heads": heads, "rows": rows, "note": note}
 
-        def read() -> tuple[list[float], list[str], str]:
-            """Read the run, and note that it is no longer being read."""
+    def _in_time(self, what: str, read: Callable[[Path], Any], paths: Sequence[Path]) -> dict[Path, Any]:
+        """Return what `read` returns of each path, or its error; all are read side by side, for _ROW_S in all. What
+        takes longer is a _Waiting, and after _READING_S a RunFolderError; its thread is left behind.
+        """
+        outcomes: dict[Path, Any] = {}
+
+        def run(path: Path) -> None:
             try:
-                return self._row(path)
+                outcomes[path] = read(path)
+            except Exception as error:  # of a file that holds anything: the others are shown
+                outcomes[path] = error
             finally:
-                self._waiting.discard(path)
+                self._waiting.pop((what, path), None)
 
-        if path in self._waiting:
-            raise no_answer(path, _ROW_S)
-        self._waiting.add(path)
-        return read_within(_ROW_S, read, path)
+        threads, began = [], time.monotonic()
+        for path in paths:
+            if (what, path) not in self._waiting:
+                self._waiting[what, path] = began
+                threads.append(threading.Thread(target=run, args=(path,), name=f"reading {path}", daemon=True))
+                threads[-1].start()
+        for thread in threads:
+            thread.join(max(began + _ROW_S - time.monotonic(), 0))
+        for path in paths:
+            if path not in outcomes:
+                seconds = time.monotonic() - self._waiting.get((what, path), began)
+                is_late = seconds >= _READING_S
+                outcomes[path] = no_answer(path, _READING_S) if is_late else _Waiting(tr("still being read …"))
+        return {path: outcomes[path] for path in paths}
 
-    def _row(self, path: Path) -> tuple[list[float], list[str], str]:
-        """Return when a run's files changed (epoch seconds), its cells of the table and its state; cached until files
-        change.
+    def _row(self, path: Path) -> dict[str, Any]:
+        """Return a run's row of the table, cached until its files change: cells, state, loss curve, and whether there
+        is a model to chat with.
         """
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
-        stamp = (times, is_worked_on(path))
+        has_model = any((path / name).exists() for name in ("checkpoints/latest", "export"))
+        stamp = (times, is_worked_on(path), has_model)
         if self._rows.get(path, (None,))[0] != stamp:
             run = read_run(path)
-            cells = [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]]
-            self._rows[path] = (stamp, cells, run.status)
-        _, cells, state = self._rows[path]
-        return times, cells, state
+            losses = [loss.mean for _, loss in run.history.training.series("loss")]
+            stride = -(-len(losses) // _CURVE_POINTS) or 1
+            verdict = verdict_of(run)
+            row = {
+                "path": str(path),
+                "stamp": max(times),
+                "state": run.status,
+                "cells": [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]],
+                "curve": [*losses[:-1:stride], *losses[-1:]],
+                "verdict": verdict.text if verdict else "",
+                "has_model": has_model,
+            }
+            self._rows[path] = stamp, row
+        return self._rows[path][1]
 
     def report(self, names: list[str]) -> str:
         """Return the HTML report of one run, or of several in comparison."""
-        folders = self.run_folders()
-        if unknown := [name for name in names if name not in folders]:
-            raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
-        runs = [read_run(folders[name]) for name in dict.fromkeys(names)]
+        for name in names or [""]:
+            parts = Path(name).parts
+            is_inside = 0 < len(parts) < 3 and not any(part.startswith((".", os.sep)) for part in parts)
+            if not (is_inside and is_run(self.runs / name)):
+                raise messages.RunFolderError("there is no run {name}.", name=name)
+        runs = [read_run(self.runs / name) for name in dict.fromkeys(names)]
         distinct_names(runs)
         return page.render(runs, figures.draw(runs), "report")
 
@@ -183,9 +225,31 @@ class Board:
         name = str(body.get("run"))
         if name not in self.launches.names():
             raise messages.RunFolderError("there is no run {name}.", name=name)
-        with self.launches.log(name).open("rb") as log:
+        with disk.open_regular_file(self.launches.log(name)) as log:
             log.seek(max(os.fstat(log.fileno()).st_size - _LOG_BYTES, 0))
             return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
+
+    def new(self, body: Body) -> Iterator[str]:
+        """Start `toolkit new` with the answers `model`, `data` and `gpus`; return an iterator of its output lines as
+        JSON, and once it has written the recipe `file`, of the file and what to start it with.
+        """
+        file = Path(str(body.get("file", "")))
+        words = [f"{name}={body[name]}" for name in ("model", "data", "gpus") if str(body.get(name, "")).strip()]
+        with suppress(OSError):  # the command says so
+            file.parent.mkdir(parents=True, exist_ok=True)
+        process = self._start_tool("new", *words, f"output={file}")
+
+        def lines() -> Iterator[str]:
+            """Yield the process's output, and what it has made."""
+            for line in _output(process):
+                yield json.dumps({"text": line}) + "\n"
+            if process.wait() == 0:
+                ranks = re.match(r"\d+", str(body.get("gpus", "")).strip())
+                is_known = files.known_recipes().get(file.stem, Path()).absolute() == file.absolute()
+                made = {"file": str(file), "name": file.stem, "base": file.stem if is_known else ""}
+                yield json.dumps(made | {"ranks": ranks[0] if ranks else "1"}) + "\n"
+
+        return lines()
 
     def samples(self, body: Body) -> Iterator[str]:
         """Start `toolkit show` on the recipe that was typed; return an iterator of its output lines, with terminal
@@ -194,29 +258,21 @@ class Board:
         problems, file = messages.Problems(), self.folder / "samples.yaml"
         file.write_text(recipe_text(body, problems), encoding="utf-8")
         problems.raise_all()
-        words = [f"recipe={file}", f"language={messages.current_language()}", "color=always"]
-        words += [f"n={body.get('n', 5)}", f"split={body.get('split', 'train')}"]
-        if self.show is not None:
-            self.show.kill()
-        self.show = process = _start_module("toolkit", "show", *words, stderr=subprocess.STDOUT)
+        words = [f"recipe={file}", "color=always", f"n={body.get('n', 5)}", f"split={body.get('split', 'train')}"]
+        return _output(self._start_tool("show", *words))
 
-        def lines() -> Iterator[str]:
-            """Yield the process's output; end the process when the page is left."""
-            with process:
-                try:
-                    yield from process.stdout or ()
-                finally:  # who has left the page does not wait
-                    process.kill()
-
-        return lines()
+    def _start_tool(self, *words: str) -> "subprocess.Popen[str]":
+        """Start a command of the toolkit, in place of the one whose output was shown before."""
+        if self.tool is not None:
+            self.tool.kill()
+        words = (*words, f"language={messages.current_language()}")
+        self.tool = _start_module("toolkit", *words, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        return self.tool
 
     def open_chat(self, body: Body) -> Iterator[str]:
         """Start a process that loads the model in `path`; return an iterator of its first answer's lines."""
         self.close(body)
-        path = str(body.get("path", ""))
-        if not Path(path).is_dir():
-            raise messages.ConfigError("there is no directory {folder}", folder=path)
-        self.chat = _start_module("toolkit.jobs.chat", path, messages.current_language())
+        self.chat = _start_module("toolkit.jobs.chat", str(body.get("path", "")), messages.current_language())
         return self._answer()
 
     def ask(self, body: Body) -> Iterator[str]:
@@ -253,7 +309,7 @@ class Board:
 
     def end(self) -> None:
         """Kill the processes that a page may be waiting for, as the board ends."""
-        for process in filter(None, (self.chat, self.show)):
+        for process in filter(None, (self.chat, self.tool)):
             process.kill()
 
     def close(self, body: Body) -> dict[str, str]:
@@ -266,6 +322,45 @@ class Board:
                     pipe.close()
             self.chat, self.pending_answers = None, 0
         return {}
+
+
+class _Waiting(Exception):
+    """A directory is still being read."""
+
+
+def _directories(folder: Path) -> tuple[list[Path], bool]:
+    """Return the first _MOST_FOLDERS entries of a directory that are not hidden, and whether there are more; nothing
+    is asked about each of them, as one may not answer.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_FOLDERS + 1) if not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], False
+    return [folder / name for name in sorted(names)[:_MOST_FOLDERS]], len(names) > _MOST_FOLDERS
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return a path if it is a run's directory, else the runs in it, such as those of a sweep."""
+    return [path] if is_run(path) else [inner for inner in _directories(path)[0] if is_run(inner)]
+
+
+def check_directory(body: Body) -> dict[str, Any]:
+    """Raise ConfigError unless `path` is a directory."""
+    path = str(body.get("path", ""))
+    if not path or not Path(path).is_dir():
+        raise messages.ConfigError("there is no directory {folder}", folder=path)
+    return {}
+
+
+def _output(process: "subprocess.Popen[str]") -> Iterator[str]:
+    """Yield the lines that a process prints; end the process when the page is left."""
+    with process:
+        try:
+            yield from process.stdout or ()
+        except GeneratorExit:  # who has left the page does not wait
+            process.kill()
+            raise
 
 
 def _start_module(module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
@@ -317,12 +412,13 @@ def _split_url(address: str) -> SplitResult:
 
 
 class _Worker:
-    """Runs a page's requests in daemon threads, one at a time, as checking a recipe changes the language of messages
-    for a moment. The board's end does not wait for them.
+    """Runs a page's requests in daemon threads, those of one name one after another, so that no request waits for one
+    of another kind that a file server holds up. The board's end does not wait for them.
     """
 
     def __init__(self, runs: Path) -> None:
-        self.runs, self.turn = runs, asyncio.Lock()
+        self.runs = runs
+        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)` for the request `name`; RunFolderError if that takes too long."""
@@ -338,7 +434,7 @@ class _Worker:
             with suppress(RuntimeError):  # the board has ended
                 loop.call_soon_threadsafe(outcome.set_result, result.result)
 
-        async with self.turn:
+        async with self.turns[name]:
             threading.Thread(target=run, name=name, daemon=True).start()
             with suppress(asyncio.CancelledError):  # the board ends
                 await asyncio.wait([outcome], timeout=seconds)
@@ -378,16 +474,19 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         try:
             body = messages.parsed_json(await request.body())
             if not isinstance(body, dict) or not all(isinstance(body.get(key, kind()), kind) for key, kind in _KINDS):
-                raise ValueError
+                raise ValueError(tr("it is no object of the texts that this request takes"))
+            if name == "open":
+                await work.do("look", check_directory, body)
             if name in board.streams:
                 return StreamingResponse(board.streams[name](body), media_type="text/plain; charset=utf-8")
             if name in board.actions:
                 return JSONResponse(await work.do(name, board.actions[name], body))
         except messages.ToolkitError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        except ValueError:
-            return Response(status_code=400)
-        return Response(status_code=404)
+        except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:  # what was sent may be anything
+            text = tr("the request {name} cannot be answered: {reason}.", name=name, reason=str(error).rstrip("."))
+            return JSONResponse({"error": text}, status_code=400)
+        return JSONResponse({"error": tr("there is no request {name}.", name=name)}, status_code=404)
 
     routes = [
         Route("/", page),
@@ -525,9 +624,13 @@ _NOT_IN_A_FORM = ("recipe", "defaults")
 
 
 def recipe_form() -> dict[str, Any]:
-    """Return what the recipe form offers: recipes, choices of groups, and every key with its sentence and choices."""
+    """Return what the forms offer: recipes, choices of groups, every key with its sentence and choices, and this
+    machine's GPUs, or an example of some.
+    """
     schema = json.loads((files.shipped_folder("recipes") / "recipe.schema.json").read_text(encoding="utf-8"))
-    return {"recipes": list(files.known_recipes()), "groups": group_choices(), "keys": list(_keys(schema))}
+    here = gpus_here().get("gpus", "1x24GB")
+    recipes, groups = list(files.known_recipes()), group_choices()
+    return {"recipes": recipes, "groups": groups, "keys": list(_keys(schema)), "gpus": here}
 
 
 def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
@@ -584,15 +687,15 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
     try:
         answer["text"] = recipe_text(body, problems)
         file.write_text(answer["text"], encoding="utf-8")
-        loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=messages.Problems()))
+        words = [f"recipe={file}", f"language={language}"]  # the reader's language, whatever the recipe's
+        loaded = problems.attempt(lambda: load(words, problems=messages.Problems()))
         if loaded is not None:
             answer["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
             gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}
             machine = problems.attempt(machine_for, gpus, loaded.cfg)
             ranks = [f"world_size={machine.world_size}"] if machine else []
             ranks += [f"{name}={value}" for name, value in gpus.items()]
-            words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
-            problems.attempt(lambda: check_recipe(words, fetch=False))
+            problems.attempt(lambda: check_recipe([*words, *ranks], fetch=False))
             if machine and not problems.errors:
                 answer["plan"] = _plan(loaded, machine)
     finally:
@@ -622,6 +725,9 @@ def save_recipe(body: Body) -> dict[str, Any]:
     problems.raise_all()
     if file.suffix not in (".yaml", ".yml"):
         raise messages.ConfigError("{file} must end in .yaml.", file=file)
+    base = files.known_recipes().get(str(body.get("base", "")))
+    if base is not None and base.absolute() == file.absolute():
+        raise messages.ConfigError("{file} is the recipe that this one builds on. Choose another file.", file=file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if body.get("overwrite") is True:

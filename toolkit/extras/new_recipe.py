@@ -25,7 +25,7 @@ from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, jo
 from toolkit.plan import speed
 from toolkit.plan.layouts import Layout, gib
 from toolkit.plan.lookup import config_of, outline_of
-from toolkit.plan.machine import Machine, parse_machine
+from toolkit.plan.machine import GIB, Machine, find_gpu, parse_machine, this_machine
 from toolkit.plan.search import fastest, layouts, overrides
 
 METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
@@ -156,6 +156,16 @@ def plan_methods(
             planned = on_gpus
         smallest = min(planned, key=lambda layout: layout.peak)
         yield MethodPlan(method, fastest(on_gpus) or fastest(planned) or smallest, machine)
+
+
+def gpus_here() -> dict[str, str]:
+    """Return the arguments gpus and host_memory that stand for this machine; {} without an NVIDIA GPU."""
+    here = this_machine()
+    if here is None:
+        return {}
+    listed = here.card and find_gpu(here.card.name)
+    card = listed.name if listed else f"{here.memory_bytes // 2**20}MB"
+    return {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB"}
 
 
 def machine_of(arguments: Arguments) -> Machine:

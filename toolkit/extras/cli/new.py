@@ -21,9 +21,18 @@ import sys
 
 from toolkit.arguments import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
-from toolkit.extras.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
+from toolkit.extras.new_recipe import (
+    METHODS,
+    choose,
+    data_facts,
+    gpus_here,
+    machine_of,
+    plan_methods,
+    recipe_text,
+    remedies,
+)
 from toolkit.messages import ConfigError, clauses, say, tr
-from toolkit.plan.machine import GIB, Machine, find_gpu, this_machine
+from toolkit.plan.machine import Machine
 from toolkit.plan.summary import layout_table
 
 _USAGE = "toolkit new model=qwen3_8b data=chat.jsonl gpus=8x80GB output=mine.yaml"
@@ -36,10 +45,8 @@ def run(words: list[str]) -> None:
     check_output(arguments)
     tuning = one_of(arguments, "tuning", ("auto", *(method.value for method in METHODS)))
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
-    if "gpus" not in arguments and (here := this_machine()):
-        listed = here.card and find_gpu(here.card.name)
-        card = listed.name if listed else f"{here.memory_bytes // 2**20}MB"
-        arguments = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **arguments}
+    if "gpus" not in arguments:
+        arguments = {**gpus_here(), **arguments}
     _ask(arguments, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
     _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "))
     _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))

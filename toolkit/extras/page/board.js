@@ -24,13 +24,50 @@
     const reader = (await post(name, given)).body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) take(part.value);
   };
-  const on = (id, event, act) => at(id).addEventListener(event, async (happened) => {
+  const streamLines = async (name, given, take) => {
+    let rest = "";
+    await stream(name, given, (part) => {
+      const lines = (rest + part).split("\n");
+      rest = lines.pop();
+      for (const line of lines.filter(Boolean)) take(JSON.parse(line));
+    });
+  };
+  const tell = (error) => said(error.message, true);
+  const busily = async (element, act) => {  // it shows that it works, and is not pressed twice
+    if (element.ariaBusy === "true") return;
+    element.ariaBusy = "true";
+    await act().catch(tell);
+    element.ariaBusy = "false";
+  };
+  const onClick = (id, act) => at(id).addEventListener("click", () => busily(at(id), async () => act()));
+  const onSubmit = (id, act) => at(id).addEventListener("submit", (happened) => {
     happened.preventDefault();
-    try {
-      await act(happened);
-    } catch (error) {
-      said(error.message, true);
-    }
+    act();
+  });
+
+  // New
+  let made = {};
+  onSubmit("questions", () => busily(at("write"), async () => {
+    said("");
+    at("made").hidden = !(at("written").hidden = false);
+    at("written").textContent = "";
+    const given = Object.fromEntries(["model", "data", "gpus", "file"].map((name) => [name, at(`new-${name}`).value.trim()]));
+    await streamLines("new", given, (line) => {
+      if (line.text) at("written").append(line.text);
+      else at("made").hidden = !(made = line);
+    });
+    at("edit").hidden = !made.base;
+    at("written").dataset.done = "true";
+  }));
+  onClick("edit", async () => {
+    if (![...at("base").options].some((one) => one.value === made.base)) at("base").append(make("option", { textContent: made.base }));
+    at("base").value = made.base;
+    location.hash = "recipe";
+    await check();
+  });
+  onClick("train", async () => {
+    said((await ask("start", { recipe: made.file, name: made.name, ranks: made.ranks })).said);
+    location.hash = "runs";
   });
 
   // Runs
@@ -39,11 +76,16 @@
   const report = () => `report?${new URLSearchParams(shown.map((run) => ["run", run]))}`;
   const open = (runs) => {
     shown = runs;
-    at("shown").hidden = at("log").hidden = !(at("report").hidden = false);
-    at("shown").hidden = false;
-    at("shown-name").textContent = runs.join(" · ");
+    at("shown").hidden = at("report").hidden = !(at("log").hidden = true);
+    at("shown-name").textContent = at("report").title = runs.join(" · ");
+    at("shown").scrollIntoView();
+    reload();
+  };
+  const reload = () => {
+    at("shown").ariaBusy = "true";
     at("report").src = report();
   };
+  at("report").addEventListener("load", () => { at("shown").ariaBusy = "false"; });
   const openLog = async (run) => {
     shown = [];
     const { text } = await ask("log", { run });
@@ -51,46 +93,60 @@
     at("shown-name").textContent = run;
     at("log").textContent = text;
   };
-  const button = (text, act) => {
-    const made = make("button", { textContent: text });
-    made.addEventListener("click", () => act().catch((error) => said(error.message, true)));
+  const button = (text, name, act) => {
+    const made = make("button", { textContent: text, ariaLabel: `${text}: ${name}` });
+    made.addEventListener("click", () => busily(made, act));
     return made;
+  };
+  const curve = (losses = []) => {
+    if (losses.length < 2) return "";
+    const [least, most] = [Math.min(...losses), Math.max(...losses)];
+    const points = losses.map((loss, place) => [place / (losses.length - 1) * 100, 28 - (loss - least) / (most - least || 1) * 26]);
+    const drawn = at("curve").content.firstElementChild.cloneNode(true);
+    drawn.firstElementChild.setAttribute("d", "M" + points.map((point) => point.map((one) => one.toFixed(1)).join(" ")).join("L"));
+    drawn.ariaLabel = `${words.curve}: ${losses[0].toPrecision(3)} → ${losses.at(-1).toPrecision(3)}`;
+    return drawn;
   };
   const row = (one) => {
     const name = one.run || one.name;
-    const link = one.run ? make("a", { href: "#runs", textContent: name, onclick: () => open([name]) }) : name;
-    const box = make("input", { type: "checkbox", checked: compared.has(name), disabled: !one.run, ariaLabel: name });
+    const link = one.run ? make("button", { className: "link", textContent: name, onclick: () => open([name]) }) : name;
+    const verdict = one.verdict ? [make("span", { className: "note", textContent: one.verdict.replace("->", "→") })] : [];
+    const box = make("input", { type: "checkbox", checked: compared.has(name), disabled: !one.run, ariaLabel: `${words.choose}: ${name}` });
     box.addEventListener("change", () => {
       compared[box.checked ? "add" : "delete"](name);
       at("compare").disabled = compared.size < 2;
     });
     const state = make("span", { className: `state ${one.state}`, textContent: one.cells[1] });
-    const stop = one.is_alive ? [button(words.stop, async () => said((await ask("stop", { run: name })).said))] : [];
-    const log = one.has_log ? [button(words.log, () => openLog(name))] : [];
-    const cells = [[box], [link], [state], ...one.cells.slice(2).map((cell) => [cell]), [...stop, ...log]];
+    const stop = one.is_alive ? [button(words.stop, name, async () => said((await ask("stop", { run: name })).said))] : [];
+    const log = one.has_log ? [button(words.log, name, () => openLog(name))] : [];
+    const cells = [[box], [link, ...verdict], [state], [curve(one.curve)], ...one.cells.slice(2).map((cell) => [cell]), [...stop, ...log]];
     return make("tr", {}, ...cells.map((cell) => make("td", {}, ...cell)));
   };
   const list = async () => {
     if (isBusy || document.hidden) return;
     isBusy = true;
     try {
-      const { heads, rows } = await ask("runs");
+      const { heads, rows, note } = await ask("runs");
+      at("list").ariaBusy = "false";
+      at("listing").textContent = note;
       const now = JSON.stringify(rows);
       if (now === seen) return;
       const before = seen ? JSON.parse(seen) : [];
       seen = now;
-      at("heads").replaceChildren(make("tr", {}, ...["", ...heads, ""].map((head) => make("th", { textContent: head }))));
+      at("heads").replaceChildren(make("tr", {}, ...[words.choose, ...heads.slice(0, 2), words.curve, ...heads.slice(2), words.actions].map((head) => make("th", { scope: "col", textContent: head }))));
       at("rows").replaceChildren(...rows.map(row));
       at("no-runs").hidden = rows.length > 0;
-      at("paths").replaceChildren(...rows.filter((one) => one.run).map((one) => make("option", { value: one.path })));
+      const chosen = at("model").value;
+      at("model").replaceChildren(...rows.filter((one) => one.has_model).map((one) => make("option", { value: one.path, textContent: one.run })));
+      if (chosen) at("model").value = chosen;
       const old = new Map(before.map((one) => [one.run, JSON.stringify(one)]));
       const isNew = rows.some((one) => shown.includes(one.run) && old.has(one.run) && old.get(one.run) !== JSON.stringify(one));
-      if (isNew && at("live").checked) at("report").src = report();
+      if (isNew && at("live").checked) reload();
     } finally {
       isBusy = false;
     }
   };
-  on("compare", "click", () => open([...compared]));
+  onClick("compare", () => open([...compared]));
 
   // Recipe
   const choices = (names, first) => [make("option", { value: "", textContent: first }), ...names.map((name) => make("option", { value: name, textContent: name }))];
@@ -137,16 +193,19 @@
   let timer = 0, latest = 0;
   const check = async () => {
     const mine = ++latest;
-    const found = await ask("check", typed());
+    at("form").ariaBusy = "true";
+    const found = await ask("check", typed()).finally(() => { at("form").ariaBusy = String(mine !== latest); });
     if (mine === latest) show(found);  // what was typed meanwhile is checked by a later one
     document.documentElement.dataset.checked = mine;
   };
   const later = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => check().catch((error) => said(error.message, true)), 300);
+    timer = setTimeout(() => check().catch(tell), 300);
   };
   const build = async () => {
-    const { recipes, groups, keys } = await ask("form");
+    const { recipes, groups, keys, gpus } = await ask("form");
+    at("new-gpus").value ||= gpus;
+    at("models").append(...groups.model.map((value) => make("option", { value })));
     at("base").append(...recipes.map((name) => make("option", { textContent: name })));
     at("groups").append(...Object.entries(groups).map(([group, names]) => {
       const label = field(`/${group}`, names, "");
@@ -160,7 +219,7 @@
     }
     await check();
   };
-  on("form", "input", ({ target }) => {
+  at("form").addEventListener("input", ({ target }) => {
     if (target.id !== "search") return later();
     const wanted = target.value.trim().toLowerCase();
     for (const part of at("keys").children) {
@@ -170,13 +229,13 @@
       part.open = Boolean(wanted) && !part.hidden;
     }
   });
-  on("form", "submit", check);
-  on("save", "click", async () => {
+  onSubmit("form", () => check().catch(tell));
+  onClick("save", async () => {
     const given = { ...typed(), file: at("file").value.trim() };
     const answer = await ask("save", given);
     said((answer.exists && confirm(`${answer.said}\n${words.overwrite}`) ? await ask("save", { ...given, overwrite: true }) : answer).said);
   });
-  on("start", "click", async () => {
+  onClick("start", async () => {
     said((await ask("start", { recipe: at("file").value.trim(), name: at("name").value, ranks: at("ranks").value })).said);
     location.hash = "runs";
   });
@@ -189,7 +248,7 @@
     const kind = KINDS[part.slice(0, end)];
     return kind ? make("span", { className: kind, textContent: part.slice(end + 1) }) : part.slice(end + 1);
   });
-  on("show", "click", async () => {
+  onClick("show", async () => {
     let text = "";
     at("marked").textContent = words.working;
     await stream("samples", { ...typed(), n: at("count").value, split: at("split").value }, (part) => {
@@ -202,55 +261,52 @@
   // Chat
   const talk = async (name, given) => {
     const answer = make("p", { className: "answer" });
-    let rest = "";
     at("talk").append(answer);
     at("ask").disabled = true;
-    await stream(name, given, (part) => {
-      const lines = (rest + part).split("\n");
-      rest = lines.pop();
-      for (const line of lines.filter(Boolean).map((one) => JSON.parse(one))) {
-        if (line.text) answer.textContent += line.text;
-        if (line.note?.trim()) answer.before(make("p", { className: "note", textContent: line.note }));
-        if (line.closed) answer.before(make("p", { className: "note bad", textContent: line.closed }));
-        if ("end" in line) at("ask").disabled = false;
-      }
+    await streamLines(name, given, (line) => {
+      if (line.text) answer.textContent += line.text;
+      if (line.note?.trim()) answer.before(make("p", { className: "note", textContent: line.note }));
+      if (line.closed) answer.before(make("p", { className: "note bad", textContent: line.closed }));
+      if ("end" in line) at("ask").disabled = false;
     });
     return answer;
   };
-  on("load", "click", async () => {
+  onClick("load", async () => {
     said(words.working);
-    await talk("open", { path: at("path").value.trim() });
+    await talk("open", { path: at("path").value.trim() || at("model").value });
     said(at("ask").disabled ? "" : words.loaded);
   });
-  on("unload", "click", async () => {
+  onClick("unload", async () => {
     await ask("close");
     at("ask").disabled = true;
     at("talk").replaceChildren();
     said("");
   });
-  on("ask", "click", () => {
+  onClick("ask", () => {
     const text = at("question").value.trim().replaceAll("\n", " ");
     if (!text) return undefined;
     at("talk").append(make("p", { className: "asked", textContent: text }));
     at("question").value = "";
     return talk("ask", { text });
   });
-  on("question", "keydown", (happened) => {
-    if (happened.key === "Enter" && !happened.shiftKey) at("ask").click();
+  at("question").addEventListener("keydown", (happened) => {
+    if (happened.key !== "Enter" || happened.shiftKey || happened.isComposing) return;
+    happened.preventDefault();
+    at("ask").click();
   });
-  on("interrupt", "click", () => ask("interrupt"));
+  onClick("interrupt", () => ask("interrupt"));
 
   // Which part is shown
   const turn = () => {
-    const name = ["runs", "recipe", "samples", "chat"].find((one) => `#${one}` === location.hash) ?? "runs";
+    const name = ["new", "runs", "recipe", "samples", "chat"].find((one) => `#${one}` === location.hash) ?? "new";
     for (const part of document.querySelectorAll("main")) part.hidden = part.id !== name;
     for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = String(link.hash === `#${name}`);
     scrollTo(0, 0);  // not where the part of this name begins
-    if (name === "runs") list().catch((error) => said(error.message, true));
+    if (name === "runs" || name === "chat") list().catch(tell);
   };
   addEventListener("hashchange", turn);
   history.replaceState(null, "", location.pathname + location.hash);  // the token is in the cookie now
   turn();
-  build().catch((error) => said(error.message, true));
-  setInterval(() => at("runs").hidden || list().catch((error) => said(error.message, true)), 3000);
+  build().catch(tell);
+  setInterval(() => (at("runs").hidden && at("chat").hidden) || list().catch(tell), 3000);
 })();
