@@ -15,6 +15,8 @@ from pathlib import Path
 from browser import Browser
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
+HEIGHT = 1180
+"""Of the pictures of a report: from its verdict to its loss."""
 
 
 def picture_report(browser: Browser, run: Path, folder: Path, language: str) -> bytes:
@@ -24,12 +26,12 @@ def picture_report(browser: Browser, run: Path, folder: Path, language: str) -> 
     subprocess.run(toolkit, check=True, stdout=subprocess.DEVNULL)
     shown = []
     for width, scheme in ((868, "light"), (276, "dark")):
-        browser.open(page.as_uri(), width, 918, scheme)
+        browser.open(page.as_uri(), width, HEIGHT, scheme)
         browser.wait("document.documentElement.dataset.drawn")
         shown.append(f'<img src="data:image/png;base64,{base64.b64encode(browser.picture()).decode()}">')
     both = folder / "both.html"
     both.write_text(f'<body style="margin:0;display:flex;justify-content:space-between">{"".join(shown)}')
-    browser.open(both.as_uri())
+    browser.open(both.as_uri(), height=HEIGHT)
     browser.wait("document.images.length == 2 && [...document.images].every((one) => one.complete)")
     return browser.picture()
 

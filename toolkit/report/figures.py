@@ -461,6 +461,8 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         if smoothed:
             count = 2 * _half_window(len(points)) + 1
             note = tr("Pale: values as logged. Smoothed: the mean of {count} points, centred.", count=count)
+        if len(points) > 1 and points[1]["x"] - points[0]["x"] > 1:  # train.log_every
+            note = joined(note, tr("A point of training is the mean of the steps since the one before."))
         if any("low" in record for record in records):
             note = joined(note, tr("The band spans the extremes where a point stands for several rows."))
         events = events_of(run)
