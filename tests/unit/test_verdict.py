@@ -142,6 +142,11 @@ CASES = {
         FLAT,
         "Validation accuracy was 100.0% from the start and is 100.0%.",
     ),
+    "labels, damaged": (
+        of((), shares=at(-3.0, 7.0), metric="accuracy", samples=-5),
+        LEARNED,
+        "Learned: validation accuracy -300.0% -> 700.0%.",
+    ),
     "labels, overfit": (
         of(at(0.7, 0.5), shares=at(0.5, 0.9, 0.6), metric="accuracy", samples=500),
         OVERFIT,

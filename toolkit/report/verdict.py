@@ -132,8 +132,9 @@ def _judge_shares(curves: Curves) -> Verdict:
     first, last = max(points[0][1], curves.chance), points[-1][1]
     best_step, best = max(points, key=lambda point: point[1])
     noise = _LEAST_POINTS
-    if curves.samples:
-        noise = max(noise, 2 * math.sqrt(max(last * (1 - last), first * (1 - first)) / curves.samples))
+    if curves.samples > 0:
+        variance = max(last * (1 - last), first * (1 - first), 0.0)  # a damaged file may hold what is no share
+        noise = max(noise, 2 * math.sqrt(variance / curves.samples))
     values = {"metric": curves.metric, "first": f"{points[0][1]:.1%}", "last": f"{last:.1%}"}
     if best - last > noise and best - first > noise:
         step = f"{best_step:,}"
