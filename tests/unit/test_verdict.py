@@ -59,6 +59,7 @@ CASES = {
         "Not enough yet: validation loss 7.66 -> 6.60, above the unigram baseline (5.69).",
     ),
     "few steps": (of(at(2.68, 2.6), 30), SHORT, "30 steps are too few: validation loss 2.68 -> 2.60."),
+    "one step": (of(at(2.68, 2.6), 1), SHORT, "1 step is too few: validation loss 2.68 -> 2.60."),
     "few steps, falling": (of(at(5.0, 4.0, 3.0), 30), SHORT, "30 steps are too few: validation loss 5.00 -> 3.00."),
     "few steps, level": (of(at(5.0, 3.0, 3.0), 30), LEARNED, "Learned: validation loss 5.00 -> 3.00."),
     "few steps, flat": (of(at(5.0, 5.0, 5.0), 30), SHORT, "30 steps are too few: validation loss 5.00 -> 5.00."),
@@ -82,11 +83,11 @@ CASES = {
     "within 1 %": (of(at(2.68, 1.96, 1.97)), LEARNED, "Learned: validation loss 2.68 -> 1.97."),
     "small losses": (of(at(0.003, 0.0005)), LEARNED, "Learned: validation loss 0.00300 -> 0.000500."),
     "negative losses": (of(at(-1.0, -3.0)), LEARNED, "Learned: validation loss -1.00 -> -3.00."),
-    "NaN": (of(at(2.68, 2.0), not_finite=True), DIVERGED, "Diverged: the last loss is NaN or Inf, after 400 steps."),
+    "NaN": (of(at(2.68, 2.0), not_finite=True), DIVERGED, "Diverged: the last loss is NaN or Inf, at step 400."),
     "skipped steps": (
         of(at(2.68, 1.96), skipped=40),
         LEARNED,
-        "Learned: validation loss 2.68 -> 1.96. 40 of 400 steps were skipped.",
+        "Learned: validation loss 2.68 -> 1.96. Skipped steps: 40 of 400.",
     ),
     "few skipped steps": (of(at(2.68, 1.96), skipped=3), LEARNED, "Learned: validation loss 2.68 -> 1.96."),
     "one evaluation": (

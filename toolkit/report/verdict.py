@@ -71,7 +71,7 @@ def judge(curves: Curves) -> Verdict | None:
     if not curves.training and not curves.validation:
         return None
     if curves.not_finite:
-        text = tr("Diverged: the last loss is NaN or Inf, after {steps} steps.", steps=f"{curves.steps:,}")
+        text = tr("Diverged: the last loss is NaN or Inf, at step {step}.", step=f"{curves.steps:,}")
         verdict = Verdict(DIVERGED, text)
     elif len(curves.shares) > 1:
         verdict = _judge_shares(curves)
@@ -82,7 +82,7 @@ def judge(curves: Curves) -> Verdict | None:
     else:
         verdict = _judge_training(curves)
     if curves.steps and curves.skipped >= _SKIPPED * curves.steps:
-        more = tr("{count} of {steps} steps were skipped.", count=f"{curves.skipped:,}", steps=f"{curves.steps:,}")
+        more = tr("Skipped steps: {count} of {steps}.", count=f"{curves.skipped:,}", steps=f"{curves.steps:,}")
         verdict = verdict._replace(text=joined(verdict.text, more))
     return verdict
 
@@ -102,8 +102,9 @@ def _judge_losses(curves: Curves) -> Verdict:
         return Verdict(OVERFIT, text, best_step)
     is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], first)
     if few and (not fell or is_falling or len(points) < 3):
-        text = tr("{steps} steps are too few: validation loss {losses}.", steps=curves.steps, losses=losses)
-        return Verdict(SHORT, text, is_falling=is_falling)
+        return Verdict(
+            SHORT, _too_few(curves.steps, tr("validation loss {losses}", losses=losses)), is_falling=is_falling
+        )
     if not fell:
         return Verdict(FLAT, tr("Loss did not fall: validation loss {losses}.", losses=losses))
     below = [name for name in ("unigram", "bigram") if last < curves.baselines.get(name, -math.inf)]
@@ -149,7 +150,7 @@ def _judge_shares(curves: Curves) -> Verdict:
         text = tr("Learned: validation {metric} {first} -> {last}.", **values)
         return Verdict(LEARNED, joined(text, more), is_falling=is_falling)
     if curves.steps < _FEW_STEPS:
-        text = tr("{steps} steps are too few: validation {metric} {first} -> {last}.", steps=curves.steps, **values)
+        text = _too_few(curves.steps, tr("validation {metric} {first} -> {last}", **values))
         return Verdict(SHORT, joined(text, more))
     if first >= 1 - noise:
         text = tr("Validation {metric} was {first} from the start and is {last}.", **values)
@@ -192,10 +193,15 @@ def _judge_training(curves: Curves) -> Verdict:
         )
         return Verdict(UNSEEN, text)
     if curves.steps < _FEW_STEPS:
-        return Verdict(
-            SHORT, tr("{steps} steps are too few: training loss {losses}.", steps=curves.steps, losses=losses)
-        )
+        return Verdict(SHORT, _too_few(curves.steps, tr("training loss {losses}", losses=losses)))
     return Verdict(FLAT, tr("Loss did not fall: training loss {losses}.", losses=losses))
+
+
+def _too_few(steps: int, what: str) -> str:
+    """Return the sentence about a run of too few steps; `what`: what they have changed."""
+    if steps == 1:
+        return tr("1 step is too few: {what}.", what=what)
+    return tr("{steps} steps are too few: {what}.", steps=steps, what=what)
 
 
 def _is_less(value: float, other: float, first: float) -> bool:
