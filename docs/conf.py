@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 IS_CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821 (sphinx-build -t zh)
 ENGLISH_ONLY = ["CHANGELOG.md", "SECURITY.md", "recipes/README.md", "benchmarks/README.md"]
 
-project = "DeepSpeed 微调工具包" if IS_CHINESE else "DeepSpeed fine-tuning toolkit"
+project = "ExactTune"
 language = "zh_CN" if IS_CHINESE else "en"
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "docs/index_zh" if IS_CHINESE else "docs/index"
@@ -70,12 +70,13 @@ def _finish(app: Sphinx, page: str, source: list[str]) -> None:
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(rf"(?<={HAN})\n(?={HAN})", "", part) for part in parts[::2]]  # else shown as a blank
     text = "".join(parts)
-    if page.startswith(("README", "SECURITY")):  # linked from pages, but their place is GitHub
+    if page.startswith(("README", "SECURITY")):  # linked from pages, but its place is GitHub
         text = f"---\norphan: true\n---\n{text}"
-    if page == root_doc:  # the sidebar is the index page's sections
-        for section in text.split("\n## ")[1:]:
-            pages = "\n".join(re.findall(r"\]\(([^)#:]+)\.md\)", section))
-            text += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{pages}\n```\n"
+    if page == root_doc:  # the sidebar has the groups of the index page, and its short names of the pages
+        text = "---\nhide-toc: true\n---\n" + text.replace("\n## ", "\n(doors)=\n## ", 1)  # cards, by site.css
+        for group, links in re.findall(r"^- \*\*(.+?)\*\*[:：](.*)$", text, re.MULTILINE):
+            pages = "\n".join(f"{name} <{file}>" for name, file in re.findall(r"\[([^]]+)\]\((\S+?)\.md\)", links))
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {group}\n\n{pages}\n```\n"
     source[0] = text
 
 
