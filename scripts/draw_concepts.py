@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Draw the pictures of docs/concepts.md as SVG in both languages, with colours for light and for dark pages."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+STYLE = """
+svg { font: 14px system-ui, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", sans-serif }
+.page { fill: #ffffff } text { fill: #1f2328 } .note { fill: #57606a; font-size: 12px } .strong { font-weight: 600 }
+.box { fill: #f6f8fa; stroke: #8c959f } .main { fill: #ddf4ff; stroke: #0969da } .off { fill: none; stroke: #d0d7de }
+.arrow { stroke: #57606a; fill: none; stroke-width: 1.5 } .head { fill: #57606a }
+.a { fill: #54aeff } .b { fill: #f2a65a } .c { fill: #6bc46d } .fade { opacity: .35 }
+@media (prefers-color-scheme: dark) {
+.page { fill: #161b22 } text { fill: #e6edf3 } .note { fill: #9da7b3 }
+.box { fill: #21262d; stroke: #768390 } .main { fill: #0c2d6b; stroke: #58a6ff } .off { stroke: #444c56 }
+.arrow { stroke: #9da7b3 } .head { fill: #9da7b3 }
+.a { fill: #388bfd } .b { fill: #bb6a1e } .c { fill: #2f8f46 }
+}"""
+TEXTS: dict[str, dict[str, Any]] = {
+    "en": {
+        "flow": "From a recipe to a model",
+        "recipe": ["Recipe", "YAML, arguments"],
+        "check": ["Checks", "keys, rules, memory"],
+        "json": ["ds_config.json", "made for DeepSpeed"],
+        "engine": ["Engine", "DeepSpeed, each rank"],
+        "export": ["Export", "Hugging Face model"],
+        "data": ["Your data", "JSONL, Parquet, …"],
+        "cache": ["Tokenized cache", "template, loss mask"],
+        "batch": ["Batches", "packed or padded"],
+        "run": ["Run directory", "metrics, report"],
+        "kept": ["Checkpoints", "to resume from"],
+        "zero": "What four ranks hold under each ZeRO stage",
+        "stages": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
+        "split": ["splits nothing", "splits optimizer states", "+ gradients", "+ parameters"],
+        "parts": ["parameters", "gradients", "optimizer states"],
+        "empty": "held by another rank",
+        "rank": "rank",
+        "packing": "Three conversations packed into one sequence",
+        "tokens": "tokens",
+        "turns": ["q", "a"],
+        "trained": "trained",
+        "positions": "position",
+        "attention": [
+            "Attention: a row sees the",
+            "filled columns, which are",
+            "earlier tokens of its own",
+            "conversation.",
+        ],
+        "legend": ["question: read, not trained", "answer: trained"],
+        "colours": "one colour per conversation",
+    },
+    "zh": {
+        "flow": "从配方到模型",
+        "recipe": ["配方", "YAML、命令行参数"],
+        "check": ["检查", "配置项、规则、显存"],
+        "json": ["ds_config.json", "DeepSpeed 配置文件"],
+        "engine": ["训练引擎", "DeepSpeed，每个 rank"],
+        "export": ["导出", "Hugging Face 模型"],
+        "data": ["你的数据", "JSONL、Parquet 等"],
+        "cache": ["分词缓存", "对话模板、损失掩码"],
+        "batch": ["batch", "packing 或填充"],
+        "run": ["训练输出目录", "指标、报告"],
+        "kept": ["检查点", "用于断点续训"],
+        "zero": "各 ZeRO 阶段下，四个 rank 各自保存什么",
+        "stages": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
+        "split": ["不切分", "切分优化器状态", "再切分梯度", "再切分参数"],
+        "parts": ["参数", "梯度", "优化器状态"],
+        "empty": "由其他 rank 保存",
+        "rank": "rank",
+        "packing": "把三段对话打包成一个序列（packing）",
+        "tokens": "token",
+        "turns": ["问", "答"],
+        "trained": "参与训练",
+        "positions": "位置编号",
+        "attention": ["注意力：每一行只能看到", "有颜色的列，即同一段", "对话里自己和之前的", "token。"],
+        "legend": ["提问：只读入，不训练", "回答：参与训练"],
+        "colours": "每段对话一种颜色",
+    },
+}
+"""What the pictures say, by language."""
+SEGMENTS = ((2, 3), (1, 2), (2, 2))
+"""Tokens of the question and of the answer of each conversation."""
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> str:
+    """Return a line of text."""
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str, radius: float = 0) -> str:
+    """Return a rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"/>'
+
+
+def arrow(points: str) -> str:
+    """Return a line through some points with a head at its end."""
+    return f'<path d="M{points}" class="arrow" marker-end="url(#head)"/>'
+
+
+def box(x: float, y: float, lines: list[str], kind: str = "box") -> str:
+    """Return a box with a title and a line below it."""
+    title, note = text(x + 68, y + 24, lines[0], "strong"), text(x + 68, y + 44, lines[1], "note")
+    return rect(x, y, 136, 58, kind, 8) + title + note
+
+
+def flow(say: dict[str, Any]) -> Iterator[str]:
+    """Draw how a recipe and data become a model."""
+    for column, name in enumerate(("recipe", "check", "json", "engine", "export")):
+        yield box(20 + 166 * column, 50, say[name], "main" if name == "engine" else "box")
+    for column, name in enumerate(("data", "cache", "batch")):
+        yield box(20 + 166 * column, 150, say[name])
+    yield box(518, 150, say["kept"]) + box(684, 150, say["run"])
+    for y, columns in ((79, range(4)), (179, range(2))):
+        yield from (arrow(f"{156 + 166 * column},{y} h22") for column in columns)
+    yield arrow("488,170 h14 q8,0 8,-8 v-46 q0,-8 6,-8") + arrow("572,108 v34") + arrow("600,142 v-26")
+    yield arrow("632,108 L700,144")
+
+
+def zero(say: dict[str, Any]) -> Iterator[str]:
+    """Draw what ZeRO splits: a column for each rank, a block for each kind of state."""
+    heights = (36, 36, 90)
+    for stage, (name, split) in enumerate(zip(say["stages"], say["split"], strict=True)):
+        left = 20 + 204 * stage
+        yield text(left + 92, 62, name, "strong") + text(left + 92, 80, split, "note")
+        for rank in range(4):
+            x, y = left + 48 * rank, 92
+            for kind, height, first_split in zip("abc", heights, (3, 2, 1), strict=True):
+                if stage < first_split:
+                    yield rect(x, y, 40, height, kind)
+                else:
+                    yield rect(x + 0.5, y + 0.5, 39, height - 1, "off")
+                    yield rect(x, y + rank * height / 4, 40, height / 4, kind)
+                y += height + 4
+            yield text(x + 20, 278, str(rank), "note")
+        yield text(left + 92, 296, say["rank"], "note")
+    for place, (kind, words) in enumerate(zip("abc", say["parts"], strict=True)):
+        yield rect(20 + 170 * place, 314, 14, 14, kind) + text(40 + 170 * place, 326, words, "", "start")
+    yield rect(530.5, 314.5, 13, 13, "off") + text(550, 326, say["empty"], "", "start")
+
+
+def packing(say: dict[str, Any]) -> Iterator[str]:
+    """Draw a packed sequence with its loss mask, positions and attention."""
+    tokens = [
+        (segment, number >= question, number)
+        for segment, (question, answer) in enumerate(SEGMENTS)
+        for number in range(question + answer)
+    ]
+    for row, name in enumerate(("tokens", "trained", "positions")):
+        yield text(20, 72 + 34 * row, say[name], "", "start")
+    for place, (segment, is_trained, position) in enumerate(tokens):
+        x = 110 + 34 * place
+        yield rect(x, 52, 30, 30, "abc"[segment] + ("" if is_trained else " fade"), 4)
+        yield text(x + 15, 72, say["turns"][is_trained]) + text(x + 15, 106, "✓" if is_trained else "·")
+        yield text(x + 15, 140, str(position))
+        for before, (other, _, _) in enumerate(tokens[: place + 1]):
+            here = 110 + 14 * before, 166 + 14 * place, 13, 13
+            yield rect(*here, "abc"[segment]) if other == segment else ""
+        for column in range(len(tokens)):
+            if column > place or tokens[column][0] != segment:
+                yield rect(110.5 + 14 * column, 166.5 + 14 * place, 12, 12, "off")
+    for row, words in enumerate(say["attention"]):
+        yield text(300, 190 + 20 * row, words, "", "start")
+    yield rect(300, 276, 14, 14, "a fade", 2) + text(322, 288, say["legend"][0], "note", "start")
+    yield rect(300, 298, 14, 14, "a", 2) + text(322, 310, say["legend"][1], "note", "start")
+    yield text(300, 330, say["colours"], "note", "start")
+
+
+PICTURES = {"flow": (flow, 840, 228), "zero": (zero, 840, 346), "packing": (packing, 540, 354)}
+
+
+def picture(name: str, language: str) -> str:
+    """Return a picture's SVG."""
+    draw, width, height = PICTURES[name]
+    say = TEXTS[language]
+    head = '<marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto">'
+    head += '<path d="M0,0 L8,4 L0,8 z" class="head"/></marker>'
+    shapes = "\n".join(filter(None, draw(say)))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(say[name])}">\n<style>{STYLE}\n</style>\n<defs>{head}</defs>\n'
+        f"{rect(0, 0, width, height, 'page', 10)}\n{text(20, 30, say[name], 'strong', 'start')}\n{shapes}\n</svg>\n"
+    )
+
+
+def files() -> dict[Path, str]:
+    """Return the text of every picture by its file."""
+    tails = {"en": "", "zh": "_zh"}
+    return {
+        IMAGES / f"concept_{name}{tail}.svg": picture(name, language)
+        for name in PICTURES
+        for language, tail in tails.items()
+    }
+
+
+if __name__ == "__main__":
+    for file, content in files().items():
+        file.write_text(content, encoding="utf-8")
