@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import yaml
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
@@ -36,6 +37,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_search_scorer = str(ROOT / "docs" / "search_scorer.js")
 html_show_copyright = False
+html_use_index = False  # its entries are for the search alone
 
 
 class ChineseSearch(SearchEnglish):
@@ -55,6 +57,7 @@ class ChineseSearch(SearchEnglish):
         ]
 
 
+SEARCH_WORDS = yaml.safe_load((ROOT / "docs" / "search_words.yaml").read_text(encoding="utf-8"))
 HAN = "[\u3000-\u9fff\uff00-\uffef]"
 
 
@@ -72,6 +75,10 @@ def _finish(app: Sphinx, page: str, source: list[str]) -> None:
     text = "".join(parts)
     if page.startswith(("README", "SECURITY")):  # linked from pages, but its place is GitHub
         text = f"---\norphan: true\n---\n{text}"
+    words = SEARCH_WORDS.get(Path(page).name.removesuffix("_zh"), {}).get("zh" if IS_CHINESE else "en", [])
+    if words and page.startswith("docs/"):
+        entries = ", ".join(f"! {word}" for word in words)
+        text = text.replace("\n\n", f"\n\n```{{index}} {entries}\n```\n\n", 1)
     if page == root_doc:  # the sidebar has the groups of the index page, and its short names of the pages
         text = "---\nhide-toc: true\n---\n" + text.replace("\n## ", "\n(doors)=\n## ", 1)  # cards, by site.css
         for group, links in re.findall(r"^- \*\*(.+?)\*\*[:：](.*)$", text, re.MULTILINE):

@@ -1,8 +1,10 @@
-// Sphinx's own scores (9.0.4, searchtools.js), but a heading that is mostly the query comes before pages with its words,
-// and the pages of docs/ before the changelog, the measurements and the README, which hold words of everything.
+// Sphinx's own scores (9.0.4, searchtools.js), but words of search_words.yaml come first, then headings that are mostly
+// the query. The changelog, the measurements, the README and the home page hold words of everything: they come last.
 var Scorer = {
   score: ([docname, title, anchor, description, score, filename, kind]) =>
-    score + (kind === "title" ? 100 : 0) - (docname.startsWith("docs/") ? 0 : 200),
+    score +
+    ({ index: 200, title: 100 }[kind] ?? 0) -
+    (docname.startsWith("docs/") && !/index(_zh)?$/.test(docname) ? 0 : 300),
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
