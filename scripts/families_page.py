@@ -6,6 +6,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
