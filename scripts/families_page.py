@@ -121,9 +121,9 @@ def section(family: str, figures: dict[str, Any], language: str) -> str:
 def main() -> None:
     """Plan if asked to, and write both pages."""
     if sys.argv[1:] == ["plan"]:
-        RECORD.write_text(
-            json.dumps({"plans": PLANS, "models": {name: plan(name) for name in models()}}, indent=1) + "\n"
-        )
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+        planned = {"commit": commit, "plans": PLANS, "models": {name: plan(name) for name in models()}}
+        RECORD.write_text(json.dumps(planned, indent=1) + "\n", encoding="utf-8")
     write("families", filled)
 
 
