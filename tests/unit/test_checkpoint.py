@@ -44,7 +44,7 @@ from toolkit.config.dotted_keys import influence_of
 from toolkit.config.load import load, to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig
 from toolkit.distributed import process_group
-from toolkit.engine.parameters import are_finite
+from toolkit.engine.parameters import has_finite_states
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, RunFolderError
 from toolkit.train import changes, checkpointer, resume, run_dir
@@ -456,10 +456,10 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
     ):
         saver.load(tmp_path / "step-2")
     saver.engine.basic_optimizer = optimizer_with(3e38)  # two of them have a sum that is none
-    assert are_finite(saver.engine)
+    assert has_finite_states(saver.engine)
     saver.load(tmp_path / "step-2")
     saver.engine.optimizer = mock.Mock(backup_optimizer=optimizer_with(value))
-    assert not are_finite(saver.engine), "of what is updated on the GPU while the rest is offloaded"
+    assert not has_finite_states(saver.engine), "of what is updated on the GPU while the rest is offloaded"
 
 
 def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_what_is_reached(settings: dict[str, Any], stage: int, deepcompile: bool
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does (2.13)
 def test_gradients_of_compiled_functions() -> None:
     """DeepSpeed's linear layer of ZeRO-3 adds its bias in place; torch 2.11 would lose all its gradients."""
-    deepspeed_patches.keep_compiled_gradients()
+    deepspeed_patches.keep_gradients_of_compiled_functions()
     torch._dynamo.reset()
     layers = [torch.nn.Linear(4, 3) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -104,7 +104,7 @@ def test_a_probe_compiles_nothing() -> None:
 def test_a_norm_is_checked_as_deepspeed_does(norm: float) -> None:
     theirs, mine = torch.tensor(norm), torch.tensor(norm)
     original = utils.mask_nan_or_inf_with_val_inplace
-    deepspeed_patches.spare_waits()
+    deepspeed_patches.check_norms_without_waiting()
     for module in (utils, stage3, stage_1_and_2):
         assert module.mask_nan_or_inf_with_val_inplace is deepspeed_patches._mask_invalid
     utils.mask_nan_or_inf_with_val_inplace(mine, device="cpu")

@@ -43,8 +43,8 @@ def test_tensors_that_hold_nothing_are_not_counted() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as fake:
         left = fake.from_tensor(torch.ones(MIB), static_shapes=False)
     with LiveBytes() as live:
-        live.see(left)
-        live.see(torch.empty(MIB, device="meta"))
+        live.count(left)
+        live.count(torch.empty(MIB, device="meta"))
         assert live.now == 0
 
 

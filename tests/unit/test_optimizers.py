@@ -17,7 +17,7 @@ from toolkit.config.native_ops import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
-from toolkit.engine.deepspeed_patches import follow_schedule
+from toolkit.engine.deepspeed_patches import pass_rate_to_second_optimizers
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
@@ -115,7 +115,7 @@ def test_what_is_updated_on_the_gpu_beside_offloading_follows_the_schedule(decou
     )
     for group in offloaded.param_groups:
         group["params"] = []
-    follow_schedule(engine)
+    pass_rate_to_second_optimizers(engine)
     schedule = Schedule(offloaded, RunConfig().schedule, 1.0, 10, 4)
     schedule.step()
     rates = schedule.get_lr()

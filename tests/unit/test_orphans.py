@@ -194,7 +194,7 @@ def test_a_process_of_deepspeeds_optimizers_ends_with_a_rank_that_is_killed(tmp_
 
     from toolkit.engine import deepspeed_patches
 
-    deepspeed_patches.tie_optimizers()
+    deepspeed_patches.end_optimizer_processes_with_rank()
     for one in (zenflow_utils.zenflow_optimizer_process, superoffload_utils.superoffload_optimizer_worker):
         assert pickle.loads(pickle.dumps(one)).args == one.args, "multiprocessing sends it so"
     script = tmp_path / "rank.py"

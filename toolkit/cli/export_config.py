@@ -16,7 +16,7 @@ from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.schema import Init, RunConfig, TaskConfig
-from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, fit_reduce_bucket
+from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
@@ -69,7 +69,7 @@ def _fit_buckets(ds: DsConfig, cfg: RunConfig) -> None:
     if outline is None or cfg.tuning.adapter or cfg.parallel.pipeline > 1 or not cfg.task.is_language:
         ds.omit("{key} is limited to the parameters that are trained, once they are known: see the run's.", key=key)
         return
-    fitted = fit_reduce_bucket(ds.values, rank_part(outline, cfg).num_trained)
+    fitted = limit_reduce_bucket(ds.values, rank_part(outline, cfg).num_trained)
     if fitted is not ds.values:
         ds.values = fitted
         ds.why[key] = tr("= parameters that are trained, fewer than zero.reduce_bucket_size")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
-from toolkit.engine.ds_config import count_parts, fit_reduce_bucket, tensor_ranks, without_optimizer
+from toolkit.engine.ds_config import count_sequence_parts, limit_reduce_bucket, tensor_ranks, without_optimizer
 from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
@@ -37,14 +37,18 @@ _BUILDERS = {
 }
 """Ops of `native_ops.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
 STALE_S = 90.0
-"""So long a file server may hide what another node has just made; NFS caches absence for up to 60 s."""
+"""Seconds for which a file that another node has just made may be missing here: NFS caches absence for up to 60 s."""
 
 
 def load_ops(names: Iterable[str]) -> str:
-    """Build what is not built yet, in minutes, and load it; return why an op cannot be, "" if all are there.
-    PyTorch's lock elects one builder, and the others poll it, so no collective waits for a compiler.
+    """Load DeepSpeed's native ops on this rank, after building those that are not built yet, which takes minutes.
+
+    PyTorch's lock lets one process build while the others poll, so no collective waits for a compiler.
+
+    Returns:
+        The name of the first op that cannot be built and the compiler's error; "" if all are loaded.
     """
-    until = time.monotonic() + STALE_S
+    deadline = time.monotonic() + STALE_S
     for name in names:
         builder = _BUILDERS.get(name)
         while builder:
@@ -52,13 +56,13 @@ def load_ops(names: Iterable[str]) -> str:
                 get_accelerator().create_op_builder(builder).load(verbose=False)
                 break
             except Exception as error:  # whatever a missing CUDA toolkit, a compiler or a linker make of it
-                if isinstance(error, ImportError) and "No such file" in str(error) and time.monotonic() < until:
+                if isinstance(error, ImportError) and "No such file" in str(error) and time.monotonic() < deadline:
                     time.sleep(1)
                     continue
                 logging.getLogger("DeepSpeed").info("building %s", name, exc_info=True)
                 lines = str(error).splitlines() or [type(error).__name__]
-                told = [lines[0], *(line for line in lines[1:] if "error" in line.lower())][:2]
-                return f"{name}: {' '.join(line.strip() for line in told)}"
+                summary = [lines[0], *(line for line in lines[1:] if "error" in line.lower())][:2]
+                return f"{name}: {' '.join(line.strip() for line in summary)}"
     return ""
 
 
@@ -70,13 +74,15 @@ def use_tf32(precision: schema.PrecisionConfig) -> None:
 def compiles_layers(
     compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
 ) -> bool:
-    """Whether torch.compile compiles a model's layers. It looks into PyTorch's checkpoint function, and not into
-    DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`), which has settings of its own, and which ZeRO 3 without
-    DeepCompile needs, as the hooks that gather the weights end each graph.
+    """Whether torch.compile compiles a model's layers at a ZeRO `stage`.
+
+    It traces PyTorch's checkpoint function, but not DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`). DeepSpeed's
+    is needed for its own settings, and by ZeRO 3 without DeepCompile, whose hooks that gather the weights end each
+    graph.
     """
-    settings = replace(recompute, enabled=False, number_checkpoints=0) != schema.ActivationCheckpointingConfig()
-    is_reached = not settings and (stage < 3 or compiling.deepcompile)
-    return compiling.enabled and (not recompute.enabled or is_reached)
+    needs_deepspeed = replace(recompute, enabled=False, number_checkpoints=0) != schema.ActivationCheckpointingConfig()
+    is_traced = not needs_deepspeed and (stage < 3 or compiling.deepcompile)
+    return compiling.enabled and (not recompute.enabled or is_traced)
 
 
 def initialize_engine(
@@ -87,9 +93,21 @@ def initialize_engine(
     compiling: schema.CompileConfig | None = None,
     optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the engine: partitioning and precision come from `ds_config` alone, and so does the optimizer if it can.
-    Under stage 3 the model is partitioned already. `make_schedule` gets the optimizer and returns its learning-rate
-    schedule.
+    """Build the engine that trains a model. A collective.
+
+    Args:
+        model: partitioned already under stage 3.
+        ds_config: decides about partitioning and precision alone, and about the optimizer if DeepSpeed has it by name.
+        activation_checkpointing: which function computes the layers again in the backward pass.
+        make_schedule: gets the optimizer and returns its learning-rate schedule.
+        compiling: settings of torch.compile; None does not compile.
+        optim: parameter groups, and the optimizer where DeepSpeed has none of that name; None takes `ds_config`'s.
+
+    Returns:
+        The engine; its `received_config` is the JSON that DeepSpeed got.
+
+    Raises:
+        ConfigError: DeepSpeed rejects the settings, or they are impossible with this model.
     """
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]
@@ -102,7 +120,7 @@ def initialize_engine(
     if any(map(is_expert_part, trained)):
         in_bf16 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
         if in_bf16 and all(map(is_expert_part, trained)):
-            # Its BF16_Optimizer takes the norm of no tensor (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
+            # BF16_Optimizer fails on the norm of an empty list (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
             raise ConfigError(
                 tr(
                     "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
@@ -118,7 +136,7 @@ def initialize_engine(
 
         patch_zenflow(trained)
     elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-    received = count_parts(fit_reduce_bucket(ds_config, elements))
+    received = count_sequence_parts(limit_reduce_bucket(ds_config, elements))
     engine = _initialize(
         model,
         received,
@@ -129,13 +147,14 @@ def initialize_engine(
     )
     engine.received_config = received
     deepspeed_patches.scale_fp16_loss(engine)
-    deepspeed_patches.follow_schedule(engine)
+    deepspeed_patches.pass_rate_to_second_optimizers(engine)
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)
     return engine
 
 
 def _compile(engine: deepspeed.DeepSpeedEngine, compiling: schema.CompileConfig) -> None:
+    """Compile the engine's model; ConfigError if the backend is not installed or DeepSpeed rejects it."""
     backends = torch.compiler.list_backends(exclude_tags=())
     if compiling.backend not in backends:
         raise ConfigError(
@@ -145,12 +164,12 @@ def _compile(engine: deepspeed.DeepSpeedEngine, compiling: schema.CompileConfig)
         )
     if compiling.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
-    deepspeed_patches.keep_compiled_gradients()
+    deepspeed_patches.keep_gradients_of_compiled_functions()
     dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
     try:
         engine.compile(compiling.backend, {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})})
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise _refusal(error) from error
+        raise _rejected_by_deepspeed(error) from error
 
 
 def _recompute_layers(
@@ -159,6 +178,7 @@ def _recompute_layers(
     compiling: schema.CompileConfig,
     stage: int,
 ) -> None:
+    """Turn on activation checkpointing in the layers that this rank computes, and warn if they are not compiled."""
     from toolkit.engine.recompute import checkpoint_activations
 
     compiled = compiles_layers(compiling, recompute, stage)
@@ -171,29 +191,31 @@ def _recompute_layers(
 
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    """Build an engine that only runs a model, partitioned already, forward: without what belongs to an optimizer."""
-    return _initialize(model, count_parts(without_optimizer(ds_config)), mpu=_tensor_groups(model, ds_config))
+    """Build an engine without an optimizer, for the forward passes of a model that is partitioned already."""
+    return _initialize(model, count_sequence_parts(without_optimizer(ds_config)), mpu=_tensor_groups(model, ds_config))
 
 
 def _initialize(
     model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
 ) -> deepspeed.DeepSpeedEngine:
-    """Call deepspeed.initialize, patched, with its refusals as ConfigErrors; check that rotary tables are unchanged."""
+    """Apply the workarounds, call deepspeed.initialize, and check that it left the rotary frequencies unchanged.
+    ConfigError if DeepSpeed rejects the settings.
+    """
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
-    deepspeed_patches.spare_waits()
-    deepspeed_patches.tie_optimizers()
+    deepspeed_patches.check_norms_without_waiting()
+    deepspeed_patches.end_optimizer_processes_with_rank()
     if ds_config["zero_optimization"]["stage"] == 3:
-        from toolkit.engine import partitioned  # noqa: F401  # it changes DeepSpeed
+        from toolkit.engine import partitioned  # noqa: F401  # its import patches DeepSpeed
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise _refusal(error) from error
+        raise _rejected_by_deepspeed(error) from error
     deepspeed_patches.assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
     return engine
 
 
 def _tensor_groups(model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any]) -> ModuleType | None:
-    """Return the module that tells DeepSpeed the tensor-parallel groups, None if layers are not split over ranks."""
+    """Return the `mpu` from which DeepSpeed learns the tensor-parallel groups, None if layers are not split."""
     if tensor_ranks(ds_config) == 1:
         return None
     from toolkit.layouts.tensor import tensor_groups
@@ -201,7 +223,7 @@ def _tensor_groups(model: PreTrainedModel | PipelineModule, ds_config: dict[str,
     return tensor_groups(model, ds_config)
 
 
-def _refusal(error: Exception) -> ConfigError:
+def _rejected_by_deepspeed(error: Exception) -> ConfigError:
     return ConfigError("DeepSpeed rejects this configuration: {reason}", reason=str(error) or type(error).__name__)
 
 
@@ -209,9 +231,10 @@ Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 
 
 def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: schema.OptimConfig) -> Groups:
-    """Return what is trained: the parameters, or groups of those with the same rate and weight decay.
+    """Return the trained parameters, in groups of equal learning rate and weight decay if `optim` asks for such.
+
     The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
-    rate comes first: it is what logs show.
+    rate comes first, as logs show the rate of the first group.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not rule_tables.is_grouped(optim):
@@ -222,14 +245,14 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     for name, parameter in trained:
         layer, rate = layer_of(name), optim.lr
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        # Experts' biases are one matrix for all of a layer's.
+        # The biases of a layer's experts are one matrix, and get no weight decay all the same.
         is_weight = is_matrix and "bias" not in name.rpartition(".")[2]
         decays = {"all": True, "matrices": is_weight, "hidden": is_weight and layer >= 0}[optim.decay.value]
         # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
         is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
         if optim.adam_lr and not is_muon:
             rate = optim.adam_lr
-        # From the top: what is above the last layer 0, the last layer 1, embeddings `layers` + 1.
+        # Counted from the top: 0 above the last layer, 1 for the last layer, `layers` + 1 for embeddings.
         depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
         groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)
     return _split_off_experts(
@@ -241,8 +264,8 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
 
 
 def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with experts that are divided over ranks in groups of their own, as their gradients are summed
-    over other ranks. These are marked as DeepSpeed marks its own (0.19.8, moe/utils.py,
+    """Move experts that are divided over ranks into parameter groups of their own, as their gradients are summed over
+    other ranks. The groups are marked as DeepSpeed marks those of its own experts (0.19.8, moe/utils.py,
     split_params_into_different_moe_groups_for_optimizer).
     """
     divided = []
@@ -255,7 +278,7 @@ def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return what makes the optimizer of parameters or groups; None where DeepSpeed does, by its name."""
+    """Return a function that makes the optimizer from parameters or groups; None if DeepSpeed makes it by name."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     if optim.name is schema.OptimizerName.adamw_8bit:
         from bitsandbytes.optim import AdamW8bit
@@ -270,7 +293,9 @@ def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2), parameter by parameter; each number by itself, so ZeRO may cut them up."""
+    """Lion (arXiv 2302.06675, algorithm 2). Updates are elementwise, so it may get the pieces into which ZeRO cuts
+    parameters.
+    """
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0

@@ -1,4 +1,4 @@
-"""Every workaround of DeepSpeed or PyTorch, with the version in which it was seen; an import applies some."""
+"""Workarounds for DeepSpeed and PyTorch, each with the version that needs it; importing this module applies some."""
 
 import math
 from collections.abc import Callable
@@ -59,8 +59,8 @@ for _fused in (FusedAdam, FusedLion):
 
 
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Without ZeRO, fp16 gradients are divided by a loss scale that DeepSpeed never multiplied the loss by.
-    Clipping then has no effect and small gradients are lost (0.19.8, engine.backward; DeepSpeed pull request 8393).
+    """Multiply fp16 losses by the loss scale without ZeRO: DeepSpeed divides the gradients by it, but does not multiply
+    the loss, so that clipping has no effect and small gradients are lost (0.19.8, engine.backward; pull request 8393).
     """
     if engine.fp16_enabled() and not engine.zero_optimization():
         backward = engine.backward
@@ -68,21 +68,21 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:
-    """What DeepSpeed's `mask_nan_or_inf_with_val_inplace` does, without waiting for a GPU.
-    A tensor as the value (0.19.8, runtime/utils.py) is copied to the GPU, and read back by `masked_fill_`.
+    """Replace NaN and Inf by `val` in place, as DeepSpeed's `mask_nan_or_inf_with_val_inplace`, but without waiting for
+    a GPU: DeepSpeed passes a tensor as the value (0.19.8, runtime/utils.py), which `masked_fill_` reads back.
     """
     input.masked_fill_(~input.isfinite(), val)
 
 
-def spare_waits() -> None:
-    """Let the norm of gradients be checked without waiting for a GPU, in all of DeepSpeed's optimizers."""
+def check_norms_without_waiting() -> None:
+    """Replace the function by which DeepSpeed's optimizers mask a gradient norm that is not finite; see above."""
     for module in (utils, stage3, stage_1_and_2):
         module.mask_nan_or_inf_with_val_inplace = _mask_invalid
 
 
-def tie_optimizers() -> None:
-    """Let the processes of ZenFlow's and SuperOffload's optimizers end with their rank.
-    Python would end them at its own exit alone, not where a rank is killed (deepspeed 0.19.8).
+def end_optimizer_processes_with_rank() -> None:
+    """Make the processes of ZenFlow's and SuperOffload's optimizers end when their rank is killed; Python ends them at
+    a regular exit alone (deepspeed 0.19.8).
     """
     for module, name in (
         (zenflow_utils, "zenflow_optimizer_process"),
@@ -92,11 +92,11 @@ def tie_optimizers() -> None:
 
 
 @cache
-def keep_compiled_gradients() -> None:
-    """Let torch 2.11 trace custom functions as 2.12 does.
-    It loses, without a word, all gradients of an autograd.Function that returns a tensor which it changed in place
-    (pytorch issue 180642), as DeepSpeed's linear layer of ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
-    2.12 filters aliases out of what forward hands on (_dynamo/variables/higher_order_ops.py, trace_forward_graph).
+def keep_gradients_of_compiled_functions() -> None:
+    """Make torch 2.11 trace custom functions as 2.12 does, which drops aliases of outputs from what forward hands on
+    (_dynamo/variables/higher_order_ops.py, trace_forward_graph). 2.11 silently loses all gradients of an
+    autograd.Function that returns a tensor it changed in place (pytorch issue 180642), as DeepSpeed's linear layer of
+    ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
     """
     if torch.__version__.split(".")[:2] != ["2", "11"]:
         return
@@ -113,7 +113,7 @@ def keep_compiled_gradients() -> None:
 
 
 def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a model's rotary frequencies, which DeepSpeed may turn into the model's precision."""
+    """Return copies of a model's rotary frequencies by name."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
 
 
@@ -128,12 +128,11 @@ def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch
 
 
 class UpdateVeto:
-    """Asks before each update of an engine, when its gradient norm is known and the weights are untouched.
+    """Asks `may_update` in each `engine.step`, when the gradient norm is known and the weights are still unchanged.
 
-    A veto takes DeepSpeed's own path of a step whose gradients overflowed, so that all its counts agree: the step is in
-    `skipped_steps`, the schedule does not advance, gradients are dropped (0.19.8). `may_update` gets the norm of the
-    whole gradient before clipping, the same on every rank, and must answer alike on all; it is called inside
-    `engine.step` unless DeepSpeed has found an overflow already.
+    `may_update` gets the global gradient norm before clipping, the same on every rank, and must return the same on all;
+    it is not called if DeepSpeed has found an overflow already. A vetoed step is skipped as DeepSpeed (0.19.8) skips
+    one whose gradients overflowed: it counts in `skipped_steps`, the schedule does not advance, gradients are dropped.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
@@ -152,12 +151,12 @@ class UpdateVeto:
             self._ask_without_zero()
 
     def begin(self) -> None:
-        """Start a step, of which nothing is known yet."""
+        """Start a step: forget the norm and the veto of the last one."""
         self.grad_norm, self.vetoed = math.inf, False
 
     def _update_scale(self, real: Callable[[bool], None], overflow: bool = False) -> None:
-        """Replace the optimizer's method: an overflow that is no veto lowers fp16's loss scale at once, any other call
-        is put off until after the update, see `_step`.
+        """Stand in for the optimizer's method `real`: an overflow lowers fp16's loss scale at once, unless it is a
+        veto; any other call is put off until after the update, see `_step`.
         """
         if overflow and not self.vetoed:
             real(True)
@@ -165,8 +164,8 @@ class UpdateVeto:
             self._grow = partial(real, False)
 
     def _step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Replace the optimizer's `step`: let the loss scale grow after the update. DeepSpeed lets it double before,
-        and then divides gradients by it, which halves an update that is not clipped (0.19.8, all its optimizers).
+        """Stand in for the optimizer's `step`, `real`: let the loss scale grow after the update. DeepSpeed doubles it
+        before, and divides gradients by the doubled one, which halves an update without clipping (0.19.8).
         """
         self._grow = None
         result = real(*arguments, **options)
@@ -175,10 +174,10 @@ class UpdateVeto:
         return result
 
     def _judge(self, scaled_norm: Any) -> bool:
-        """Note the gradient's norm, ask `may_update`, and return whether the update is vetoed."""
+        """Set `grad_norm` and `vetoed` from a norm in units of the loss scale; return `vetoed`."""
         scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
-        # DeepSpeed's helpers say -1 for what is not finite.
+        # DeepSpeed's helpers return -1 for a norm that is not finite.
         self.grad_norm = norm if math.isfinite(norm) and norm >= 0 else math.inf
         self.vetoed = not self.may_update(self.grad_norm)
         return self.vetoed
@@ -246,27 +245,29 @@ class UpdateVeto:
             self._wrap("step", step_unless_vetoed)
 
     def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        # In fp32: the squares of fp16 gradients that are in order would overflow.
+        # In fp32, as the squares of ordinary fp16 gradients would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         return torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
 
     def _gradients(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Return this rank's gradients that count in the norm, and by group those of divided experts. Of parameters
-        that several ranks of one model have whole, one rank counts the gradient.
+        """Return this rank's gradients that count in the norm, and those of divided experts by their group. A parameter
+        that several ranks of one model hold in full counts on one of them.
         """
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = self.optimizer.get_grads_for_norm()
             return gradients
-        counts_replicated = process_group.tensor_rank() == 0
+        is_first = process_group.tensor_rank() == 0
         parameters = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        counted = (p.grad for p in parameters if counts_replicated or process_group.is_tensor_part(p))
+        counted = (p.grad for p in parameters if is_first or process_group.is_tensor_part(p))
         return [gradient for gradient in counted if gradient is not None], {}
 
 
-def follow_schedule(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Give DeepSpeed's second optimizers the schedule's rate (0.19.8): ZenFlow's first update would have the peak's.
-    That of partly offloaded sub-groups on the GPU shares all groups but the first, which would keep the peak's rate,
-    and decays weights as AdamW under Adam, too (stage3.py, backup_optimizer).
+def pass_rate_to_second_optimizers(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Give the learning rate to DeepSpeed's second optimizers, which would begin or stay at the peak rate (0.19.8).
+
+    ZenFlow's gets it too late for its first update. `backup_optimizer`, for sub-groups on the GPU under partial
+    offloading, shares all parameter groups but the first, and decays weights as AdamW even if Adam is asked for
+    (stage3.py).
     """
     if engine.zenflow:
         engine.optimizer._sync_selective_optimizer_lr()

@@ -1,9 +1,8 @@
-"""A run's DeepSpeed JSON, and for each of its values where it comes from. Pure: imports neither torch nor deepspeed.
+"""A run's DeepSpeed JSON, and the origin of each of its values. Imports neither torch nor deepspeed.
 
-Two dictionaries say which key of the schema owns which DeepSpeed key: `SAME` for values that pass unchanged,
-`DERIVED` for the others. Import (ds_import) reads the same tables backwards, so both directions cannot drift apart.
-Optimizer and learning-rate schedule have a function each. Names are checked against ds_keys.json: DeepSpeed ignores
-unknown ones silently, so they are rejected here.
+Two dictionaries map DeepSpeed keys to the schema's: `SAME` for values that are copied, `DERIVED` for values that are
+computed. Import (ds_import) reads the same tables in the other direction, so that the two cannot drift apart. Keys are
+checked against ds_keys.json: DeepSpeed ignores unknown ones silently, so they are rejected here.
 """
 
 import json
@@ -20,24 +19,24 @@ from toolkit.messages import ConfigError, nearest, raise_all, tr
 
 _TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
 KEYS: dict[str, Any] = _TABLE["keys"]
-"""Name -> the names below it, None where it is no section."""
+"""Key of DeepSpeed's JSON -> the keys in that section; None for a key that is no section."""
 RENAMED: dict[str, str] = _TABLE["renamed"]
 REMOVED: list[str] = _TABLE["removed"]
-# Names that people write and that DeepSpeed never had at that place, or refuses there.
+# Keys that people write and that DeepSpeed never had there, or rejects -> the right ones.
 ELSEWHERE = {
     "optimizer.params.max_grad_norm": "gradient_clipping",
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
-# What does today what a removed section did, and the page about it.
+# Removed section -> the toolkit's key that replaces it, and the page about that.
 INSTEAD = {
     "elasticity": ("batch.world_sizes", "docs/data_efficiency.md"),
     "curriculum_learning": ("data.curriculum", "docs/data_efficiency.md"),
     "zero_optimization.mics_shard_size": ("zero.zero_hpz_partition_size", "docs/zero.md"),
 }
-# Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
+# If these are false, DeepSpeed (0.19.8) does not compute a step's gradient norm, or updates even if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 MOST_PROBLEMS = 20
-"""So many are named one by one."""
+"""Unknown keys that an error lists; it counts the others."""
 
 
 def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
@@ -48,19 +47,21 @@ def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[
             yield from json_keys(children, f"{prefix}{name}.")
 
 
-def wrong_names(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every name below `section` that cannot be in DeepSpeed's JSON; see `wrong_name`."""
+def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys in `section` that DeepSpeed's JSON cannot have; `key_problem` says why."""
     keys: dict[str, Any] = KEYS if tree is None else tree
     for name, value in section.items():
         key, below = prefix + name, keys.get(name)
         if key == "data_efficiency" or name not in keys or (below and not isinstance(value, dict | None)):
             yield key
         elif below and value:
-            yield from wrong_names(value, below, f"{key}.")
+            yield from wrong_keys(value, below, f"{key}.")
 
 
-def wrong_name(key: str) -> str:
-    """Return what is wrong with a name of `wrong_names`, and what was meant; it takes milliseconds to find out."""
+def key_problem(key: str) -> str:
+    """Return a sentence about what is wrong with a key of `wrong_keys`, with the key that was meant; takes
+    milliseconds.
+    """
     prefix, _, name = key.rpartition(".")
     siblings: dict[str, Any] = KEYS
     for section in prefix.split(".") if prefix else ():
@@ -98,10 +99,10 @@ def wrong_name(key: str) -> str:
 
 
 def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
-    """Reject unknown names in ds_extra, and keys that the schema owns.
-    `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
+    """Raise ConfigError for keys in ds_extra that DeepSpeed does not know, or that the schema has a key for.
+    `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> "file:line" that sets it.
     """
-    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_names(extra))
+    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_keys(extra))
     for key, value in values.items():
         ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
         if ours or value is None or value == "auto" or (key in NEEDED and value is False):
@@ -120,7 +121,7 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
                 "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key])
             )
         else:
-            sentence = wrong_name(key)
+            sentence = key_problem(key)
         full, prefix = f"ds_extra.{key}", ""
         for key_in_file, position in (where or {}).items():  # its own position, or the first one above or below it
             if not prefix and (
@@ -137,24 +138,24 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
 SILENT = 2_000_000_000
 
 
-def _shared(section: str, *without: str) -> tuple[str, tuple[str, ...]]:
-    """Return a section of the schema, and the names in it that DeepSpeed's section has too."""
+def _shared_names(section: str, *without: str) -> tuple[str, tuple[str, ...]]:
+    """Return a section of the schema, and the names that it has in common with DeepSpeed's section."""
     defaults: Any = dotted_keys.get_value(schema.RunConfig(), section)
     return section, tuple(item.name for item in fields(defaults) if item.name not in without)
 
 
-# DeepSpeed section -> (schema section, the names that both share)
+# DeepSpeed section -> (schema section, the names in both)
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "zero_optimization": _shared("zero", "offload_optimizer", "offload_param", "zenflow", "aio"),
-    "zero_optimization.offload_optimizer": _shared("zero.offload_optimizer"),
-    "zero_optimization.offload_param": _shared("zero.offload_param"),
-    "zero_optimization.zenflow": _shared("zero.zenflow", "enabled"),
-    "aio": _shared("zero.aio"),
-    "fp16": _shared("precision", "dtype", "communication_dtype", "tf32", "fp8"),
+    "zero_optimization": _shared_names("zero", "offload_optimizer", "offload_param", "zenflow", "aio"),
+    "zero_optimization.offload_optimizer": _shared_names("zero.offload_optimizer"),
+    "zero_optimization.offload_param": _shared_names("zero.offload_param"),
+    "zero_optimization.zenflow": _shared_names("zero.zenflow", "enabled"),
+    "aio": _shared_names("zero.aio"),
+    "fp16": _shared_names("precision", "dtype", "communication_dtype", "tf32", "fp8"),
     "optimizer.params": ("optim", ("lr", "weight_decay", *rule_tables.SOMETIMES_READ)),
-    "activation_checkpointing": _shared("train.activation_checkpointing", "enabled"),
-    "flops_profiler": _shared("profile.flops"),
-    "comms_logger": _shared("profile.comms"),
+    "activation_checkpointing": _shared_names("train.activation_checkpointing", "enabled"),
+    "flops_profiler": _shared_names("profile.flops"),
+    "comms_logger": _shared_names("profile.comms"),
 }
 SAME: dict[str, str] = {
     "train_batch_size": "batch.global_size",
@@ -190,7 +191,7 @@ DERIVED: dict[str, str] = {
     "scheduler.params.warmup_min_ratio": "schedule.warmup_min_ratio",
     "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
 }
-# DeepSpeed's monitors are never on: trackers of our own do their work, whatever a JSON asks for.
+# DeepSpeed's monitors are never on: a JSON that turns one on turns on the toolkit's tracker instead.
 MONITORS: dict[str, str] = {
     "tensorboard.enabled": "track.tensorboard.enabled",
     "tensorboard.output_path": "track.tensorboard.dir",
@@ -208,14 +209,15 @@ OWNED: dict[str, str] = SAME | DERIVED | MONITORS
 
 @dataclass(kw_only=True, slots=True)
 class DsConfig:
-    """What DeepSpeed receives, and why."""
+    """A DeepSpeed JSON, with the origin of each value."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """The nested dictionary: JSON-able, nothing left to DeepSpeed's defaults, no "auto", no null."""
+    """The nested dictionary: plain JSON values, nothing left to DeepSpeed's defaults, no "auto", no null."""
     why: dict[str, str] = field(default_factory=dict)
     """Dotted DeepSpeed key -> the schema key that holds the value, or "= formula"."""
     missing: list[str] = field(default_factory=list)
-    """Sentences about what this JSON cannot say to another program; our own training does it all the same."""
+    """Sentences about settings that JSON cannot express, for users of `export-config`; training has them all the same.
+    """
 
     def put(self, key: str, value: Any, why: str) -> None:
         """Set a dotted DeepSpeed key."""
@@ -228,7 +230,7 @@ class DsConfig:
 
 
 def tensor_ranks(values: Mapping[str, Any]) -> int:
-    """Return over how many ranks a DeepSpeed JSON splits each layer."""
+    """Return the number of tensor-parallel ranks of a DeepSpeed JSON."""
     return int(values.get("tensor_parallel", {}).get("autotp_size", 1))
 
 
@@ -239,42 +241,43 @@ def read_key(cfg: schema.RunConfig, key: str) -> Any:
 
 
 def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
-    """Write a run's settings as DeepSpeed's JSON.
-    Where `total_steps`, those of the whole run, is None and `train.max_steps` is 0, a scheduler that depends on it is
-    left out, and `missing` says so.
+    """Return a run's settings as DeepSpeed's JSON. ConfigError if ds_extra or the batch sizes are wrong.
+
+    `total_steps`: optimizer steps of the run. If it is None and `train.max_steps` is 0, a scheduler that depends on it
+    is omitted, with a sentence in `missing`.
     """
     check_extra(cfg.ds_extra, OWNED)
     cfg, reason = native_ops.with_optimizer(cfg)
     ds = DsConfig()
-    _batch(ds, cfg, world_size)
+    _write_batch(ds, cfg, world_size)
     ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
     ds.put("bf16.enabled", cfg.precision.dtype is schema.Dtype.bf16, "precision.dtype")
     if cfg.precision.dtype is schema.Dtype.fp16:
-        _copy(ds, cfg, "fp16")
-    ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
+        _copy_section(ds, cfg, "fp16")
+    ds.put("data_types.grad_accum_dtype", *_choose_accumulation_dtype(cfg))
     if cfg.precision.communication_dtype is not schema.CommunicationDtype.auto:
         key = "communication_data_type"
-        if cfg.parallel.sequence > 1:  # it has a key and a default, fp32, of its own (deepspeed 0.19.8, engine.py)
+        if cfg.parallel.sequence > 1:  # which has its own key, with fp32 as default (deepspeed 0.19.8, engine.py)
             key = f"seq_parallel_{key}"
         ds.put(key, cfg.precision.communication_dtype.value, "precision.communication_dtype")
-    _zero(ds, cfg)
-    optimizer_section(ds, cfg, reason)
-    scheduler_section(ds, cfg, total_steps or cfg.train.max_steps or None)
+    _write_zero(ds, cfg)
+    _write_optimizer(ds, cfg, reason)
+    _write_scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
         # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
         unset = () if cfg.train.activation_checkpointing.number_checkpoints else ("number_checkpoints",)
-        _copy(ds, cfg, "activation_checkpointing", *unset)
+        _copy_section(ds, cfg, "activation_checkpointing", *unset)
     if cfg.parallel.tensor > 1:
-        _same(ds, cfg, "tensor_parallel.autotp_size")
+        _copy_keys(ds, cfg, "tensor_parallel.autotp_size")
         for name, value in mesh.partition_config().items():
             ds.put(f"tensor_parallel.partition_config.{name}", value, tr("= how parameters of these names are split"))
     if cfg.compile.deepcompile:
-        _same(ds, cfg, "compile.deepcompile")
+        _copy_keys(ds, cfg, "compile.deepcompile")
     if cfg.profile.flops.enabled:
-        _copy(ds, cfg, "flops_profiler", *(() if cfg.profile.flops.output_file else ("output_file",)))
+        _copy_section(ds, cfg, "flops_profiler", *(() if cfg.profile.flops.output_file else ("output_file",)))
     if cfg.profile.comms.enabled:
-        _copy(ds, cfg, "comms_logger")
-    _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
+        _copy_section(ds, cfg, "comms_logger")
+    _copy_keys(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
     if cfg.precision.fp8 is not schema.Fp8.none:
         ds.omit("precision.fp8 = {fp8} is omitted: layers of the model multiply in FP8.", fp8=cfg.precision.fp8.value)
     if trackers := cfg.track.enabled:
@@ -288,9 +291,9 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     return ds
 
 
-def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
-    """Return the JSON with buffers for gradients that are no larger than all gradients of a rank together, `trained`.
-    DeepSpeed 0.19.8 allocates reduce_bucket_size in full, 1 GB in bf16 by default, for LoRA's few megabytes too
+def limit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
+    """Return the JSON with a `reduce_bucket_size` of at most `trained`, the number of trained elements on a rank.
+    DeepSpeed 0.19.8 allocates the bucket in full, 1 GB in bf16 by default, even for LoRA's few megabytes
     (runtime/zero/stage_1_and_2.py, stage3.py).
     """
     zero = values["zero_optimization"]
@@ -299,89 +302,92 @@ def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
     return {**values, "zero_optimization": {**zero, "reduce_bucket_size": trained}}
 
 
-def count_parts(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON with a global batch in which each part of a sequence counts, where layers are split, too.
-
-    DeepSpeed 0.19.8 then takes no notice of sequence_parallel_size, and wants a batch of that size (runtime/config.py).
+def count_sequence_parts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON with `train_batch_size` times the ranks that share a sequence, if layers are split over ranks
+    too: DeepSpeed 0.19.8 then ignores sequence_parallel_size, and checks the batch size without it (runtime/config.py).
     """
     parts = values.get("sequence_parallel_size", 1) if "tensor_parallel" in values else 1
     return {**values, "train_batch_size": values["train_batch_size"] * parts} if parts > 1 else values
 
 
 def without_optimizer(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of an engine that only runs a model forward."""
+    """Return the JSON without optimizer and scheduler, for an engine that only runs forward passes."""
     zero = {name: value for name, value in values["zero_optimization"].items() if name != "offload_optimizer"}
-    rest = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
-    return {**rest, "zero_optimization": zero}
+    remaining = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
+    return {**remaining, "zero_optimization": zero}
 
 
-def of_split_stage(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a pipeline whose layers layouts/tensor.py has split: without the section about that. Each rank
-    sends its peer all of the hidden states: gathering them from parts fails on gloo (0.19.8, runtime/utils.py).
+def for_split_stage(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON for a pipeline stage whose layers layouts/tensor.py has split already, without `tensor_parallel`.
+    Ranks send full hidden states to the next stage: gathering them from parts fails on gloo (0.19.8, runtime/utils.py).
     """
-    rest = {name: value for name, value in values.items() if name != "tensor_parallel"}
-    return {**rest, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+    remaining = {name: value for name, value in values.items() if name != "tensor_parallel"}
+    return {**remaining, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
 
 def with_flops_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the JSON with a file in the run directory for the profile of FLOPs, where it has none."""
+    """Return the JSON with `folder`/flops.txt as the FLOPs profiler's file, unless it names another."""
     if "flops_profiler" not in values:
         return values
     return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
 
 
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
-    """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
+    """Return a table with a line for each DeepSpeed key: its value, the schema key or formula that it comes from, and
+    the "file:line" that sets it. `where`: schema key -> "file:line".
+    """
     rows = []
     for key, value in dotted_keys.leaves(ds.values):
         why = ds.why[key]
         if not why.startswith("="):
-            above = [head for head in accumulate(why.split("."), "{}.{}".format) if head in where]
-            why += f"  ({where[above[-1]] if above else tr('schema default')})"
+            set_keys = [prefix for prefix in accumulate(why.split("."), "{}.{}".format) if prefix in where]
+            why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
         rows.append((key, json.dumps(value), why))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
 
 
-def _same(ds: DsConfig, cfg: schema.RunConfig, *keys: str) -> None:
+def _copy_keys(ds: DsConfig, cfg: schema.RunConfig, *keys: str) -> None:
+    """Copy the values of DeepSpeed keys that are in `SAME`."""
     for key in keys:
         ds.put(key, read_key(cfg, SAME[key]), SAME[key])
 
 
-def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> None:
+def _copy_section(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> None:
+    """Copy the values of a DeepSpeed section that is in `SECTIONS`, except for the names `without`."""
     ours, names = SECTIONS[section]
     for name in names:
         if name not in without:
             ds.put(f"{section}.{name}", read_key(cfg, f"{ours}.{name}"), f"{ours}.{name}")
 
 
-def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
+def _write_batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
     """Write batch sizes, accumulation and clipping."""
-    times = mesh.accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
-    _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
+    accumulation_steps = mesh.accumulation(cfg, world_size)  # raises if the micro-batch size is not known yet
+    _copy_keys(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     why = tr(
         "= batch.global_size {size} / (batch.micro_per_gpu {micro} x {ranks} ranks)",
         size=cfg.batch.global_size,
         micro=cfg.batch.micro_per_gpu,
         ranks=mesh.mesh_of(cfg, world_size).data_ranks,
     )
-    ds.put("gradient_accumulation_steps", times, why)
+    ds.put("gradient_accumulation_steps", accumulation_steps, why)
     if cfg.parallel.sequence > 1:
-        # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
-        # mesh comes with it, it divides states and averages gradients over all ranks, as without it.
-        _same(ds, cfg, "sequence_parallel_size")
-    # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
+        # DeepSpeed 0.19.8 divides the ranks by it to check the batch size (runtime/config.py). Without an mpu or a mesh
+        # it still divides states and averages gradients over all ranks.
+        _copy_keys(ds, cfg, "sequence_parallel_size")
+    # Always written: DeepSpeed's default changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
     why = tr("= {steps}: DeepSpeed's own progress lines are off, see train.log_every", steps=SILENT)
     ds.put("steps_per_print", SILENT, why)
 
 
-def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
-    """Return the type in which micro-batches' gradients are added up, and why (read in DeepSpeed 0.19.8).
-    bf16 keeps 8 bits, so sums over many micro-batches lose the small ones; fp32 is right wherever DeepSpeed can:
-    stages 1 (it then takes its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types agree.
-    Stages 1 and 2 with an offloaded optimizer add up in host buffers of the model's type, whatever is asked here.
-    fp16 gradients are scaled against loss of small values and checked for overflow, and stay fp16.
+def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
+    """Return the type in which the gradients of micro-batches are summed, and why; for DeepSpeed 0.19.8.
+    bf16 keeps 8 bits, so sums over many micro-batches lose small gradients: fp32 is used wherever DeepSpeed supports
+    it, in stages 1 (by its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types are equal.
+    Stages 1 and 2 with an offloaded optimizer sum in host buffers of the model's type, whatever is set here. fp16
+    gradients are scaled so that small ones survive, and checked for overflow: they stay fp16.
     """
     dtype, stage = cfg.precision.dtype, cfg.zero.stage
     offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none
@@ -393,33 +399,35 @@ def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     return (dtype.value, reason)
 
 
-def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
-    """Write ZeRO's section, without keys that its stage and devices do not read."""
+def _write_zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
+    """Write ZeRO's section, without the keys that DeepSpeed does not read at this stage or with these devices."""
     zero = cfg.zero
     if zero.stage == 0:
         ds.put("zero_optimization.stage", zero.stage, "zero.stage")
         return
-    of_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
-    _copy(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in of_stage3))
+    only_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
+    _copy_section(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in only_stage3))
     if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
         ds.put("zero_optimization.reduce_scatter", False, tr("= false: Muon needs whole gradients"))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not schema.Device.none:
             unread: tuple[str, ...] = () if offload.device is schema.Device.nvme else ("nvme_path",)
             unread += () if zero.offload_optimizer.super_offload else ("super_offload", "cpuadam_cores_perc")
-            _copy(ds, cfg, f"zero_optimization.{name}", *unread)
+            _copy_section(ds, cfg, f"zero_optimization.{name}", *unread)
     if schema.Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
-        _copy(ds, cfg, "aio")
+        _copy_section(ds, cfg, "aio")
     if zero.zenflow.enabled:
-        _copy(ds, cfg, "zero_optimization.zenflow")
-        # Its other strategy counts epochs by a data loader that the engine does not have here.
+        _copy_section(ds, cfg, "zero_optimization.zenflow")
+        # The other strategy counts epochs by DeepSpeed's own data loader, which is not used.
         ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
-def optimizer_section(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
-    """Name the optimizer and its settings, or what JSON cannot say. `reason`: why auto chose `optim.torch`, else ""."""
+def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
+    """Write the optimizer, or omit it if DeepSpeed has no name for it. `reason`: why `optim.torch` = auto became what
+    it is, "" if it was not auto.
+    """
     optim, kind, params = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
-    # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
+    # PyTorch's Adam, and what DeepSpeed makes by name, are on its list of tested optimizers, offloaded ones too.
     if cfg.zero.stage and (rule_tables.is_client(optim) or not kind.is_known):
         why = tr("= true: DeepSpeed has not tested its ZeRO with optim.name")
         ds.put("zero_allow_untested_optimizer", True, why)
@@ -461,21 +469,21 @@ SCHEDULERS = {
 
 
 def warmup_steps(cfg: schema.RunConfig, total_steps: int) -> int:
-    """Return the optimizer steps of warm-up: `schedule.warmup_steps`, or `schedule.warmup_ratio` of all, rounded up."""
+    """Return the optimizer steps of the warm-up: `warmup_steps`, or `warmup_ratio` of `total_steps`, rounded up."""
     if cfg.schedule.warmup_ratio:
         # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
         return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
     return cfg.schedule.warmup_steps
 
 
-def warmup_lowest(schedule: schema.ScheduleConfig, steps: int) -> float:
-    """Return the first learning rate of a warm-up of so many steps as a fraction of the peak."""
+def warmup_start_ratio(schedule: schema.ScheduleConfig, steps: int) -> float:
+    """Return the first learning rate of a warm-up of `steps` steps, as a fraction of the peak rate."""
     ratio = schedule.warmup_min_ratio
     return ratio if ratio >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
 
 
-def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | None) -> None:
-    """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise."""
+def _write_scheduler(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | None) -> None:
+    """Write the scheduler of DeepSpeed that is equal to train/schedule.py's, or omit it if there is none."""
     schedule = cfg.schedule
     if schedule.name not in SCHEDULERS:
         ds.omit(
@@ -502,13 +510,13 @@ def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | No
                 name=schedule.name.value,
             )
         return
-    _named_scheduler(ds, cfg, steps, total_steps)
+    _write_scheduler_parameters(ds, cfg, steps, total_steps)
 
 
-def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
-    """Write the scheduler that DeepSpeed has under a name; `steps`: those of the warm-up."""
+def _write_scheduler_parameters(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
+    """Write name and parameters of a scheduler in `SCHEDULERS`; `steps`: of the warm-up."""
     schedule, params = cfg.schedule, "scheduler.params."
-    lowest = warmup_lowest(schedule, steps)
+    lowest = warmup_start_ratio(schedule, steps)
     why = f"= schedule.warmup_min_ratio {lowest}"
     if schedule.warmup_min_ratio < 0:
         why = tr("= 1 / {steps} steps of warm-up", steps=round(1 / lowest))

@@ -16,10 +16,10 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that exist, as operations make them and as they are dropped.
+    """Counts the bytes of all live tensors, as operations create them and as they are freed.
 
-    It does not see what an operation allocates and frees inside itself, nor other threads than the one that entered; on
-    CPUs the backward pass runs in the same thread. An operation beyond `limit_bytes` (0: no limit) runs out of memory.
+    What an operation allocates and frees inside itself is not counted, nor what other threads do; on CPUs the backward
+    pass runs in the same thread. An operation that exceeds `limit_bytes` (0: no limit) raises OutOfMemoryError.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -29,8 +29,8 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was there before, or that has just been made."""
+    def count(self, tensor: torch.Tensor) -> None:
+        """Add a tensor's storage, unless it is counted already; it is subtracted when it is freed."""
         if not self._counts(tensor):
             return
         storage = tensor.untyped_storage()
@@ -58,14 +58,17 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in _pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+                self.count(leaf)
         if self.limit_bytes and self.now > self.limit_bytes:
             raise torch.OutOfMemoryError(f"{func} brings the tensors of this rank to {self.now / GIB:.3f} GiB")
         return result
 
 
 class PeakMemory:
-    """A context that watches this rank's memory; CPUs have `limit_bytes` (0: none) and may leave out old tensors."""
+    """A context that measures this rank's peak memory.
+
+    On CPUs `limit_bytes` is enforced (0: no limit), and `only_new` skips the tensors that exist when it is entered.
+    """
 
     def __init__(self, device: torch.device, limit_bytes: int = 0, only_new: bool = False) -> None:
         self.device, self._only_new = device, only_new
@@ -75,14 +78,13 @@ class PeakMemory:
     def __enter__(self) -> "PeakMemory":
         if self._live is not None:
             for candidate in [] if self._only_new else gc.get_objects():
-                if issubclass(
-                    type(candidate), torch.Tensor
-                ):  # the type: asking some objects for it would import packages
+                # Not isinstance, by which some objects of the garbage collector would import packages.
+                if issubclass(type(candidate), torch.Tensor):
                     with suppress(NotImplementedError):  # sparse tensors have no storage
-                        self._live.see(candidate)
+                        self._live.count(candidate)
             self._live.__enter__()
         self.restart()
-        self._before = 0  # what was before the context
+        self._before = 0  # the peak before the context does not count
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -90,7 +92,7 @@ class PeakMemory:
             self._live.__exit__(*raised)
 
     def restart(self) -> int:
-        """Return the bytes in use now, and begin anew to look for the peak."""
+        """Return the bytes in use now, and measure the peak from here on."""
         self._before = self.highest()
         if self._live is not None:
             self._live.peak = self._live.now
@@ -108,7 +110,9 @@ class PeakMemory:
 
 
 def limit_bytes(device: torch.device, max_gib: float) -> int:
-    """Return how many bytes this rank may use: `max_gib` and what others leave; 0 where nothing limits a CPU."""
+    """Return how many bytes this rank may use: at most `max_gib` (0: no limit) and what is free; 0 for a CPU without a
+    limit.
+    """
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked
@@ -118,18 +122,18 @@ def limit_bytes(device: torch.device, max_gib: float) -> int:
 
 
 def set_limit(device: torch.device, max_gib: float) -> None:
-    """Let this process have no more than `plan.max_gpu_gib` of its GPU; 0, and CPUs, are left alone."""
+    """Limit this process to `max_gib` of its GPU's memory; does nothing if that is 0, or on CPUs."""
     if max_gib and device.type != "cpu":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max_gib * GIB / total), device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, on a GPU or on a CPU."""
+    """Whether an error means that a GPU or a CPU is out of memory."""
     is_by_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_by_class or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def shown(num_bytes: float) -> str:
-    """Return an amount of memory as one reads it."""
+    """Return an amount of memory with its unit: GiB from 0.1 GiB on, else MiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -20,17 +20,17 @@ def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def is_muon(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed's Muon is the optimizer, which ZeRO's wrappers move momenta of before its step (0.19.8)."""
+    """Whether DeepSpeed's Muon is the optimizer: ZeRO's wrappers update its momentum before its step (0.19.8)."""
     return type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
 
 
 def gathered_parameters(
     module: torch.nn.Module, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and full value, on rank 0's CPU, of all that a checkpoint must hold: parameters, stored buffers.
+    """Yield the name and the full value, in rank 0's host memory, of each parameter and persistent buffer.
 
-    On other ranks the value is an empty tensor. A collective where the model is divided: every rank must iterate to the
-    end. One parameter is full at a time.
+    On other ranks the value is an empty tensor. A collective if the model is divided over ranks: every rank must
+    iterate to the end. One parameter is gathered at a time. `only`: names to yield, None for all.
     """
     if isinstance(module, PipelineModule):  # toolkit.layouts.pipeline.PipelineStage
         yield from module.gathered(only)
@@ -54,7 +54,7 @@ _GROUPS = (
     ("attention", ("attn", "attention", "query_key_value")),
     ("feed-forward", ("mlp", "expert", "feed_forward", "ffn")),
 )
-"""Groups, by what the names of their parameters hold; what comes first decides."""
+"""Group of parameters -> strings in their names; the first group that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ class Count:
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
-    """Return the parameters of a model by group; partitioned ones count whole, what LoRA adds with what it adds to."""
+    """Count a model's parameters by group, at their full size if they are partitioned; LoRA's count in the group of the
+    layer that they are added to.
+    """
     inner = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     head = model.get_output_embeddings()
     outer = {id(parameter) for parameter in head.parameters()} if head is not None else set()
@@ -87,23 +89,23 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
     return {group: Count(trained[group], total[group]) for group in total}
 
 
-def ruined_ranks(engine: deepspeed.DeepSpeedEngine) -> str:
-    """Return which ranks hold optimizer states that are NaN or Inf, "" if none does. A collective.
+def ranks_with_broken_states(engine: deepspeed.DeepSpeedEngine) -> str:
+    """Name the ranks whose optimizer states hold NaN or Inf, such as "rank 0, 3"; "" if none does. A collective.
 
-    Inf in one of Adam's keeps its weight from ever changing again; NaN spoils it at the next step.
+    A weight whose Adam state is Inf never changes again; one whose state is NaN becomes NaN at the next step.
     """
-    ruined = [str(number) for number, finite in enumerate(gather(are_finite(engine))) if not finite]
-    return "" if not ruined else f"rank {', '.join(ruined)}"
+    broken = [str(rank) for rank, is_finite in enumerate(gather(has_finite_states(engine))) if not is_finite]
+    return "" if not broken else f"rank {', '.join(broken)}"
 
 
-def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether no state that this rank holds outside NVMe has a NaN or an Inf; reads 1 GB of host memory in 0.1 s."""
+def has_finite_states(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether this rank's optimizer states outside NVMe have no NaN or Inf; checks 1 GB of host memory in 0.1 s."""
     basic = engine.basic_optimizer
-    on_gpu = getattr(engine.optimizer, "backup_optimizer", None)  # beside partly offloaded ones
-    # Muon's second one is for what is no matrix.
-    parts = filter(None, (basic, getattr(basic, "aux_optimizer", None), on_gpu))
-    held = [state for part in parts for state in part.state.values() if isinstance(state, dict)]
-    tensors = [value for state in held for value in state.values() if isinstance(value, torch.Tensor)]
+    on_gpu = getattr(engine.optimizer, "backup_optimizer", None)  # of the part that is not offloaded
+    # Muon has a second optimizer, for parameters that are no matrices.
+    optimizers = filter(None, (basic, getattr(basic, "aux_optimizer", None), on_gpu))
+    by_parameter = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+    tensors = [value for state in by_parameter for value in state.values() if isinstance(value, torch.Tensor)]
     states = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for state in states:

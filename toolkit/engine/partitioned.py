@@ -1,4 +1,4 @@
-"""ZeRO-3: what DeepSpeed lacks where parameters are in pieces; an import puts it there."""
+"""A workaround for ZeRO-3's gathering of parameters (DeepSpeed 0.19.8); importing this module applies it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,17 +9,17 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, register_external_parameter
 
 
-def _noting_readers(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method by which a module's code gets a parameter, which notes what a block reads of layers within it
-    that it does not call, so that DeepSpeed gathers it for the block in the backward pass too.
+def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method by which a module's code reads a parameter: a parameter that a block reads from a layer inside it
+    without calling that layer is registered with the block, so that DeepSpeed gathers it in the backward pass too.
 
-    DeepSpeed (0.19.8, parameter_offload.py, ZeROOrderedDict) does so if the parameter is in pieces. If it was gathered
-    ahead, as the layer was called in an earlier pass (Gemma 3n's `correction_coefs`, called in evaluation alone), it
-    would be in pieces in the backward pass, and perhaps on its way still in the forward pass.
+    DeepSpeed (0.19.8, parameter_offload.py, ZeROOrderedDict) registers it only if it is partitioned when it is read. If
+    it was prefetched, as the layer was called in an earlier pass (Gemma 3n's `correction_coefs`, called in evaluation
+    alone), it would be partitioned in the backward pass, and perhaps still in flight in the forward pass.
     """
 
     @wraps(read)
-    def read_and_note(self: Any, key: str) -> Any:
+    def read_and_register(self: Any, key: str) -> Any:
         parameter = read(self, key)
         status = getattr(parameter, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
         stack = parameter_offload.FWD_MODULE_STACK
@@ -34,7 +34,7 @@ def _noting_readers(read: Callable[..., Any]) -> Callable[..., Any]:
                 root.ds_inflight_param_registry.pop(parameter).wait()
         return parameter
 
-    return read_and_note
+    return read_and_register
 
 
-parameter_offload.ZeROOrderedDict.__getitem__ = _noting_readers(parameter_offload.ZeROOrderedDict.__getitem__)
+parameter_offload.ZeROOrderedDict.__getitem__ = _registering_reader(parameter_offload.ZeROOrderedDict.__getitem__)

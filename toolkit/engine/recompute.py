@@ -21,9 +21,10 @@ from toolkit.messages import ConfigError
 def checkpoint_activations(
     model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, stage: int, compiled: bool = False
 ) -> None:
-    """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
-    transformers would use torch's function and leave DeepSpeed's section unread. `stage`: of ZeRO. `compiled`: take
-    torch's, as torch.compile looks into no other; see `build.compiles_layers`.
+    """Recompute the model's layers by DeepSpeed's checkpoint function, so that its settings take effect.
+
+    transformers would use torch's function and ignore DeepSpeed's settings. With `compiled` torch's is used all the
+    same, as torch.compile traces no other; see `build.compiles_layers`. `stage`: of ZeRO.
     """
     check_recomputes(model, stage)
     if compiled:
@@ -42,25 +43,26 @@ def checkpoint_activations(
         profile=config.profile,
     )
     layers = _layers(model)
-    # A layer reads more than its inputs that has a gradient: a learned prefix. Not for trained layers: their pieces
-    # under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8). Or it takes part several times:
-    # ZeRO-2 takes one gradient for each parameter, and DeepSpeed's other function makes one each time.
+    # DeepSpeed's non-reentrant function is needed in two cases: a layer reads something with a gradient that is not
+    # among its inputs (a learned prefix); or a layer runs several times, as ZeRO-2 takes one gradient of each
+    # parameter, and the reentrant function makes one each time. It is wrong for trained layers under ZeRO-3: their
+    # weights are partitioned again when its gradients are computed (deepspeed 0.19.8).
     reads_more = any(layer._can_checkpoint_with_cache for layer in layers)
-    function = partial(_checkpoint, reentrant=not (reads_more or _repeated_part(model)))
+    function = partial(_checkpoint, reentrant=not (reads_more or _repeated_parameter(model)))
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
     if first := next(trained, None):
-        first._gradient_checkpointing_func = partial(_with_gradient, function)
+        first._gradient_checkpointing_func = partial(_with_input_gradient, function)
 
 
 def check_recomputes(model: PreTrainedModel, stage: int) -> None:
-    """Reject a model whose layers cannot be computed again at a stage of ZeRO; a ConfigError. It may be on meta."""
+    """Raise ConfigError if a model's layers cannot be recomputed at this ZeRO stage. It may be on the meta device."""
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
             "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
             architecture=type(model).__name__,
         )
-    if stage == 3 and (name := _repeated_part(model)):
+    if stage == 3 and (name := _repeated_parameter(model)):
         raise ConfigError(
             "train.activation_checkpointing.enabled = true and zero.stage = 3 cannot be together with {architecture}: "
             "{name} is used several times in a forward pass. Use zero=stage2, or disable activation checkpointing.",
@@ -70,18 +72,18 @@ def check_recomputes(model: PreTrainedModel, stage: int) -> None:
 
 
 def _layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers that can be computed again, those that a model has twice twice."""
+    """Return the layers that can be recomputed; a layer that a model holds in two places is listed twice."""
     parts = (part for _, part in model.named_modules(remove_duplicate=False))
     return [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
 
 
 _REPEATING = ("hrm_text",)
-"""Types of models (transformers 5.23) that call their layers several times in a forward pass."""
+"""Model types (transformers 5.23) that call their layers several times in a forward pass."""
 
 
-def _repeated_part(model: PreTrainedModel) -> str:
-    """Return the name of a trained parameter that takes part several times in a forward pass, as those of the block
-    that Zamba's layers share; "" if there is none.
+def _repeated_parameter(model: PreTrainedModel) -> str:
+    """Return the name of a trained parameter that is used several times in a forward pass, as in the block that Zamba's
+    layers share; "" if there is none.
     """
     layers = _layers(model) * (2 if model.config.model_type in _REPEATING else 1)
     inner = {part for layer in layers for part in layer.modules() if part is not layer}
@@ -90,10 +92,11 @@ def _repeated_part(model: PreTrainedModel) -> str:
     return next((name for name, parameter in model.named_parameters() if counts[parameter] > 1), "")
 
 
-def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
-    """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
-    The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
-    A hook of the layer would come too late: before 5.23 transformers calls those within the checkpoint.
+def _with_input_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+    """Checkpoint the first trained layer with an input that requires a gradient, even if all layers before it are
+    frozen: without one autograd would not reach the parameters of a recomputed layer.
+
+    A forward hook of the layer would run too late: before 5.23 transformers calls those inside the checkpoint.
     """
     if torch.is_grad_enabled() and not inputs[0].requires_grad:
         inputs[0].requires_grad_()
@@ -101,28 +104,31 @@ def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any],
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool) -> Any:
-    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls.
+    """Run a layer through DeepSpeed's checkpoint function.
 
-    Gradients reach only tensors that it is handed one by one, and it returns a tuple of one tensor as that tensor
-    (0.19.8, checkpointing.py, `checkpoint`). So what has a gradient is taken out of all that a layer gets, by position
-    or by name (Zamba 2's embeddings), and what a layer writes into a mapping for later layers comes out beside what it
-    returns (Gemma 3n and 4, whose last layers share keys and values).
-    Not for frozen layers below all that is trained: they keep nothing, and it would keep their inputs in host memory,
-    with cpu_checkpointing, for a backward pass that never comes (0.19.8, checkpointing.py, CheckpointFunction).
+    Its gradients reach only tensors that are positional arguments, and it returns a tuple of one tensor as that tensor
+    (0.19.8, checkpointing.py, `checkpoint`). So the tensors with a gradient are picked from all arguments of the layer,
+    also from keywords (Zamba 2's embeddings); and what the layer writes into a mapping for later layers (Gemma 3n and
+    4, whose last layers share keys and values) is returned with its result and written again here.
+
+    Layers without such a tensor run plainly: frozen ones below all trained layers have no backward pass, for which
+    cpu_checkpointing would keep their inputs in host memory (0.19.8, checkpointing.py, CheckpointFunction).
     """
     call, keywords = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     mappings = {name: value for name, value in keywords.items() if isinstance(value, MutableMapping)}
     plain = keywords | {name: dict(value) for name, value in mappings.items()}
     leaves, form = _pytree.tree_flatten((inputs, plain))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if reentrant and not places:
+    positions = [
+        position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if reentrant and not positions:
         return function(*inputs)
-    tensors = [leaves[place] for place in places]
-    for place in places:
-        leaves[place] = None  # not held here, as they may be moved to host memory
+    tensors = [leaves[position] for position in positions]
+    for position in positions:
+        leaves[position] = None  # no reference is kept, as they may be moved to host memory
     kinds = {name: type(value) for name, value in mappings.items()}
-    layer = _Flat(partial(call, *getattr(function, "args", ())), kinds, leaves, places, form)
-    checkpointing = deepspeed.checkpointing
+    layer = _FlatLayer(partial(call, *getattr(function, "args", ())), kinds, leaves, positions, form)
+    checkpointing = deepspeed.checkpointing  # looked up at each call, so that tests can count the calls
     outputs = (checkpointing.checkpoint if reentrant else checkpointing.non_reentrant_checkpoint)(layer, *tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     result, written = _pytree.tree_unflatten(outputs, layer.returned)
@@ -132,23 +138,25 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool) -> 
 
 
 @dataclass
-class _Flat:
-    """A layer that takes the tensors with a gradient alone, and returns all in one tuple."""
+class _FlatLayer:
+    """A layer as a function of its tensors with a gradient alone, which returns all tensors in one flat tuple."""
 
     call: Callable[..., Any]
     kinds: dict[str, Any]
-    """Type of each mapping that it gets by name."""
+    """Type of each mapping among its keyword arguments."""
     leaves: list[Any]
-    """All that it gets, None at `places`."""
-    places: list[int]
+    """All leaves of its arguments, None at `positions`."""
+    positions: list[int]
+    """Indices in `leaves` of the tensors with a gradient."""
     form: _pytree.TreeSpec
+    """Structure of its arguments."""
     returned: Any = None
-    """Of the last result and what was written into each mapping."""
+    """Structure of the last result, with what was written into each mapping."""
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
         arguments, options = _pytree.tree_unflatten(leaves, self.form)
         mappings = {name: kind(options[name]) for name, kind in self.kinds.items()}
         result = self.call(*arguments, **(options | mappings))

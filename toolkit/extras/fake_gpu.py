@@ -268,7 +268,7 @@ class Watch(LiveBytes):
             self.waits[_waiting_code()] += 1
         self._function = func
         for leaf in leaves:
-            self.see(leaf)
+            self.count(leaf)
         return result
 
     def _note_collective(self, func: Any, args: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config import mesh
 from toolkit.distributed import process_group
-from toolkit.engine.ds_config import of_split_stage, tensor_ranks
+from toolkit.engine.ds_config import for_split_stage, tensor_ranks
 
 _REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config
 
@@ -178,7 +178,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
     # Of what is whole on all, the norm counts the first rank's gradient.
     for parameter in (each for each in module.parameters() if each.requires_grad):
         parameter.model_parallel &= process_group.tensor_rank() == 0 or process_group.is_tensor_part(parameter)
-    return of_split_stage(ds_config)
+    return for_split_stage(ds_config)
 
 
 def check_split(model: PreTrainedModel, size: int) -> None:

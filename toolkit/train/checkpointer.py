@@ -25,7 +25,7 @@ from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
-from toolkit.engine.parameters import is_muon, is_partitioned, ruined_ranks
+from toolkit.engine.parameters import is_muon, is_partitioned, ranks_with_broken_states
 from toolkit.messages import CheckpointError, reason_of, say, tr, warn
 from toolkit.models import probe, save, weights
 from toolkit.models.stages import capture_probe, is_pipeline, stage_model, unwrap_model
@@ -121,7 +121,7 @@ class Checkpointer:
         probed = self._probe() if runs_probe else None
         if has_probe and on_rank0(lambda: probed is not None and not bool(torch.isfinite(probed.logits).all())):
             self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
-        elif ruined := ruined_ranks(self.engine):
+        elif ruined := ranks_with_broken_states(self.engine):
             self.ruin = tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ruined)
         if self.ruin:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
@@ -181,7 +181,7 @@ class Checkpointer:
         counts = counts_in(checkpoint)
         engine_state.restore(self.engine, self._held, saved)
         engine_state.restore_counts(self.engine, counts)
-        if ruined := ruined_ranks(self.engine):
+        if ruined := ranks_with_broken_states(self.engine):
             raise CheckpointError(
                 "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
                 "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",

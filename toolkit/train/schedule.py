@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
-from toolkit.engine.ds_config import warmup_lowest, warmup_steps
+from toolkit.engine.ds_config import warmup_start_ratio, warmup_steps
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
@@ -46,7 +46,7 @@ def learning_rate(
         return peak * _decay(schedule, done, max(1, total_steps))
     warmup, index = max(2, warmup_steps), done - 1
     cosine = schedule.name is schema.ScheduleName.cosine
-    lowest = warmup_lowest(schedule, warmup_steps)
+    lowest = warmup_start_ratio(schedule, warmup_steps)
     if index < 0:
         return lowest * peak
     if index < warmup:
@@ -78,7 +78,7 @@ def _as_transformers(schedule: schema.ScheduleConfig, step: float, total_steps: 
     """Return the rate at a step from 0, as a share of the peak, of inverse_sqrt, polynomial and wsd (transformers)."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
-        lowest = warmup_lowest(schedule, warmup_steps)
+        lowest = warmup_start_ratio(schedule, warmup_steps)
         return lowest + (1.0 - lowest) * step / warmup_steps
     if schedule.name is schema.ScheduleName.inverse_sqrt:
         timescale = schedule.timescale or warmup_steps or _TIMESCALE
