@@ -27,7 +27,7 @@ from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.export.engine import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
-from toolkit.models.save import describe
+from toolkit.models.save import non_weight_files
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import LanguageData, training_batches
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
@@ -58,9 +58,9 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
         train_step(engine, LanguageTask(), window, world_size(), guard)
 
     step()  # optimizer states exist from here on
-    files = describe(engine.module, prepared.encoder) if rank() == 0 else {}
+    files = non_weight_files(engine.module, prepared.encoder) if rank() == 0 else {}
     described = ModelFiles(
-        files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_in_background
+        files, probe.probe_ids([prepared.train[0][0].tolist()], engine.module.config), export_in_background
     )
     kept = replace(cfg.checkpoint, keep=1, keep_weights=0)
     settings = {

@@ -18,7 +18,7 @@ from toolkit.export.write import write_folder
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
-from toolkit.models.save import describe, save_model
+from toolkit.models.save import non_weight_files, save_model
 
 MODELS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -68,7 +68,7 @@ def test_only_what_cannot_be_read_piece_by_piece_is_read_whole(tmp_path: Path, m
     for name in ("joined", "divided"):
         model = model_of(name)
         taken = probe.capture(model, probe.spread_ids(model.config))
-        write_folder(model, describe(model, None), tmp_path / name, "hf", taken)
+        write_folder(model, non_weight_files(model, None), tmp_path / name, "hf", taken)
         assert "the logits are those of the save" in verify_logits(tmp_path / name)
     with pytest.raises(ModelError, match=r"HrmTextForCausalLM stores .* only be read whole, not with zero.stage=3"):
         load_model(tmp_path / "divided", ready=lambda *_: None)
@@ -82,7 +82,7 @@ def test_a_head_that_its_model_holds_before_the_embedding_that_it_is_tied_to(tmp
     model = transformers.CamembertForCausalLM(transformers.CamembertConfig(**sizes)).eval()
     state = {name: value.detach() for name, value in model.named_parameters()}
     assert "lm_head.decoder.weight" in state
-    taken, files = probe.capture(model, probe.spread_ids(model.config)), describe(model, None)
+    taken, files = probe.capture(model, probe.spread_ids(model.config)), non_weight_files(model, None)
     check_exportable(model, files, tmp_path / "export")
     write_folder(model, files, tmp_path / "export", "hf", taken, state=state)
     assert "the logits are those of the save" in verify_logits(tmp_path / "export")
@@ -103,7 +103,7 @@ def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
 def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = model_of("llama"), tmp_path / "export"
     taken = probe.capture(model, probe.spread_ids(model.config))
-    write_folder(model, describe(model, None), folder, "hf", taken)
+    write_folder(model, non_weight_files(model, None), folder, "hf", taken)
     monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: pytest.fail("it was loaded whole"))
     assert "the logits are those of the save" in verify_logits(folder)
     values = load_file(folder / "model.safetensors")
@@ -129,12 +129,12 @@ def test_one_bit_that_is_written_otherwise_is_found(
         bits[7, 4] ^= 1
         save_file(values, file, {"format": "pt"})
 
-    write_folder(model, describe(model, None), folder, "hf", None, state=state)
+    write_folder(model, non_weight_files(model, None), folder, "hf", None, state=state)
     monkeypatch.setattr("toolkit.export.write.save_model", save)
     with pytest.raises(
         CheckpointError, match=r"does not hold what was trained: .*layers\.1\.mlp\.experts\.gate_up_proj"
     ):
-        write_folder(model, describe(model, None), tmp_path / "other", "hf", None, state=state)
+        write_folder(model, non_weight_files(model, None), tmp_path / "other", "hf", None, state=state)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypat
     monkeypatch.setattr("toolkit.export.verify.streamed_model", lambda path: _linked(streamed_model(path), owner))
     monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: _linked(load_model(path), owner))
     taken = probe.capture(model, probe.spread_ids(model.config))
-    write_folder(model, describe(model, None), folder, "hf", taken)
+    write_folder(model, non_weight_files(model, None), folder, "hf", taken)
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Linear, "forward", forward)
         ids = probe.spread_ids(model.config)

@@ -18,7 +18,7 @@ from toolkit.export.write import write_folder
 from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
 from toolkit.models.chatglm.formats import FamilyChatEncoder, Piece
-from toolkit.models.save import describe
+from toolkit.models.save import non_weight_files
 
 NAMES = ["v1", "v2", "v3", "glm4"]
 # Control strings of all generations, and words that hold one.
@@ -524,7 +524,7 @@ def test_an_export_asks_as_training_did(name: str, has_own_tokenizer: bool, tmp_
     for template in ("", str(tmp_path / "t.jinja")):
         encoder = load_chat_encoder(folder if has_own_tokenizer else GOLDEN / f"tok_{name}", chat_template=template)
         export = tmp_path / f"export{bool(template)}"
-        write_folder(model, describe(model, encoder), export, "hf", None)
+        write_folder(model, non_weight_files(model, encoder), export, "hf", None)
         found = load_chat_encoder(export)
         assert found.prompt(chat) == encoder.prompt(chat)
         assert {*found.stop_ids} == {*encoder.stop_ids}

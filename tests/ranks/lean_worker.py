@@ -18,7 +18,7 @@ from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, 
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.messages import ConfigError
-from toolkit.models.loss import LossPath, loss_head, with_label_positions
+from toolkit.models.loss import LossPath, loss_head, with_targets
 from toolkit.tasks import language
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import step
@@ -113,7 +113,7 @@ def window(number: int) -> list[dict[str, torch.Tensor]]:
             labels[:] = -100
         positions = torch.arange(16)[None]
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
-        batches.append(with_label_positions(batch))
+        batches.append(with_targets(batch))
     return batches
 
 

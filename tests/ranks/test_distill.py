@@ -83,7 +83,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     from toolkit.data.loader import collate
     from toolkit.export.write import write_folder
     from toolkit.models.load import random_config
-    from toolkit.models.save import describe
+    from toolkit.models.save import non_weight_files
     from toolkit.tasks.language_data import load_data
 
     folder = tmp_path_factory.mktemp("teacher")
@@ -100,7 +100,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         model(input_ids=batch["input_ids"], attention_mask=mask, labels=batch["labels"]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    write_folder(model.eval(), describe(model, data.encoder), folder / "model", "hf", None)
+    write_folder(model.eval(), non_weight_files(model, data.encoder), folder / "model", "hf", None)
     return folder / "model"
 
 

@@ -171,9 +171,9 @@ def test_exports_are_whole(name: str, exported: str, runs: Path, tmp_path: Path)
 
 def transformers_names(folder: Path) -> dict[str, torch.Size]:
     """Return names and shapes of a model folder's parameters, each once."""
-    from toolkit.models.load import empty
+    from toolkit.models.load import load_empty
 
-    return {name: one.shape for name, one in empty(folder).named_parameters()}
+    return {name: one.shape for name, one in load_empty(folder).named_parameters()}
 
 
 def test_a_stage_writes_its_own_layers(runs: Path) -> None:

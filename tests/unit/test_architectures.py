@@ -14,10 +14,10 @@ from toolkit.messages import ModelError
 from toolkit.models import load_model
 from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
-from toolkit.models.load import stream
+from toolkit.models.load import stream_parameters
 from toolkit.models.loss import LossHead, token_loss_sum
-from toolkit.models.structure import towers
-from toolkit.models.weights import TransformersLayout, assign
+from toolkit.models.structure import tower_prefixes
+from toolkit.models.weights import TransformersLayout, assign_state
 
 NAMES = [*CONFIGS, *WRAPPERS]
 
@@ -26,8 +26,8 @@ NAMES = [*CONFIGS, *WRAPPERS]
 def test_tensor_by_tensor_is_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / name, name)
     whole = load_model(folder)
-    model, values = stream(folder)
-    assign(model, dict(values))
+    model, values = stream_parameters(folder)
+    assign_state(model, dict(values))
     ids = torch.arange(3, 23).view(2, 10)
     assert torch.equal(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
 
@@ -53,7 +53,7 @@ def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
             (loss.detach(), {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
         )
     (loss, gradients), (expected, wanted) = found
-    assert all(key.startswith(towers(model)) for key, _ in model.named_parameters() if key not in gradients)
+    assert all(key.startswith(tower_prefixes(model)) for key, _ in model.named_parameters() if key not in gradients)
     torch.testing.assert_close(loss, expected)
     for key in wanted:
         torch.testing.assert_close(gradients[key], wanted[key], atol=2e-5, rtol=1e-4, msg=key)
@@ -85,8 +85,8 @@ def test_more_in_the_files_than_is_read(tmp_path: Path) -> None:
     wanted = load_model(folder)
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"model.layers.46.eh_proj.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
-    model, values = stream(folder)
-    assign(model, dict(values))
+    model, values = stream_parameters(folder)
+    assign_state(model, dict(values))
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, wanted(ids).logits)
 

@@ -21,7 +21,7 @@ from toolkit.messages import ModelError
 from toolkit.models import attention, attention as attention_module
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.isolation import check_isolation
-from toolkit.models.packable import packing_unsupported
+from toolkit.models.packable import reason_not_to_pack
 
 MOE = {
     "moe_intermediate_size": 16,
@@ -300,15 +300,15 @@ def test_models_that_cannot(name: str, tmp_path: Path) -> None:
     """By what transformers makes of a config, before anything is packed; a measurement might miss a small leak."""
     config, reason = PACKABLE[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert packing_unsupported(ModelConfig(path=str(tmp_path)), 64) == reason
+    assert reason_not_to_pack(ModelConfig(path=str(tmp_path)), 64) == reason
 
 
 def test_models_that_cannot_of_other_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "chatglm", "architectures": ["ChatGLMModel"], "position_encoding_2d": True}
     monkeypatch.setattr("toolkit.models.packable.read_config", lambda path, with_weights: config)
     reason = "ChatGLM-6B finds the positions of a whole row from its one <sop>"
-    assert packing_unsupported(ModelConfig(path="x"), 64) == reason
-    assert packing_unsupported(ModelConfig(init=Init.random), 64) == ""
+    assert reason_not_to_pack(ModelConfig(path="x"), 64) == reason
+    assert reason_not_to_pack(ModelConfig(init=Init.random), 64) == ""
 
 
 def test_a_state_that_runs_on_is_measured_in_float32() -> None:

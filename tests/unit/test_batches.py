@@ -128,7 +128,7 @@ def test_batches_ahead_keep_their_order() -> None:
     batches = ahead(source(), 3)
     assert not taken, "nothing is prepared before the first batch is asked for"
     first = next(batches)
-    assert first["places"].tolist() == [2]
+    assert first["target_indices"].tolist() == [2]
     assert [int(batch["labels"][0, 0]) for batch in (first, *batches)] == list(range(7))
     assert taken == list(range(7))
     assert not threads()
@@ -137,7 +137,7 @@ def test_batches_ahead_keep_their_order() -> None:
 def test_a_run_on_cpus_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # calling for it would fail here
     [batch] = ahead(iter([{"labels": torch.tensor([[1, 1]])}]), 2)
-    assert batch["places"].tolist() == [1]
+    assert batch["target_indices"].tolist() == [1]
 
 
 def test_an_error_comes_where_its_batch_would_have() -> None:

@@ -38,7 +38,7 @@ def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, LanguageData]:
 
 
 def with_encoder(cfg: RunConfig) -> LanguageData:
-    with mock.patch("toolkit.models.packable.packing_unsupported", return_value=""):
+    with mock.patch("toolkit.models.packable.reason_not_to_pack", return_value=""):
         return load_data_with(cfg, ByteEncoder())  # type: ignore[arg-type]
 
 

@@ -234,7 +234,7 @@ def test_whatever_fails_is_told_and_ends_nothing(make: Made, tmp_path: Path, mon
 def test_prompts_that_are_too_long_are_left_out(make: Made) -> None:
     evaluation, said = make(ALL, "model.shape.max_positions=22", "evaluate.max_samples=0")
     said.clear()
-    evaluation.leave_out_too_long()
+    evaluation.drop_too_long()
     assert 0 < len(evaluation.questions) < 23
     assert all(len(question.prompt) <= 12 for question in evaluation.questions)
     assert said == [
@@ -243,7 +243,7 @@ def test_prompts_that_are_too_long_are_left_out(make: Made) -> None:
     ]
     evaluation, _ = make(ALL, "model.shape.max_positions=12")
     with pytest.raises(ModelError, match=r"more than the 12 positions of the model\. Set it lower\."):
-        evaluation.leave_out_too_long()
+        evaluation.drop_too_long()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -15,7 +15,7 @@ from toolkit.config.load import load
 from toolkit.layouts import experts
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import experts as model_experts, load_model, weights
-from toolkit.models.adapters import as_stored, attach_adapter
+from toolkit.models.adapters import attach_adapter, in_stored_shape
 from toolkit.models.base_model import BaseModel, base_of
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora import ADAPTER, inject_lora, quantize, quantize_layer, without_adapter
@@ -148,7 +148,7 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / name, name)
     small, plain = (load_model(folder, dtype=torch.float32).train() for _ in range(2))
     quantize(small)
-    for key in model_experts.names_of(plain):
+    for key in model_experts.expert_matrix_names(plain):
         packed, whole = small.get_parameter(key), plain.get_parameter(key)
         assert packed.data.nbytes * 2 == whole.numel()
         assert packed.quant_state.shape == whole.shape
@@ -158,7 +158,7 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
             state = part.weight.quant_state
             plain.get_parameter(f"{key}.weight").data = bitsandbytes.functional.dequantize_4bit(part.weight.data, state)
     ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
-    sizes = {plain.get_parameter(key).nbytes for key in model_experts.names_of(plain)}
+    sizes = {plain.get_parameter(key).nbytes for key in model_experts.expert_matrix_names(plain)}
     kept: list[torch.Tensor] = []
     for model in (small, plain):
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -251,7 +251,7 @@ def test_what_replaces_their_forward_pass_is_undone(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.mlp.experts.forward = lambda states, *_: states
     assert not torch.equal(model(ids).logits, before)
-    model_experts.keep_interface(model)
+    model_experts.restore_expert_interface(model)
     assert torch.equal(model(ids).logits, before)
 
 
@@ -265,14 +265,14 @@ def test_only_loras_second_factor_is_written_as_a_matrix(tmp_path: Path) -> None
     kept = [name for name in trained_names(model) if "modules_to_save" in name]
     assert len(kept) == 4
     for name in kept:
-        assert as_stored(name, model.get_parameter(name)).shape == model.get_parameter(name).shape
+        assert in_stored_shape(name, model.get_parameter(name)).shape == model.get_parameter(name).shape
 
 
 def test_divided_experts_are_not_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(write(tmp_path / "m", "qwen3_moe"))
-    for name in model_experts.names_of(model):
-        model_experts.mark(model.get_parameter(name), "group")
-    monkeypatch.setattr(model_experts, "pretend_full_shapes", nullcontext)
+    for name in model_experts.expert_matrix_names(model):
+        model_experts.mark_as_divided(model.get_parameter(name), "group")
+    monkeypatch.setattr(model_experts, "pretend_full_expert_shapes", nullcontext)
     with pytest.raises(ConfigError, match=r"tuning.save_modules: .*mlp.experts holds experts, which parallel.expert"):
         inject_lora(model, LoraConfig(r=2, target_modules=["k_proj"], modules_to_save=["experts"]), None)
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.architectures import PREDICTING, auto_class, stored_tensors, write, write_predicting
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions, write_folder
-from toolkit.models.load import empty, load_model, stream
-from toolkit.models.save import describe, save_model
-from toolkit.models.weights import assign
+from toolkit.models.load import load_empty, load_model, stream_parameters
+from toolkit.models.save import non_weight_files, save_model
+from toolkit.models.weights import assign_state
 
 
 def count_in(folder: Path, name: str) -> Any:
@@ -46,9 +46,9 @@ def test_exports_copy_them(name: str, max_shard_size: str, tmp_path: Path, capsy
 @pytest.mark.parametrize("name", PREDICTING)
 def test_without_the_directory_none_are_promised(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = write_predicting(tmp_path / "in", name)
-    model, values = stream(tmp_path / "in")
-    files = describe(model, None)
-    assign(model, dict(values))
+    model, values = stream_parameters(tmp_path / "in")
+    files = non_weight_files(model, None)
+    assign_state(model, dict(values))
     (tmp_path / "in").rename(tmp_path / "elsewhere")
     write_folder(model, files, tmp_path / "out", "hf", None)
     assert f"lacks {len(extra)} tensors" in capsys.readouterr().out
@@ -72,4 +72,4 @@ def test_buffers_of_old_files_are_not_named(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "in" / "model.safetensors")
     stored["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
     save_file(stored, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    assert not hasattr(empty(tmp_path / "in", compared=True), "extra_tensors")
+    assert not hasattr(load_empty(tmp_path / "in", compared=True), "extra_tensors")

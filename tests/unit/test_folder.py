@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from toolkit.cli import eval
 from toolkit.config.schema import ModelConfig
 from toolkit.messages import ModelError
-from toolkit.models.directory import code_files, is_trusted, read_config, runs_code, trust_code
+from toolkit.models.directory import code_files, has_runnable_code, is_trusted, read_config, trust_code
 from toolkit.train.startup import warn_remote_code
 
 
@@ -124,7 +124,7 @@ def test_trust_without_effect(content: str, tmp_path: Path, capsys: pytest.Captu
     warn_remote_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert not capsys.readouterr().out
     config(OWN)(tmp_path)
-    assert runs_code(str(tmp_path)) and runs_code("me/model")
+    assert has_runnable_code(str(tmp_path)) and has_runnable_code("me/model")
     warn_remote_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert "run with all your rights" in capsys.readouterr().out
     warn_remote_code(ModelConfig(path=str(tmp_path)))

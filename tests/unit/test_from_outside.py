@@ -25,7 +25,7 @@ from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Pr
 from toolkit.models.chat import load_chat_encoder, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import is_lfs_pointer, read_config
-from toolkit.models.load import empty
+from toolkit.models.load import load_empty
 from toolkit.plan import lookup
 from toolkit.secrets import hide
 
@@ -166,7 +166,7 @@ def test_what_a_constructor_cannot_take(whole: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("toolkit.models.directory.check_sizes", lambda config, file: None)
     folder = spoiled(whole, tmp_path, "config.json", {"rope_parameters": {"partial_rotary_factor": 1e400}})
     with pytest.raises(ModelError, match="cannot load the model in "):
-        empty(folder)
+        load_empty(folder)
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "intermediate_size", "head_dim"])
@@ -180,7 +180,7 @@ def test_sizes_that_are_texts_are_not_multiplied(key: str, whole: Path, tmp_path
 @pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "<html>"])
 def test_generation_configs_that_are_none(content: str, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json is not JSON"):
-        empty(spoiled(whole, tmp_path, "generation_config.json", content))
+        load_empty(spoiled(whole, tmp_path, "generation_config.json", content))
 
 
 def test_tokenizers_whose_settings_show_as_they_are_used(whole: Path, tmp_path: Path) -> None:

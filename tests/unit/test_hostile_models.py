@@ -345,14 +345,14 @@ NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "
 
 
 def test_expressions_of_adapters_become_names() -> None:
-    found = adapter_settings.with_names(
+    found = adapter_settings.with_matched_modules(
         {"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED]
     )
     assert found == {"target_modules": NAMED[1:], "r": 2}
     both = {"target_modules": ".*proj", "exclude_modules": "no such"}
-    assert adapter_settings.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
+    assert adapter_settings.with_matched_modules(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
     for kept in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"]}, {"target_modules": None}):
-        assert adapter_settings.with_names(kept, NAMED) == kept
+        assert adapter_settings.with_matched_modules(kept, NAMED) == kept
 
 
 @pytest.mark.parametrize(

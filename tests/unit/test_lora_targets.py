@@ -18,7 +18,7 @@ from toolkit.models import adapters, base_model, load_model, outline, probe
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora import choose_targets
 from toolkit.models.structure import trained_names
-from toolkit.models.weights import assign
+from toolkit.models.weights import assign_state
 from toolkit.plan.outline import tuned
 
 LORA = TuningConfig(method=TuningMethod.lora, rank=4)
@@ -101,7 +101,7 @@ def test_default_targets_are_what_peft_takes_and_the_plan_counts(name: str, tmp_
     )
     read = adapters.read_settings(folder), base_model.read_base(folder), base, adapters.read_adapter_weights(folder)
     plan, values = merge.merge_adapter(merge.TunedPart(folder, *read))
-    assign(plan.model, dict(values))
+    assign_state(plan.model, dict(values))
     merged = plan.model.float().eval()(ids, use_cache=False).logits
     assert (merged - logits).abs().max() < 1e-4 * logits.std()
     measured = outline.outline(base)

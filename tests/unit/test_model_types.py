@@ -16,13 +16,13 @@ from toolkit.models import load_model, lora
 from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_towers
 from toolkit.models.isolation import check_isolation
-from toolkit.models.load import check_vocabulary, stream
+from toolkit.models.load import check_vocabulary, stream_parameters
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.save import save_model
-from toolkit.models.structure import decoder_layers_name, towers
+from toolkit.models.structure import decoder_layers_name, tower_prefixes
 from toolkit.models.trainable import check_trains
-from toolkit.models.weights import assign
+from toolkit.models.weights import assign_state
 from toolkit.plan.outline import flop_sizes
 
 SIZES: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_what_only_images_go_through_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_model_of_text_has_nothing_beside_it() -> None:
     with torch.device("meta"):
         models = [built("gpt_neox", **SIZES), built("bart", vocab_size=64, d_model=32, decoder_layers=1)]
-    assert [towers(model) for model in models] == [(), ()]
+    assert [tower_prefixes(model) for model in models] == [(), ()]
 
 
 def test_the_embedding_of_padding_is_exported_and_read_back(tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ def test_the_embedding_of_padding_is_read_as_transformers_loads_it(tmp_path: Pat
     model = built("youtu", **SIZES, **latent, num_key_value_heads=2, pad_token_id=3)
     torch.nn.init.ones_(model.get_input_embeddings().weight)
     model.save_pretrained(tmp_path / "youtu")
-    streamed, values = stream(tmp_path / "youtu")
-    assign(streamed, dict(values))
+    streamed, values = stream_parameters(tmp_path / "youtu")
+    assign_state(streamed, dict(values))
     table = load_model(tmp_path / "youtu").get_input_embeddings().weight
     assert torch.equal(streamed.get_input_embeddings().weight, table) and not table[3].any() and table[2].all()
 

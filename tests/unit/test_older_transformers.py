@@ -111,7 +111,7 @@ def exported(folder: Path, name: str) -> tuple[Any, transformers.PreTrainedModel
     kind, settings, _ = MODELS[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(kind(**{**SIZES, **settings})).eval()
-    write_folder(model, save.describe(model, encoder), folder, "hf", None)
+    write_folder(model, save.non_weight_files(model, encoder), folder, "hf", None)
     return encoder, model
 
 

@@ -18,7 +18,7 @@ from toolkit.export.verify import verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
-from toolkit.models.save import describe, save_model
+from toolkit.models.save import non_weight_files, save_model
 from toolkit.tasks import language
 
 
@@ -42,18 +42,18 @@ def model() -> transformers.GlmForCausalLM:
 
 
 def test_rows_are_the_beginning_of_two_samples(model: transformers.GlmForCausalLM) -> None:
-    ids = probe.ids_of([range(50), range(40, 60), range(9)], model.config)
+    ids = probe.probe_ids([range(50), range(40, 60), range(9)], model.config)
     assert ids.tolist() == [[*range(8)], [*range(40, 48)]]
-    assert probe.ids_of([range(50)], model.config).tolist() == [[*range(8)]]
+    assert probe.probe_ids([range(50)], model.config).tolist() == [[*range(8)]]
     spread = probe.spread_ids(model.config)
     assert spread.shape == (2, 8)
     assert 0 <= int(spread.min()) < int(spread.max()) < 64
     old = ChatGLMConfig(gmask_token_id=7, bos_token_id=8)
-    assert probe.ids_of([range(50), range(5)], old).tolist() == [[0, 1, 2, 7, 8]] * 2
+    assert probe.probe_ids([range(50), range(5)], old).tolist() == [[0, 1, 2, 7, 8]] * 2
 
 
 def test_nothing_else_is_touched(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
-    ids = probe.ids_of([range(50), range(40, 60)], model.config)
+    ids = probe.probe_ids([range(50), range(40, 60)], model.config)
     before = torch.get_rng_state()
     taken = probe.capture(model, ids)
     assert torch.equal(before, torch.get_rng_state())
@@ -254,13 +254,13 @@ def test_a_model_that_rounds_far_in_float32_has_bounds_of_its_own(tmp_path: Path
 
 
 def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: transformers.GlmForCausalLM) -> None:
-    assert set(describe(model, None)) == {"config.json", "generation_config.json"}
+    assert set(non_weight_files(model, None)) == {"config.json", "generation_config.json"}
     model.generation_config.temperature = 0.6  # as in some published folders: without do_sample
     with pytest.raises(ModelError, match=r"generation_config\.json of the model contradicts itself.*temperature"):
-        describe(model, None)
+        non_weight_files(model, None)
 
 
 def test_an_export_keeps_keys_and_values_where_training_did_not(model: transformers.GlmForCausalLM) -> None:
     model.config.use_cache = False
-    assert json.loads(describe(model, None)["config.json"]).get("use_cache", True)
+    assert json.loads(non_weight_files(model, None)["config.json"]).get("use_cache", True)
     assert not model.config.use_cache, "training goes on without"

@@ -16,7 +16,7 @@ from toolkit.cli import main
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
 from toolkit.messages import ModelError
-from toolkit.models.load import load_model, stream
+from toolkit.models.load import load_model, stream_parameters
 
 METHODS = {
     "fp8": "FineGrainedFP8Config(dequantize=True)",
@@ -45,7 +45,7 @@ def test_check_and_train_say_the_same(
         errors.append(re.search(r"\S+ holds quantized weights .*", shown.out + shown.err)[0])  # type: ignore[index]
     assert errors[0] == errors[1]
     assert f"({method} in config.json)" in errors[0] and METHODS[method] in errors[0]
-    for read in (lambda: stream(folder), lambda: export_verified(folder, tmp_path / "out", ExportOptions())):
+    for read in (lambda: stream_parameters(folder), lambda: export_verified(folder, tmp_path / "out", ExportOptions())):
         with pytest.raises(ModelError, match="holds quantized weights"):
             read()
 
@@ -115,7 +115,7 @@ def test_the_way_of_the_docs(write_model: Any, kind: str, tmp_path: Path) -> Non
     script = script.replace("FineGrainedFP8Config", kind)
     script = script.replace("/models/Qwen3-8B-FP8", str(tmp_path / "quantized"))
     exec(script.replace("/models/Qwen3-8B-bf16", str(tmp_path / "bf16")), {})
-    written = dict(stream(tmp_path / "bf16")[1])
+    written = dict(stream_parameters(tmp_path / "bf16")[1])
     assert expected and all(torch.equal(written[name], value) for name, value in expected.items())
     export_verified(tmp_path / "bf16", tmp_path / "export", ExportOptions())
     assert load_model(tmp_path / "export").dtype is torch.bfloat16

@@ -23,7 +23,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ModelError, OutOfMemory
 from toolkit.models import fine_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
-from toolkit.models.save import describe
+from toolkit.models.save import non_weight_files
 from toolkit.tasks.language_data import longest_batch, repeated_batch
 from toolkit.train.auto_layout import RowsMemory, _next_rows, choose_layout
 from toolkit.train.dry_run import (
@@ -87,18 +87,18 @@ def test_a_model_that_is_not_read_back_as_it_is_written_is_named_before_training
     folder.parent.mkdir()
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     model.save_pretrained(base)
-    check_exportable(model, describe(model, None), folder)
+    check_exportable(model, non_weight_files(model, None), folder)
     model._keys_to_ignore_on_save = {"model.norm.weight"}
     wrong = r"could not be exported after training: .*missing \[model.norm.weight\].*checkpoint.export=false"
     with pytest.raises(ModelError, match=wrong):
-        check_exportable(model, describe(model, None), folder)
+        check_exportable(model, non_weight_files(model, None), folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     fine_tuning.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
-    files = describe(model, None) | model.tuned.describe()
+    files = non_weight_files(model, None) | model.tuned.describe()
     check_adapter_exportable(model, files, folder)
     model.tuned = replace(model.tuned, settings=model.tuned.settings | {"r": 4})
     with pytest.raises(ModelError, match=r"could not be exported after training: .*lora_A"):
-        check_adapter_exportable(model, describe(model, None) | model.tuned.describe(), folder)
+        check_adapter_exportable(model, non_weight_files(model, None) | model.tuned.describe(), folder)
     assert not list(folder.parent.iterdir())
 
 

@@ -19,7 +19,7 @@ from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import classifier, probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.classifier import Head, with_head
-from toolkit.models.load import check_writes, load_model
+from toolkit.models.load import check_generates_text, load_model
 from toolkit.models.save import save_model
 from toolkit.plan.lookup import outline_of
 from toolkit.tasks.reward import reward_losses
@@ -84,7 +84,7 @@ def test_a_head_is_saved_and_loaded_with_equal_scores(kind: str, tmp_path: Path)
     with pytest.raises(
         ModelError, match=r"model that scores sequences \(a reward model or a classifier\): it writes no text"
     ):
-        check_writes(own, tmp_path / "model")
+        check_generates_text(own, tmp_path / "model")
     with pytest.raises(ModelError, match="gives 1 scores for each sequence, and 2 are to be trained"):
         with_head(own, Head(("a", "b"), 0), seed=4)
 

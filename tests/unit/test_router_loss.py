@@ -17,7 +17,7 @@ from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
 from toolkit.models.loss import loss_head, token_loss_sum
-from toolkit.models.router_loss import Routers, balance, expert_loads, load_metrics, routers_of, within_capacity
+from toolkit.models.router_loss import Routers, balance_loss, expert_loads, load_metrics, routers_of, within_capacity
 from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import train_step
 
@@ -101,7 +101,7 @@ def test_a_filler_trains_no_router() -> None:
 
 def test_balanced_is_the_number_of_choices() -> None:
     def value(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor) -> float:
-        return float(balance(logits, expert_loads(chosen, samples, 4), samples))
+        return float(balance_loss(logits, expert_loads(chosen, samples, 4), samples))
 
     chosen, all_of_them = torch.arange(8).view(4, 2) % 4, torch.ones(4, dtype=torch.bool)
     assert value(torch.zeros(4, 4), chosen, all_of_them) == pytest.approx(2)

@@ -9,8 +9,8 @@ from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
 from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
-from toolkit.models.loss import with_label_positions
-from toolkit.models.packable import packing_unsupported
+from toolkit.models.loss import with_targets
+from toolkit.models.packable import reason_not_to_pack
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
@@ -32,18 +32,18 @@ def test_parts_together_are_the_rows(parts: int) -> None:
         "seen_until": 1 + ids % 3,
         "cu_seq_lens": torch.tensor([0, rows * size], dtype=torch.int32),
     }
-    whole = with_label_positions(batch)
-    whole["sources"] = sources.flatten()[whole["places"]]
+    whole = with_targets(batch)
+    whole["sources"] = sources.flatten()[whole["target_indices"]]
     cut = [local_part(whole, part, parts) for part in range(parts)]
     for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
         assert torch.equal(torch.cat([one[name] for one in cut], dim=1), batch[name])
-    assert sum(len(one["places"]) for one in cut) == len(whole["places"])
+    assert sum(len(one["target_indices"]) for one in cut) == len(whole["target_indices"])
     found = torch.full((rows, parts, size // parts), -100)
     for part, one in enumerate(cut):
         assert one["part"].tolist() == [part, parts]
         assert torch.equal(one["row_ids"], ids)
         assert torch.equal(one["cu_seq_lens"], batch["cu_seq_lens"])
-        before = one["places"] - 1
+        before = one["target_indices"] - 1
         row, column = before // (size // parts), before % (size // parts)
         assert torch.equal(one["sources"], row)
         found[row, part, column] = one["targets"]
@@ -63,8 +63,8 @@ def test_models_that_cannot_be_divided(tmp_path) -> None:
     sliding = transformers.MistralConfig(**SIZES, sliding_window=16)
     transformers.MistralForCausalLM(sliding).save_pretrained(tmp_path)
     model_config = load(["recipe=quickstart", "model=hf", f"model.path={tmp_path}"]).cfg.model
-    assert "reaches back 16 tokens only" in packing_unsupported(model_config, 32)
-    assert packing_unsupported(model_config, 16) == ""
+    assert "reaches back 16 tokens only" in reason_not_to_pack(model_config, 32)
+    assert reason_not_to_pack(model_config, 16) == ""
 
 
 def test_plan_divides_activations_and_counts_the_exchange() -> None:

@@ -23,7 +23,7 @@ from toolkit.extras.serving import FAILED, PASSED, SKIPPED, require_serving, ver
 from toolkit.messages import CheckpointError
 from toolkit.models import probe
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.models.save import describe
+from toolkit.models.save import non_weight_files
 
 FAMILIES = {"qwen": "qwen3", "glm-4.5": "glm4_moe", "glm-4.7": "glm4_moe", "glm-4": "glm4", "plain": "llama"}
 """Template -> architecture, in test_templates and architectures; ChatGLM3 and GLM-4-9B are in tests/parity."""
@@ -37,7 +37,9 @@ def write(folder: Path, template: str) -> TemplateChatEncoder:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     encoder = TemplateChatEncoder(tokenizer)
-    write_folder(model, describe(model, encoder), folder, "hf", probe.capture(model, probe.spread_ids(model.config)))
+    write_folder(
+        model, non_weight_files(model, encoder), folder, "hf", probe.capture(model, probe.spread_ids(model.config))
+    )
     return encoder
 
 

@@ -29,7 +29,7 @@ from toolkit.models.loss import (
     loss_head,
     num_trained_tokens,
     token_loss_sum,
-    with_label_positions,
+    with_targets,
 )
 from toolkit.models.router_loss import routers_of
 
@@ -209,7 +209,7 @@ def test_collate_by_hand() -> None:
         "cu_seq_lens_k": [0, 4, 8, 11, 13, 19],
     }
     assert "keys" not in collate([[Branch(*first[:2], 0)]], 0, packed=True)
-    part = local_part(with_label_positions(batch), 1, 2)
+    part = local_part(with_targets(batch), 1, 2)
     assert part["keys"] is batch["keys"]
     assert part["cu_seq_lens_k"] is batch["cu_seq_lens_k"]
 

@@ -105,11 +105,11 @@ def test_it_is_named_and_not_rejected(
     monkeypatch.setattr(type_trial, "_in_child", lambda folder: trial)
     assert main(["models", str(folder)]) == 0
     assert "  untested                model_type = new_fails is untested: a tiny" in capsys.readouterr().out
-    load.empty(folder).to_empty(device="cpu").save_pretrained(folder)
+    load.load_empty(folder).to_empty(device="cpu").save_pretrained(folder)
     fit_tokenizer(lambda: ["and so on"], 270, tmp_path / "fit").save_pretrained(folder)
     code, printed = checked(folder, capsys)
     assert code == 0 and "does not train: ValueError: no such kernel." in printed, printed
-    trainable.tell_untested(load.empty(folder))
+    trainable.report_untested_type(load.load_empty(folder))
     assert capsys.readouterr().out.splitlines() == [
         "model_type = new_fails is untested: `toolkit check` tries a tiny model of it."
     ]

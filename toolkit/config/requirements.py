@@ -66,7 +66,10 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for key in _GPU_ONLY:
         if dotted_keys.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
-    kernels, reason = loaded.cfg.kernels, why_not_liger(not is_cpu() and shutil.which("nvidia-smi") is not None)
+    kernels, reason = (
+        loaded.cfg.kernels,
+        reason_not_to_use_liger(not is_cpu() and shutil.which("nvidia-smi") is not None),
+    )
     if reason and kernels.loss is schema.LossKernel.liger:
         yield loaded.error("kernels.loss", "kernels.loss = liger: {reason}", reason=reason)
     if reason and kernels.liger is schema.When.always:
@@ -78,7 +81,7 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-def why_not_liger(on_gpu: bool) -> str:
+def reason_not_to_use_liger(on_gpu: bool) -> str:
     """Return why liger's kernels cannot be used; "" if they can, with models that they know."""
     if not on_gpu:
         return tr("there is no GPU")

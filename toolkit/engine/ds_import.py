@@ -156,8 +156,7 @@ class DsImport:
         self.settings[schema_key] = (value, self.position(key))
 
     def _as_schema_type(self, schema_key: str, value: Any, key: str) -> Any:
-        """Return a value in the type of its schema key; 1e9 is an int, "true" is no bool. ConfigError if it is neither.
-        """
+        """Return a value in the type of its schema key; 1e9 is an int, "true" is no bool; else a ConfigError."""
         ours = dotted_keys.get_value(self.loaded.cfg, schema_key)
         if isinstance(ours, Enum):
             members = [member.value for member in type(ours)]
@@ -649,8 +648,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _lines_of_keys(text: str, path: str) -> dict[str, str]:
-    """Return dotted key -> "file:line" for the keys of valid JSON, not inside lists; ConfigError for a duplicate key.
-    """
+    """Return dotted key -> "file:line" for the keys of valid JSON, except in lists; ConfigError for a duplicate."""
     where: dict[str, str] = {}
     prefixes: list[str | None] = []  # of the keys in each open object; None inside a list
     key, string = "", ""

@@ -43,9 +43,11 @@ def evaluate_loss(
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     with probe.evaluating(model):
-        for batch, by_position in stages.measured(model, micro_batches, lambda *arguments: measure(*arguments).cpu()):
+        for batch, by_position in stages.measure_each(
+            model, micro_batches, lambda *arguments: measure(*arguments).cpu()
+        ):
             # A token's loss stands before it.
-            losses = by_position.flatten()[batch["places"] - 1]
+            losses = by_position.flatten()[batch["target_indices"] - 1]
             for number in batch["sources"].unique().tolist():
                 is_of_source = batch["sources"] == number
                 sums[number, 0] += losses[is_of_source].sum(dtype=torch.float64)

@@ -21,7 +21,7 @@ from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
 from toolkit.models import adapters, base_model, classifier, extra_tensors, probe
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
-from toolkit.models.load import empty, load_model
+from toolkit.models.load import load_empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
 from toolkit.models.stages import capture_probe, stage_model, unwrap_model
 
@@ -38,7 +38,7 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
         write.write_files(files, described, None)
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
-        shell = empty(described)
+        shell = load_empty(described)
         adapters.attach_adapter(shell, model.tuned.settings, model.tuned.base)
         shell_state = shell.state_dict(keep_vars=True)
         written = {(name, shapes[name]) for name in adapters.stored_names(model)}
@@ -57,8 +57,10 @@ def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_id
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return an engine's adapter, full on rank 0 and empty elsewhere, by the names in its file. A collective."""
     model = unwrap_model(engine.module)
-    names, shared = adapters.stored_names(model), adapters.shared_names(model)
-    state = {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
+    names, shared = adapters.stored_names(model), adapters.second_names(model)
+    state = {
+        names[name]: adapters.in_stored_shape(name, value) for name, value in gathered_parameters(engine.module, names)
+    }
     return state | {names[second]: state[names[first]].clone() for second, first in shared.items() if second in names}
 
 
@@ -99,13 +101,13 @@ def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
     values = dict(fragments.iter_weights(checkpoint))
     if settings:
-        shell = empty(described)
+        shell = load_empty(described)
         adapters.attach_adapter(shell, settings, recorded_base)
         values = _stored_values(shell, values, checkpoint)
     config = read_object(described / "config.json")
     head = (
         classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])
-        if probe.is_of_classifier(config)
+        if probe.describes_classifier(config)
         else None
     )
     return TunedPart(checkpoint, settings, recorded_base, base_model.find_base(described, base), values, head)
@@ -119,11 +121,11 @@ def _stored_values(
     # Checkpoints also hold buffers, and tied weights under their second name: DeepSpeed takes neither for frozen.
     frozen = {*shell.state_dict()} - {*stored}
     values = {name: value for name, value in values.items() if name not in frozen}
-    shared = adapters.shared_names(shell).items()
+    shared = adapters.second_names(shell).items()
     values |= {second: values[first].clone() for second, first in shared if second in stored and first in values}
     if wrong := sorted({*values} ^ {*stored}):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
-    return {stored[name]: adapters.as_stored(name, value) for name, value in values.items()}
+    return {stored[name]: adapters.in_stored_shape(name, value) for name, value in values.items()}
 
 
 def part_of_adapter(folder: Path, base: str = "") -> TunedPart:
@@ -166,7 +168,7 @@ def export_part(
         part: what was trained.
         folder: must not exist.
         options: how it is written.
-        files: those of `toolkit.models.save.describe`, and the card.
+        files: those of `toolkit.models.save.non_weight_files`, and the card.
         dtype: precision of a whole model's weights; None: that of the training.
     """
     if not part.settings:

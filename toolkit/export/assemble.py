@@ -42,7 +42,7 @@ def assemble_state(
     Raises:
         CheckpointError: a weight is missing, unknown or of another shape.
     """
-    names, tied = weights.shapes_of(model), weights.tied_names(model)
+    names, tied = weights.shapes_of(model), weights.tied_parameter_names(model)
     buffer_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}  # routers' biases stay in float32
     state: dict[str, torch.Tensor] = {}
     for stored_name, value in values:
@@ -54,7 +54,7 @@ def assemble_state(
             del weight
         del value
         weights.return_memory()
-    if wrong := weights.differences(model, state):
+    if wrong := weights.state_differences(model, state):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
     return state
 

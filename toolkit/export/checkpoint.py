@@ -17,7 +17,7 @@ from toolkit.export.custom import export_custom_checkpoint, is_custom
 from toolkit.export.write import ExportOptions, write_folder
 from toolkit.messages import NotExportable, ToolkitError, clauses
 from toolkit.models import probe, weights
-from toolkit.models.load import empty
+from toolkit.models.load import load_empty
 from toolkit.models.save import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
         from toolkit.export.adapter import load_part
 
         return load_part(part)
-    model = empty(checkpoint / MODEL_DIR)
-    weights.assign(model, assemble_state(checkpoint, model, fragments.iter_weights(checkpoint), None, None))
+    model = load_empty(checkpoint / MODEL_DIR)
+    weights.assign_state(model, assemble_state(checkpoint, model, fragments.iter_weights(checkpoint), None, None))
     return model
 
 
@@ -87,7 +87,7 @@ def _export_whole(checkpoint: Path, folder: Path, options: ExportOptions, files:
     """Write the model of a checkpoint of a full model. `files`: path in the export -> content, but for the weights."""
     options.check_whole_model()
     with scratch_directory(folder) as scratch:
-        model = empty(checkpoint / MODEL_DIR)
+        model = load_empty(checkpoint / MODEL_DIR)
         values = fragments.iter_weights(checkpoint)
         state = assemble_state(checkpoint, model, values, scratch, options.precision)
         files = {**files, "config.json": with_config_keys(files["config.json"], {}, options.dtype)}

@@ -15,8 +15,8 @@ from toolkit.export.write import ExportOptions, cannot_write, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
 from toolkit.models import adapters, chat, embedding_files, probe
 from toolkit.models.directory import check_unquantized, official_vocabulary
-from toolkit.models.load import empty, load_model, note_extra, tell_extra
-from toolkit.models.save import describe
+from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
+from toolkit.models.save import non_weight_files
 from toolkit.models.weights import WeightFiles
 
 
@@ -90,9 +90,9 @@ def _export_directory(path: Path, folder: Path, options: ExportOptions, family: 
     saved_probe = probe.read(path)
     probed = probe.capture(model, probe.spread_ids(model.config) if saved_probe is None else saved_probe.ids)
     if options.text_only:
-        tell_extra(model, copied=False)
+        report_extra_tensors(model, copied=False)
         model = text_model(model, source)
-    files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
+    files = non_weight_files(model, _encoder(path, family)) | embedding_files.read_files(path)
     write_folder(model, files, folder, options.format, probed, max_shard_size=options.max_shard_size)
 
 
@@ -100,13 +100,13 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
     """Merge an adapter into the weights of its base, or copy it; `base` "" finds the base."""
     part = adapter_export.part_of_adapter(path, base)
     precision = options.precision or next(iter(part.values.values())).dtype
-    model = part.shaped(empty(part.base))
+    model = part.shaped(load_empty(part.base))
     model.to(precision)
     if options.merge:
-        note_extra(model, WeightFiles(part.base))
+        record_extra_tensors(model, WeightFiles(part.base))
     has_tokenizer = (path / "tokenizer_config.json").is_file()
     encoder = _encoder(path if has_tokenizer else part.base, family)
-    files = describe(model, encoder) | embedding_files.read_files(path)
+    files = non_weight_files(model, encoder) | embedding_files.read_files(path)
     if (path / CARD_FILE).is_file():
         files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if options.merge:

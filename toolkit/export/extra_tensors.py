@@ -14,7 +14,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from toolkit.export.write import save_checked
 from toolkit.messages import ModelError, warn
 from toolkit.models import weights
-from toolkit.models.extra_tensors import FILE, describe, predicting_keys
+from toolkit.models.extra_tensors import FILE, dtype_and_shape, predicting_keys
 
 _MOST_BYTES = 1 << 30
 """Of one file that they are written to, as this much is held in memory."""
@@ -35,7 +35,7 @@ def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict
         source = weights.WeightFiles(Path(record["folder"]))
     except (ModelError, OSError):
         source = None
-    if source is None or any(describe(source, name) != tensor for name, tensor in record["tensors"].items()):
+    if source is None or any(dtype_and_shape(source, name) != tensor for name, tensor in record["tensors"].items()):
         warn(
             "The export lacks {count} tensors that were in {folder} beside the model when training began, as they are "
             "not there now: config.json says that there are no layers for multi-token prediction.",

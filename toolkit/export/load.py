@@ -75,7 +75,7 @@ def load_any(
 
         encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)
-        load.check_writes(model, folder)
+        load.check_generates_text(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)

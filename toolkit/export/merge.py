@@ -22,7 +22,7 @@ from toolkit import secrets
 from toolkit.config.schema import RunConfig, TuningMethod
 from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
 from toolkit.models import adapters, base_model, classifier, directory, fine_tuning, lora, structure, weights
-from toolkit.models.load import empty, stream
+from toolkit.models.load import load_empty, stream_parameters
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 TIED = "tie_word_embeddings"
@@ -95,8 +95,8 @@ def plan_merge(part: TunedPart) -> MergePlan:
     config, on the meta device; values are read only to see whether two tied weights stay equal.
     """
     _check_method(part)
-    empty_model = part.shaped(empty(part.base))
-    plain, tied = weights.shapes_of(empty_model), dict(weights.tied_names(empty_model))
+    empty_model = part.shaped(load_empty(part.base))
+    plain, tied = weights.shapes_of(empty_model), dict(weights.tied_parameter_names(empty_model))
     with reading(part.source, ModelError):
         adapters.attach_adapter(empty_model, part.settings, part.identity or base_model.BaseModel(str(part.base), {}))
     changes, stored = _changes_by_parameter(empty_model), adapters.stored_names(empty_model)
@@ -106,8 +106,8 @@ def plan_merge(part: TunedPart) -> MergePlan:
     needed = {name for name in changes if name not in plain and name not in untied}  # biases that the base lacks
     config = {TIED: False} if untied else {}
     config |= dict.fromkeys(_bias_keys(part, empty_model, plain, needed), True) if needed else {}
-    model = part.shaped(empty(part.base, config)) if config else part.shaped(empty(part.base))
-    shapes, still_tied = weights.shapes_of(model), weights.tied_names(model)
+    model = part.shaped(load_empty(part.base, config)) if config else part.shaped(load_empty(part.base))
+    shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
     if not_untied := sorted(name for name in untied if name in still_tied or name not in shapes):
         raise _not_mergeable(
             part,
@@ -138,7 +138,7 @@ def part_of_recipe(cfg: RunConfig) -> TunedPart:
     if tuning.adapter:
         settings = adapters.read_settings(Path(tuning.adapter))
     else:
-        settings = fine_tuning.new_settings(empty(base), tuning, str(base))
+        settings = fine_tuning.new_settings(load_empty(base), tuning, str(base))
     return TunedPart(tuning.adapter or tr("the adapter of this run"), settings, None, base, {})
 
 
@@ -327,7 +327,7 @@ def _stays_tied(
     if any(second not in changes or first not in changes for second, first in untied.items()):
         return False
     values = _adapter_values(part, stored)
-    base = dict(stream(part.base, {*untied.values()})[1])
+    base = dict(stream_parameters(part.base, {*untied.values()})[1])
     return all(
         torch.equal(*(_apply_changes(name, base[first], changes, values) for name in (second, first)))
         for second, first in untied.items()
@@ -367,7 +367,7 @@ def _bias_keys(part: TunedPart, empty_model: PreTrainedModel, plain: weights.Sha
     """
     config, keys = empty_model.config.get_text_config().to_dict(), []
     for key in [key for key, value in config.items() if "bias" in key and value is False]:
-        if needed & (weights.shapes_of(part.shaped(empty(part.base, {key: True}))).keys() - plain.keys()):
+        if needed & (weights.shapes_of(part.shaped(load_empty(part.base, {key: True}))).keys() - plain.keys()):
             keys.append(key)
     return keys
 
@@ -381,11 +381,11 @@ def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch
     if part.settings:
         plan = plan_merge(part)
         trained = _adapter_values(part, plan.stored)
-    model, values = stream(part.base)
+    model, values = stream_parameters(part.base)
     if plan is None or not plan.config:  # the model as its directory has it, with its origin
         model = part.shaped(model)
     if plan is None:
-        own_names = {*trained} - {*weights.tied_names(model)}
+        own_names = {*trained} - {*weights.tied_parameter_names(model)}
         plan = MergePlan(model, {}, {name: [_ReplaceBy(name)] for name in own_names})
     elif not plan.config:
         plan = replace(plan, model=model)

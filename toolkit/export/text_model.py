@@ -31,7 +31,7 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     text.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     text.dtype = model.dtype
-    standalone = weights.empty_model(lambda: causal_lm_class(text), None)
+    standalone = weights.build_empty(lambda: causal_lm_class(text), None)
     if isinstance(decoder, causal_lm_class):  # Llama 4 holds its text model with the output layer
         state = decoder.state_dict()
     else:
@@ -47,6 +47,6 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         unexpected=state.keys() - standalone.state_dict(keep_vars=True).keys(),
         mismatched=(),
     )
-    weights.assign(standalone, state)
+    weights.assign_state(standalone, state)
     standalone.generation_config = model.generation_config
     return standalone.eval()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from toolkit import disk
 from toolkit.messages import CheckpointError, ModelError, NotExportable, ProofDiffers, tr
 from toolkit.models import probe
-from toolkit.models.load import load_model, stream, streamed_model
+from toolkit.models.load import load_model, stream_parameters, streamed_model
 
 
 def verify_logits(folder: Path) -> str:
@@ -55,7 +55,7 @@ def verify_model(folder: Path) -> str:
     """
     saved, model = probe.read(folder), streamed_model(folder)
     if reason := _nothing_to_compare(saved):
-        deque(stream(folder)[1], maxlen=0)  # no forward pass reads it
+        deque(stream_parameters(folder)[1], maxlen=0)  # no forward pass reads it
         return reason
     assert saved is not None
     return judge_logits(model, folder, run_folder(folder, saved.ids, model), saved)
@@ -111,7 +111,7 @@ def _bounds(
     in half precision or TF32, where its bounds are often narrower, and for any model whose difference is beyond the
     usual ones, as with very sharp attention; never with experts, whose choice may flip.
     """
-    kind = probe.coarser(captured, saved)  # such as float16 or tf32
+    kind = probe.coarser_precision(captured, saved)  # such as float16 or tf32
     usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
     narrows = folder is not None and kind != "float32"
     other = probe.other_precision(captured, saved)
@@ -119,7 +119,7 @@ def _bounds(
     if is_settled or other is None or "expert" in str(model.config.to_dict()):
         return usual
     in_other = probe.capture(streamed_model(folder, other) if folder else model.to(other), saved.ids)
-    rounding = probe.rounding(captured, in_other, saved)
+    rounding = probe.rounding_error(captured, in_other, saved)
     if not math.isfinite(rounding):
         return usual
     rounding *= probe.TIMES_IN_FLOAT32 if kind == "float32" else 1.0

@@ -20,7 +20,7 @@ from toolkit.checkpoint import directory
 from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
 from toolkit.models import probe, weights
 from toolkit.models.directory import is_trusted
-from toolkit.models.load import load_model, stream
+from toolkit.models.load import load_model, stream_parameters
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 
 
@@ -68,7 +68,7 @@ def write_folder(
 
     Args:
         model: the model; on the meta device where `state` has its parameters.
-        files: path -> content of all but the weights, of `toolkit.models.save.describe`.
+        files: path -> content of all but the weights, of `toolkit.models.save.non_weight_files`.
         folder: must not exist.
         format: see `save_model`.
         probed: this model's logits of a few token ids, to prove the directory with later.
@@ -102,7 +102,7 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
         model = load_model(folder)
         values = weights.under_first_names(model, model.state_dict()).items()
     else:
-        model, values = stream(folder)
+        model, values = stream_parameters(folder)
     missing, wrong = {*weights.shapes_of(model)}, []
     for name, value in values:
         missing.discard(name)

@@ -88,7 +88,7 @@ def facts_of(folder: Path, max_length: int) -> ModelFacts:
 def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
-    facts.quantization = directory.quantization(config)
+    facts.quantization = directory.quantization_method(config)
     directory.check_unquantized(folder)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
     model = _built(folder)
@@ -110,15 +110,15 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
         values = files.read(files.conf_folder() / "tuning" / f"{method.value}.yaml").values
         facts.methods[method.value] = _method(replace(cfg, tuning=schema.TuningConfig(**values | {"method": method})))
     packed = replace(cfg, data=replace(cfg.data, packing=schema.Packing.packed))
-    facts.grouped = packable.packing_unsupported(cfg.model, max_length) or _tried(packed)[1]
-    ways = ["tensor", "sequence", "pipeline", *(["expert"] if experts.names_of(model) else [])]
+    facts.grouped = packable.reason_not_to_pack(cfg.model, max_length) or _tried(packed)[1]
+    ways = ["tensor", "sequence", "pipeline", *(["expert"] if experts.expert_matrix_names(model) else [])]
     for way in ways:
         facts.parallel[way] = _tried(replace(cfg, parallel=schema.ParallelConfig(**{way: RANKS})))[1]
 
 
 def _built(folder: Path) -> PreTrainedModel:
     try:
-        return load.empty(folder)
+        return load.load_empty(folder)
     except ToolkitError:
         raise
     except Exception as error:

@@ -42,7 +42,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     if "folder" in spec:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
         encoder = language_data.build_encoder(cfg)
-        write_folder(model, save.describe(model, encoder), Path(spec["folder"]), "hf", None)
+        write_folder(model, save.non_weight_files(model, encoder), Path(spec["folder"]), "hf", None)
         return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     data = language_data.load_data(cfg)
     first = next(_batches(cfg, data, spec["world_size"], 1))[:ROWS]

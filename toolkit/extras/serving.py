@@ -451,7 +451,7 @@ def _check_logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
     dtype = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") or saved.dtype)
     try:
-        text = judge_logits(load.empty(folder), folder, probe.Probe(saved.ids, logits, dtype), saved)
+        text = judge_logits(load.load_empty(folder), folder, probe.Probe(saved.ids, logits, dtype), saved)
     except (CheckpointError, ModelError) as error:
         other = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
         return Finding(check, FAILED, other)

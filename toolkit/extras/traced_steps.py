@@ -86,10 +86,10 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             None,
             cfg.optim,
         )
-    batch = loss.with_label_positions(_longest_batch(cfg, outline, model))
+    batch = loss.with_targets(_longest_batch(cfg, outline, model))
     sent, most = batch["input_ids"].numel() * outline.sizes.get("chosen", 0), busiest(cfg.model.expert_capacity)
     experts.rows_exchanged = partial(_assumed_rows, sent, most)
-    task, guard = _Task(len(batch["places"])), StepGuard(engine, cfg.train)
+    task, guard = _Task(len(batch["target_indices"])), StepGuard(engine, cfg.train)
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
         engine.train()

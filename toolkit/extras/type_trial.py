@@ -97,7 +97,7 @@ def try_type(folder: Path) -> Trial:
         return Trial(is_built=True, reason=_reason(error))
     try:
         source, max_length = schema.ModelConfig(path=str(folder)), schema.DataConfig().max_length
-        if not (reason := packable.packing_unsupported(source, max_length)):
+        if not (reason := packable.reason_not_to_pack(source, max_length)):
             _pack(model)
     except Exception as error:
         reason = _reason(error)
@@ -156,12 +156,12 @@ def _tiny(folder: Path) -> Any:
     import torch
 
     from toolkit.extras.shrink import shrunk_config
-    from toolkit.models.load import empty, load_model, model_class, transformers_config
+    from toolkit.models.load import load_empty, load_model, model_class, transformers_config
 
     config = shrunk_config(transformers_config(folder).to_dict())
     with TemporaryDirectory() as temporary:
         (Path(temporary) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        count = sum(parameter.numel() for parameter in empty(temporary).parameters())
+        count = sum(parameter.numel() for parameter in load_empty(temporary).parameters())
         if count > _MOST_PARAMETERS:
             raise ModelError(tr("made small, it still has {count} parameters", count=f"{count:,}"))
         small = transformers_config(Path(temporary))

@@ -120,11 +120,11 @@ def _tell_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
     from toolkit.models import load as models_load, packable, trainable
 
     if model is not None:
-        models_load.tell_extra(model, copied=not cfg.task.has_head)
-        trainable.tell_towers(model)
-    reason = packable.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
+        models_load.report_extra_tensors(model, copied=not cfg.task.has_head)
+        trainable.report_frozen_towers(model)
+    reason = packable.reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if reason and cfg.data.packing is schema.Packing.packed:
-        packable.tell_grouped(reason)
+        packable.report_grouped(reason)
     if model is not None and not trainable.is_tested(model.config.model_type):
         import_module("toolkit.extras.type_trial").tell(cfg)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError, tr
 from toolkit.models import weights
-from toolkit.models.experts import SORTED, Groups, compute, count, mark, parameters_of
+from toolkit.models.experts import SORTED, Groups, compute_experts, count_choices, expert_parameters, mark_as_divided
 
 
 def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
@@ -35,7 +35,7 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
 
 def check_divides(model: PreTrainedModel, ranks: int) -> None:
     """Check that a model's experts can be divided over so many ranks; a ModelError if not."""
-    numbers = {weight.size(0) for weight in parameters_of(model).values()}
+    numbers = {weight.size(0) for weight in expert_parameters(model).values()}
     reason = ""
     if not numbers or not model._can_set_experts_implementation():
         reason = tr("it has no routed experts that transformers computes by an interface")
@@ -53,12 +53,12 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
 def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
     """Keep in each layer only the experts of rank `rank` of `ranks`, DeepSpeed's group `group`; returns as `divide`."""
     stored = dict.fromkeys(weights.shapes_of(model), slice(None))
-    for name, parameter in parameters_of(model).items():
+    for name, parameter in expert_parameters(model).items():
         module, _, leaf = name.rpartition(".")
         layer, size = model.get_submodule(module), parameter.size(0) // ranks
         stored[name] = slice(rank * size, (rank + 1) * size)
         own_experts = parameter.data[stored[name]].clone()  # or what others have would stay, too
-        setattr(layer, leaf, mark(nn.Parameter(own_experts, requires_grad=parameter.requires_grad), group))
+        setattr(layer, leaf, mark_as_divided(nn.Parameter(own_experts, requires_grad=parameter.requires_grad), group))
         layer.num_experts, layer.expert_group, layer.compute_elsewhere = size, group, compute_elsewhere
     model.set_experts_implementation(SORTED)
     return stored
@@ -72,7 +72,7 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
 
     group = groups._get_expert_parallel_group(self.expert_group)
     num_experts, ranks = self.num_experts, dist.get_world_size(group)
-    counts = count(chosen.clamp(min=-1) + 1, num_experts * ranks + 1)[1:]
+    counts = count_choices(chosen.clamp(min=-1) + 1, num_experts * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, num_experts)
@@ -83,7 +83,7 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     order = expert.argsort(stable=True)
     rows = rows[order]
-    rows = compute(self, rows, Groups(received.sum(0)), expert[order])
+    rows = compute_experts(self, rows, Groups(received.sum(0)), expert[order])
     back = process_group.exchange_rows(rows[order.argsort()], group, came, sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 

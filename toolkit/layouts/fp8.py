@@ -155,7 +155,7 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
         else:
             _converted(layer, fp8)
             count += 1
-    if stacks := len(experts.names_of(model)):
+    if stacks := len(experts.expert_matrix_names(model)):
         left[tr("routers and experts")] += stacks
     if not count:
         raise ConfigError(tr("precision.fp8: no linear layer of this model can multiply in FP8. Use precision=bf16."))

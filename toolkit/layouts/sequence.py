@@ -23,14 +23,14 @@ from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
 from toolkit.messages import ModelError, tr
 from toolkit.models.attention import (
     Batch,
-    own_places,
+    part_indices,
+    placeholder_mask,
     sample_attention,
     segment_arguments,
     training_mask,
-    unseen_mask,
 )
 from toolkit.models.isolation import evaluate_logits, isolation_rows
-from toolkit.models.loss import with_label_positions
+from toolkit.models.loss import with_targets
 
 SEQUENCE = "sequence"
 """Rows whose tokens are divided over ranks."""
@@ -80,7 +80,7 @@ def part_arguments(module: Any, batch: Batch) -> dict[str, Any]:
         mask, positions = module.base_model.complete(batch["row_ids"], None, None)
         own_positions = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
         return {"attention_mask": mask, "position_ids": own_positions, "in_parts": True}
-    arguments = {**unseen_mask(batch["segment_ids"]), "in_parts": True}
+    arguments = {**placeholder_mask(batch["segment_ids"]), "in_parts": True}
     return arguments | (segment_arguments(batch) if "cu_seq_lens" in batch else {})
 
 
@@ -137,17 +137,17 @@ def part_attention(
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
-    `input_ids`, `position_ids`, `segment_ids`, `seen_until` are cut to [B, S / P]; `places`, `targets` and other
-    columns of trained tokens to those whose loss is this rank's, which has the token before. Columns of segments and
-    samples stay. Added are `part` (part, parts), int64 [2], and `row_segments` and `row_ids` of whole rows [B, S], from
-    which ChatGLM-6B makes positions and mask.
+    `input_ids`, `position_ids`, `segment_ids`, `seen_until` are cut to [B, S / P]; `target_indices`, `targets` and
+    other columns of trained tokens to those whose loss is this rank's, which has the token before. Columns of segments
+    and samples stay. Added are `part` (part, parts), int64 [2], and `row_segments` and `row_ids` of whole rows [B, S],
+    from which ChatGLM-6B makes positions and mask.
     """
     if parts == 1:
         return batch
     length = batch["input_ids"].size(1) // parts
-    part_batch = {**with_label_positions(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
+    part_batch = {**with_targets(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
     part_batch["row_segments"] = part_batch["segment_ids"]
-    is_own, before = own_places(part_batch, part_batch["places"] - 1)
+    is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
     if "taught" in batch:
         of_taught = is_own[batch["taught"]]
         part_batch |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
@@ -158,7 +158,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
         name: part_batch[name][is_own] for name in ("targets", "sources", "taught") if name in part_batch
     }
     part_batch.pop("labels", None)
-    return {**part_batch, **of_tokens, "places": before + 1}
+    return {**part_batch, **of_tokens, "target_indices": before + 1}
 
 
 def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Names and expressions in the settings of an adapter that somebody else wrote: what is matched, and for how long."""
+"""Module names and regular expressions in an untrusted adapter_config.json: matched within a time limit."""
 
 import json
 import re
@@ -21,12 +21,12 @@ _MATCHING_S = 20.0
 _LONGEST = 20_000
 """Characters of an expression."""
 _EXPRESSIONS = ("target_modules", "exclude_modules")
-"""Where a single text is an expression; in a list they are names, or ends of names."""
+"""Settings in which a string is a regular expression; a list holds names, or ends of names."""
 _NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""What peft puts into expressions of its own."""
+"""Settings that peft inserts into regular expressions."""
 _PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
 _MOST_WILDCARDS = 2
-"""Matching takes that power of a name's length; peft itself writes one, as in `.*\\.gate_up_proj`."""
+"""Time of matching grows with that power of a name's length; peft writes one, as in `.*\\.gate_up_proj`."""
 _MATCH = """
 import json, re, sys
 pattern, names = json.load(sys.stdin)
@@ -38,7 +38,7 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check_names(settings: dict[str, Any], file: Path) -> None:
-    """Reject an adapter's settings that hold expressions where names belong."""
+    """Raise ModelError for settings that hold regular expressions in place of module names."""
     for key in _NAMES:
         value = settings.get(key) or ()
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
@@ -52,26 +52,26 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
                 )
 
 
-def taken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str]:
-    """Return which linear layers peft (0.21) would leave out, and put what they get at the routed experts.
+def mistaken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """Return those of the linear layers `names` that peft (0.21) mistakes for matrices of the routed experts.
 
-    It takes their names, however they are written (shared_experts.down_proj), for those that single experts had before
-    transformers 5 (utils/transformers_weight_conversion.py); so does whoever loads the adapter.
+    It takes names such as shared_experts.down_proj for those of single experts before transformers 5
+    (utils/transformers_weight_conversion.py), and puts the LoRA there, also when the adapter is loaded.
     """
-    lost = set()
+    mistaken = set()
     for name in names:
         config = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, model, None)
-            lost |= {name} - {*(config.target_modules or ())}
-        except ValueError:  # it wants the other one of two that were joined, too
-            lost.add(name)
-    return lost
+            mistaken |= {name} - {*(config.target_modules or ())}
+        except ValueError:  # one of two matrices that transformers 5 joins
+            mistaken.add(name)
+    return mistaken
 
 
-def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return an adapter's settings with the modules that its expressions match in their place; none matched is an
-    error. They are matched in a process of their own, which is ended if it takes too long.
+def with_matched_modules(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return an adapter's settings with regular expressions replaced by the names of the `modules` that they match, in
+    a subprocess with a time limit; ModelError if matching fails or nothing matches.
     """
     names = [name for name in modules if name]
     for key in _EXPRESSIONS:
@@ -82,16 +82,16 @@ def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, An
             reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
         else:
             try:
-                ended = children.run(
+                completed = children.run(
                     [sys.executable, "-I", "-S", "-c", _MATCH],
                     input=json.dumps([expression, names]),
                     capture_output=True,
                     text=True,
                     timeout=_MATCHING_S,
                 )
-                settings = settings | {key: json.loads(ended.stdout) if ended.returncode == 0 else []}
-                if ended.returncode or (not settings[key] and key == "target_modules"):
-                    reason = ended.stderr.strip() or tr("it matches no module of the model")
+                settings = settings | {key: json.loads(completed.stdout) if completed.returncode == 0 else []}
+                if completed.returncode or (not settings[key] and key == "target_modules"):
+                    reason = completed.stderr.strip() or tr("it matches no module of the model")
             except subprocess.TimeoutExpired:
                 reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
         if reason:

@@ -1,7 +1,7 @@
-"""Adapters as directories: read, put into a model, and named as peft names them.
+"""Adapter directories: reading them and putting the adapter into a model.
 
-Directories have peft's layout, for P-Tuning v2 the ChatGLM repositories' names, plus base.json, which identifies the
-base.
+Directories have peft's layout and names, for P-Tuning v2 the ChatGLM repositories', plus a base.json that identifies
+the base model.
 """
 
 import json
@@ -33,18 +33,18 @@ _SOFT_PROMPT = "soft_prompt.embedding.weight"
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """How a model was changed for training a part of it; its attribute `tuned`."""
+    """How a model was changed by a fine-tuning method; `model.tuned`."""
 
     method: TuningMethod
-    """lora also for qlora: the additions are the same."""
+    """lora for qlora too, whose adapters are the same."""
     settings: dict[str, Any]
-    """Content of adapter_config.json; {} where the model's own parameters are trained."""
+    """Content of adapter_config.json; {} if the model's own parameters are trained."""
     base: BaseModel
     head: classifier.Head | None = None
-    """Of a classifier."""
+    """The head if the model is a classifier."""
 
     def describe(self) -> dict[str, bytes]:
-        """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""
+        """Return name and content of the files that describe an adapter, or a checkpoint without frozen weights."""
         files = {directory.BASE_FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
@@ -52,9 +52,9 @@ class AdapterState:
         return files
 
 
-def shared_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the second name of each trained parameter that is in two places (peft's `ensure_weight_tying`), with the
-    first, under which alone it is trained and saved.
+def second_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return second name -> first name of trained parameters that two modules share (peft's `ensure_weight_tying`).
+    They are saved under the first name.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -63,8 +63,8 @@ def shared_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return by what name an adapter's file holds each trained parameter; and what else a module that is saved whole
-    has, such as the bias of GLM's routers, without which peft does not load it.
+    """Return parameter -> its name in an adapter's file, for the trained parameters; and for buffers of
+    `modules_to_save`, such as the biases of GLM's routers, without which peft does not load them.
     """
     names, method = trained_names(model), model.tuned.method
     if method is TuningMethod.ptuning_v2:
@@ -74,18 +74,19 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     copies = [name for name in model.state_dict(keep_vars=True) if f".modules_to_save.{lora.ADAPTER}." in name]
     stand_ins = {name: torch.empty(0) for name in dict.fromkeys((*names, *copies))}
     name_of = {id(value): name for name, value in stand_ins.items()}
-    # Else it would ask a hub for the base's config.
+    # save_embedding_layers=False, as peft would ask a hub for the base's config otherwise.
     adapter_state = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in adapter_state.items()}
 
 
-def as_stored(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return an adapter's tensor in peft's shape: of the experts of a layer LoRA's second factor is a matrix there."""
+def in_stored_shape(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return an adapter's tensor in peft's shape: LoRA's second factor of a layer's experts becomes a matrix."""
     return value.flatten(1) if ".lora_B." in name and value.dim() == 3 else value
 
 
-# Of peft's settings: what names modules to import, or data and states to read while an adapter is put in (peft 0.21).
-_OUTSIDE = {
+# Settings of peft (0.21) that name modules to import, or files to read while an adapter is added: they are not passed
+# on.
+_UNSAFE_SETTINGS = {
     *("auto_mapping", "megatron_config", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
@@ -97,12 +98,12 @@ def is_adapter(path: Path) -> bool:
 
 
 def is_original_prefix(path: Path) -> bool:
-    """Their Trainer writes the prefix into a pytorch_model.bin beside a config.json with pre_seq_len."""
+    """Whether a directory is a P-Tuning v2 checkpoint of a ChatGLM repository: its config.json has pre_seq_len."""
     return (path / "config.json").is_file() and bool(directory.read_object(path / "config.json").get("pre_seq_len"))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return an adapter's adapter_config.json."""
+    """Return an adapter's adapter_config.json, or the same of a ChatGLM repository's prefix; else a ModelError."""
     if not (folder / CONFIG).is_file():
         if not is_original_prefix(folder):
             raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG)
@@ -124,13 +125,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def base_of_adapter(folder: Path, override: str = "") -> Path:
     """Return the directory of the model that an adapter was trained on; see `find_base`."""
     configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
-    # peft's own file names the base too: alone, or by hand, as it is written with the same path as base.json.
+    # Both files are written with the same path: if peft's has another one, somebody has edited it.
     is_edited = base is None or configured != base.path
     return find_base(folder, override or (configured if is_edited else ""))
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:
-    """Return the method of an adapter_config.json."""
+    """Return the fine-tuning method of an adapter_config.json."""
     return _METHODS[settings["peft_type"]]
 
 
@@ -142,7 +143,7 @@ def attach_adapter(
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable."""
+    """Add an untrained adapter to a model, which may be on the meta device; only its parameters stay trainable."""
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     if (settings.get("task_type") == SCORING) != probe.is_classifier(model):
         raise ModelError(
@@ -153,7 +154,7 @@ def attach_adapter(
             wanted=SCORING,
         )
     model.requires_grad_(False)
-    # A stage of a pipeline lacks the others' weights, and draws what they begin with all the same.
+    # On the meta device if the model is; a pipeline stage, which has some weights, draws all initial values.
     with torch.device("meta") if all(parameter.is_meta for parameter in model.parameters()) else nullcontext():
         if method is TuningMethod.ptuning_v2:
             prompt_tuning.attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
@@ -161,10 +162,10 @@ def attach_adapter(
             shape = settings["num_virtual_tokens"], settings["token_dim"]
             prompt_tuning.attach_prompt(model, prompt_tuning.SoftPrompt(torch.zeros(shape, dtype=model.dtype)))
         else:
-            # Another version of peft may have settings that this one does not know.
-            names = LoraConfig.__dataclass_fields__.keys() - _OUTSIDE
+            # Without settings of other versions of peft, which this one would reject.
+            names = LoraConfig.__dataclass_fields__.keys() - _UNSAFE_SETTINGS
             supported = {name: value for name, value in settings.items() if name in names}
-            supported = adapter_settings.with_names(supported, [name for name, _ in model.named_modules()])
+            supported = adapter_settings.with_matched_modules(supported, [name for name, _ in model.named_modules()])
             lora.inject_lora(model, LoraConfig(**supported | {"inference_mode": False}), ds_config)
     model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
@@ -177,7 +178,7 @@ def load_adapter(
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Put a trained adapter into the model that it was trained on; see `attach_adapter`."""
+    """Add a trained adapter to its base model; ModelError if it was trained on another. See `attach_adapter`."""
     settings, expected = read_settings(folder), read_base(folder)
     if expected is not None and any(base.numbers.values()):  # an empty model has none
         check_base(expected, base, folder)
@@ -188,23 +189,23 @@ def load_adapter(
 
 
 def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors by their stored names; nothing in the file is executed."""
+    """Return an adapter's tensors by their names in its file; nothing in the file is executed."""
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
-            # ChatGLM-6B's own P-Tuning saved lm_head too.
+            # ChatGLM-6B's own P-Tuning script saved lm_head too.
             only = prompt_tuning.PREFIX if method_of(read_settings(folder)) is TuningMethod.ptuning_v2 else ""
             return {key: value for key, value in weights.read_tensors(folder / name).items() if key.startswith(only)}
     raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: object) -> None:
-    """Give an adapter's parameters their values; all of them, and nothing else."""
+    """Set an adapter's parameters to `values`; ModelError if names or shapes differ. `folder`: for the message."""
     stored, state = stored_names(model), model.state_dict(keep_vars=True)
     wrong = []
     for name, stored_name in stored.items():
         parameter, value = state[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
-        if value is not None and value.shape != as_stored(name, torch.empty(expected, device="meta")).shape:
+        if value is not None and value.shape != in_stored_shape(name, torch.empty(expected, device="meta")).shape:
             wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
         elif value is not None:
             value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
@@ -213,7 +214,9 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
 
 
 def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, wrong: Sequence[str] = ()) -> None:
-    """Raise ModelError if an adapter has other tensors, or `wrong` ones; a head beside LoRA is peft's (0.21)."""
+    """Raise ModelError if an adapter's tensors are not `names`, or some are `wrong`. peft (0.21) stores the base layer
+    of a classifier's head too, which is ignored.
+    """
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
     if mismatches := clauses([*misnamed, *wrong][:5]):
         raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=folder, names=mismatches)

@@ -1,7 +1,7 @@
-"""Where the answers of a conversation are, in its text and in its token ids, by the control tokens around them.
+"""Finds the answers of a conversation in its text and in its token ids, by the control tokens around them.
 
-A template opens each answer with a control token, and the next turn with another; what people write holds none, as
-`Shield` breaks it up. That spares the renderings that `TemplateChatEncoder` compares, and the tokenizer's offsets.
+A template begins each answer with a control token, and the next turn with another; messages hold none, as `Shield`
+breaks them up. This is faster than comparing renderings (`TemplateChatEncoder`) and than the tokenizer's offsets.
 """
 
 import re
@@ -18,37 +18,35 @@ if TYPE_CHECKING:
 
 Encoded = tuple[list[int], list[bool]]
 Span = tuple[int, int]
-"""First character of an answer, with its end, in the text of a conversation; and the one after its last."""
+"""Index of an answer's first character in the text of a conversation, and of the one after its last, end included."""
 _MOST_FORMS = 1 << 16
 MERGED_CHARS = 32
-"""So far a tokenizer is taken to look ahead when it splits what precedes an answer, and back."""
+"""Characters before and after a border that may change how a tokenizer splits the text there."""
 
 
 class Openings:
-    """Finds the answers in a rendered conversation.
+    """Finds the answers in a rendered conversation by the control tokens that open them.
 
-    Whether a template writes a message otherwise once others follow may depend on the message and on those. `forms` say
-    of each message what that could be: its role, calls and texts, those of its neighbours and of what follows; of texts
-    whether they are empty, begin or end with white space, and which of the strings that the template compares texts
-    with they contain. A conversation's forms are trusted once comparing renderings found its answers where they are
-    found here.
+    Whether that is right may depend on features of a message and of those around it, by which a template decides how to
+    write it. The `forms` of a message are these features: roles, calls and texts of the message, its neighbours and
+    later messages; of a text whether it is empty, begins or ends with white space, and which of the template's
+    constants it contains. Forms are trusted once a comparison of renderings has found the answers at the same spans.
     """
 
     def __init__(
         self, openings: Iterable[str], leads: Iterable[str], ends: Iterable[str], templates: Iterable[nodes.Template]
     ) -> None:
-        """`openings`: what the prompt for an answer ends with, beginning with a control token; of several that fit the
-        first is taken. `leads`: control tokens that begin turns. `ends`: those that end answers. `templates`: parsed
-        chat templates, whose constants `forms` looks for in texts.
+        """`openings`: ends of prompts for an answer, from the control token on; the first that matches counts. `leads`:
+        control tokens that begin turns. `ends`: those that end answers. `templates`: parsed chat templates.
         """
         self.texts = list(dict.fromkeys(openings))
         self._openings = re.compile("|".join(map(re.escape, self.texts)))
         self._leads = re.compile(any_of(leads))
         self.closings = {*leads, *ends}
-        """What an answer ends with, or before."""
-        self._constants = sorted(set().union(*map(_compared_with, templates)))
+        """Control tokens at which, or before which, an answer ends."""
+        self._constants = sorted(set().union(*map(_compared_constants, templates)))
         self.trusted: set[Any] = set()
-        """Forms of messages for which openings are known to find the answers."""
+        """Forms for which a comparison has found the same spans."""
 
     def find(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
         """Return the spans of all answers in a conversation's text, None if there are more or fewer."""
@@ -60,36 +58,36 @@ class Openings:
 
     def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
         """Return the forms of a conversation's messages."""
-        looks = [self._form_of(message, reasoning_key) for message in messages]
+        features = [self._form_of(message, reasoning_key) for message in messages]
         forms: set[Any] = set()
         before = None
         later = frozenset[Any]()
-        for index in range(len(looks) - 1, -1, -1):
-            previous = looks[index - 1] if index else None
-            forms.add((previous, looks[index], before, later, bool(tools)))
-            later, before = later.union(*looks[index]), looks[index]
+        for index in range(len(features) - 1, -1, -1):
+            previous = features[index - 1] if index else None
+            forms.add((previous, features[index], before, later, bool(tools)))
+            later, before = later.union(*features[index]), features[index]
         return forms
 
     def trust(self, forms: set[Any]) -> None:
-        """Note that answers of these forms are where they are found."""
+        """Trust `find` for messages of these forms from now on."""
         if len(self.trusted) < _MOST_FORMS:
             self.trusted |= forms
 
     def _form_of(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
-        """Return all that a template may look at in a message to decide how to write it."""
+        """Return the features of a message by which a template may decide how to write it."""
         calls, reasoning = message.get("tool_calls"), message.get(reasoning_key or "")
         about = message["role"], message.get("loss"), len(calls) > 1 if calls else None
         return about, self._text_features(message["content"]), self._text_features(str(reasoning)) if reasoning else ()
 
     def _text_features(self, text: str) -> tuple[Any, ...]:
-        """Return what a template may ask about a text: its white space, which of the constants it has, and where."""
+        """Return the features of a text by which a template may decide: white space, and the constants in it."""
         contained = [constant for constant in self._constants if constant in text]
         marks = [(constant, text.startswith(constant), text.endswith(constant)) for constant in contained]
         return text.strip() == "", text[:1].isspace(), text[-1:].isspace(), *marks
 
 
-def _compared_with(tree: nodes.Template) -> set[str]:
-    """Return the strings that a template compares texts with, splits them by or looks for."""
+def _compared_constants(tree: nodes.Template) -> set[str]:
+    """Return the strings that a template compares texts with, splits them by or searches in them."""
     users = [*tree.find_all((nodes.Call, nodes.Filter, nodes.Test))]
     users += [comparison for comparison in tree.find_all(nodes.Compare) if not _asks_for_role(comparison.expr)]
     constants = (constant.value for user in users for constant in user.find_all(nodes.Const))
@@ -97,17 +95,18 @@ def _compared_with(tree: nodes.Template) -> set[str]:
 
 
 def _asks_for_role(node: nodes.Expr) -> bool:
+    """Whether an expression of a template is a message's role or type."""
     name = node.arg if isinstance(node, nodes.Getitem) else None
     asked = name.value if isinstance(name, nodes.Const) else getattr(node, "attr", "")
     return asked in ("role", "type")
 
 
 class SpanTokenizer:
-    """Tokenizes texts covered by `shield`; returns which tokens belong to spans.
+    """Tokenizes texts that are covered by `shield`, and finds the tokens of spans of characters.
 
-    A fast tokenizer tokenizes what stands between added tokens by itself. So texts are split before the control token
-    that opens answers, pieces that several texts have in common are tokenized once, and a span that an opening precedes
-    is found among the ids of its piece: faster than by the characters of each token.
+    A fast tokenizer tokenizes the text between added tokens separately. So texts are split before the control token
+    that opens answers, a piece that several texts have is tokenized once, and a span after an opening is found among
+    the ids of its piece, which is faster than by the offsets of each token.
     """
 
     def __init__(
@@ -146,11 +145,11 @@ class SpanTokenizer:
             return [self._encode_slowly(text, marks) for text, marks in zip(texts, spans, strict=True)]
         encoded: dict[int, Encoded] = {}
         is_covered = [BREAKS.search(text) is not None for text in texts]
-        for side in (False, True):
-            chosen = [index for index, covered in enumerate(is_covered) if covered is side]
+        for covered_texts in (False, True):
+            chosen = [index for index, covered in enumerate(is_covered) if covered is covered_texts]
             if not chosen:
                 continue
-            backend = self.shield.backend if side else self._backend()
+            backend = self.shield.backend if covered_texts else self._backend()
             in_pieces = self._encode_in_pieces(
                 backend, [texts[index] for index in chosen], [spans[index] for index in chosen]
             )
@@ -159,8 +158,8 @@ class SpanTokenizer:
             others = [index for index in chosen if index not in encoded]
             batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
             for index, encoding in zip(others, batch, strict=True):
-                apart = self._split_merged_borders(backend, encoding, texts[index], spans[index])
-                encoded[index] = self._mask_by_offsets(*apart)
+                split = self._split_merged_borders(backend, encoding, texts[index], spans[index])
+                encoded[index] = self._mask_by_offsets(*split)
         return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
@@ -216,8 +215,8 @@ class SpanTokenizer:
         return joined, mask
 
     def _trained_ids(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
-        """Return the first id of a piece that belongs to the span `begin`:`stop` of its characters, and the one after
-        the last; None if the piece does not begin with an opening up to there, or ends otherwise.
+        """Return the indices of the first id of the span `begin`:`stop` of a piece's characters, and of the one after
+        the last; None if the piece does not begin with an opening of that length, or the span has another end.
         """
         opening = next((text for text in self.opening_ids if len(text) == begin and piece.startswith(text)), "")
         start = len(self.opening_ids.get(opening, ()))
@@ -236,7 +235,7 @@ class SpanTokenizer:
         return start, closing + (is_end or after <= stop)
 
     def merges(self, prompt: str, answer: str) -> bool:
-        """Whether the tokens of a prompt's end would be others if the answer followed in the same text."""
+        """Whether a prompt that ends with `prompt` would have other tokens if the answer followed in the same text."""
         if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
             return False
         backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
@@ -246,8 +245,8 @@ class SpanTokenizer:
     def _split_merged_borders(
         self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
     ) -> tuple[Any, str, Sequence[Span]]:
-        """Return an encoding with its text and spans in which each span's ids follow those of the text before it alone:
-        generation starts from these. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
+        """Return an encoding, its text and its spans, in which the ids before each span are those of the prompt by
+        itself, from which generation starts. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
         """
         borders = [begin for begin, _ in spans if begin and self._merges_across(backend, encoding, text, begin)]
         if not borders:
@@ -272,7 +271,7 @@ class SpanTokenizer:
         return False
 
     def _mask_by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by the characters that the tokenizer returns for each token."""
+        """Return ids and mask by the tokenizer's offsets."""
         num_tokens = len(encoding)
         tokens = [
             (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
@@ -281,8 +280,8 @@ class SpanTokenizer:
         return self._mask_to_end(encoding.ids, tokens)
 
     def _encode_slowly(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by a tokenizer without offsets. Where a span begins and ends in the ids is told by the
-        ids that the text and its beginning up to there share.
+        """Return ids and mask by a tokenizer without offsets: an index in the text corresponds to the number of ids
+        that the text and its prefix up to there have in common.
         """
         is_covered, borders = BREAKS.search(text) is not None, [0]
 
@@ -301,16 +300,16 @@ class SpanTokenizer:
                 borders.append(begin)
                 ids = tokens(text)
 
-        def shared(position: int) -> int:
+        def id_index(position: int) -> int:
             beginning = tokens(text[:position])
             pairs = enumerate(zip(beginning, ids, strict=False))
             return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
 
-        return self._mask_to_end(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
+        return self._mask_to_end(ids, [(id_index(begin), id_index(stop)) for begin, stop in spans])
 
     def _mask_to_end(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask of trained `spans` of ids, each cut after its end token, or lengthened by the one that
-        follows it. If the last span ends the text, what follows it is cut off, and an end token is added if it lacks.
+        """Return ids and mask of trained `spans` of ids, each of which is cut after its end token, or lengthened by one
+        that follows. If the last span ends the text, ids after it are cut off, and a missing end token is added.
         """
         end = self.end_id
         mask: list[bool] = []

@@ -1,11 +1,12 @@
 """Attention over rows that hold several samples (packed sequences).
 
-Packed, no sample sees another. `varlen` treats each sample for itself, on GPUs with PyTorch's kernel for variable
-lengths. `sdpa` and `eager` take a block-diagonal mask instead: right everywhere, but they compute all pairs of a row.
+In packed rows no sample sees another. `varlen` computes each sample by itself, on GPUs with PyTorch's kernel for
+variable lengths. `sdpa` and `eager` take a block-diagonal mask instead, which is correct everywhere, but computes all
+pairs.
 
-Samples of one conversation may share what they begin with: a tree, in a row each token once, branch after branch. A
-token sees those before it whose branch it is in (`seen_until`). `varlen` gathers the keys and values of each branch's
-path (`keys`), so that it computes exactly the pairs that see each other; the mask is that of the tree otherwise.
+Samples of one conversation may share a prefix. They form a tree, which a row holds branch after branch, each token
+once. A token sees the earlier tokens on its branch (`seen_until`). `varlen` gathers the keys and values on the path to
+each branch (`keys`), so that it computes no pair in vain; the others take the tree's mask.
 
 B rows, S tokens of a row, H heads, D width of a head.
 """
@@ -29,24 +30,23 @@ VARLEN = "varlen"
 Batch = dict[str, torch.Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _ADD_TO_MASK = ("doge",)
-"""Types of models whose attention adds to the mask that it is given (transformers 5.23), so that it needs one."""
+"""Model types whose attention adds to its mask (transformers 5.23), so that it needs one."""
 _SHORT = 512
 """Tokens up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32: forward and backward of five
 heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
 
 
 def trains_on_gpu() -> bool:
-    """Whether the device of a run is an NVIDIA GPU; a run on CPUs leaves a GPU that is there alone."""
-    from deepspeed.accelerator import get_accelerator  # speaks on stdout where it has to find out, so not before
+    """Whether a run's device is an NVIDIA GPU; a machine with a GPU may train on CPUs."""
+    from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
 
     return bool(get_accelerator().device_name() == "cuda")
 
 
 @torch.compiler.assume_constant_result
 def _has_kernel() -> bool:
-    """Whether a GPU has PyTorch's kernel for variable lengths, as from Ampere on (torch 2.13, flash_api.cpp).
-
-    2.10's function takes no scale (nn/attention/varlen.py), so there GPUs do without the kernel, as older ones do.
+    """Whether PyTorch's kernel for variable lengths runs here: on GPUs from Ampere on (torch 2.13, flash_api.cpp), and
+    not with torch 2.10, whose function takes no scale (nn/attention/varlen.py).
     """
     is_older = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return not is_older and _kernel_takes("scale")
@@ -54,7 +54,7 @@ def _has_kernel() -> bool:
 
 @torch.compiler.assume_constant_result
 def _kernel_takes(name: str) -> bool:
-    """Whether the function for variable lengths of this PyTorch has an argument."""
+    """Whether PyTorch's function for variable lengths has an argument `name` in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return name in _arguments(varlen_attn)
@@ -66,7 +66,7 @@ def _arguments(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def computes_segments(cfg: RunConfig) -> bool:
-    """Whether a run's attention, where a model has PyTorch's, computes only pairs of tokens that see each other."""
+    """Whether a run's attention computes only pairs of tokens that see each other, if its model supports sdpa."""
     has_kernel = not trains_on_gpu() or (cfg.precision.dtype is not Dtype.fp32 and _has_kernel())
     return cfg.model.attention is Attention.varlen or (cfg.model.attention is Attention.auto and has_kernel)
 
@@ -80,7 +80,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         # PyTorch's kernel for variable lengths knows half precision only.
         has_kernel = not trains_on_gpu() or (dtype in _KERNEL_DTYPES and _has_kernel())
         name = VARLEN if has_kernel else Attention.sdpa.value
-        # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
+        # Some attention is more than PyTorch's function: Gemma 2 soft-caps its scores, gpt-oss has sinks.
         name = name if model._supports_sdpa else Attention.eager.value
         if name == VARLEN and model.config.model_type in _ADD_TO_MASK:
             name = Attention.sdpa.value
@@ -98,8 +98,8 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Return the number of a sample's first position: where the table of positions has a row for padding (RoBERTa and
-    its kind), the one after that.
+    """Return the number of a sample's first position: 0, or in RoBERTa and its kind the one after the padding row of
+    the position embeddings.
     """
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
     rows = [getattr(table, "padding_idx", None) for table in tables]
@@ -107,8 +107,8 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return forward's arguments that hide padding and other samples, of packed batches and of parts of rows; with
-    `position_ids` for a model that has its own.
+    """Return the arguments of forward that mask padding and other samples, for packed batches and parts of rows too;
+    with `position_ids` if the model's first position is not 0.
     """
     arguments = _mask_arguments(module, batch)
     if first := getattr(module, "first_position", 0):
@@ -117,6 +117,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
 
 def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the mask, or what replaces it, in the form that the model's attention takes."""
     segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
     implementation = module.config._attn_implementation
     if "part" in batch:
@@ -126,9 +127,9 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
     if getattr(module, "builds_positions", False):
         return {"attention_mask": segments > 0, "position_ids": None}
     if bounds is not None and implementation == VARLEN:
-        arguments, unseen = segment_arguments(batch), unseen_mask(segments)
-        unseen["attention_mask"].segments = arguments  # type: ignore[attr-defined]
-        return unseen | arguments
+        arguments, arguments_with_mask = segment_arguments(batch), placeholder_mask(segments)
+        arguments_with_mask["attention_mask"].segments = arguments  # type: ignore[attr-defined]
+        return arguments_with_mask | arguments
     if bounds is None:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
@@ -145,10 +146,8 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
     return {"attention_mask": blocks}
 
 
-def unseen_mask(segments: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the mask of a function that knows by itself what a token sees: transformers passes masks of four
-    dimensions on as they are, and this one is never looked at.
-    """
+def placeholder_mask(segments: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a mask for attention functions that do not read it: transformers passes 4-D masks on without a change."""
     return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=segments.device)}
 
 
@@ -172,11 +171,12 @@ def sample_attention(
     keys: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention within the segments of `cu_seq_lens_q`, int32 [segments + 1], [B, S, H, D]; without them
-    `sdpa`'s. With `keys`, int64 [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own
-    are the last of them. `query`: [B, H, S, D]; `key`, `value`: the same with as many heads as keys have.
+    """Return causal attention [B, S, H, D] within the segments of `cu_seq_lens_q`, int32 [segments + 1]; transformers'
+    function of the name `varlen`. Without segments it is `sdpa`. `query`: [B, H, S, D]; `key`, `value`: [B, heads of
+    keys, S, D]. With `keys`, int64 [K], a segment attends to the tokens at the indices that `cu_seq_lens_k` bounds, of
+    which its own are the last.
     """
-    if "cu_seq_lens_q" not in options:  # layers of StableLM and Nemotron hand on the mask alone (transformers 5.23)
+    if "cu_seq_lens_q" not in options:  # StableLM and Nemotron pass only the mask to their layers (transformers 5.23)
         options |= getattr(attention_mask, "segments", {})
         keys = options.get("keys", keys)
     bounds = options.get("cu_seq_lens_q")
@@ -201,8 +201,8 @@ def attend_to_segments(
     """Return causal attention within segments, [B, S, H, D]: B rows, S tokens, H heads, D width of a head.
 
     `query`: [B, H, S, D]; `key`, `value`: [B, heads of keys, S, D]; `bounds`: int32 [segments + 1] over the B x S
-    tokens; `longest`: most tokens that one sees; `scaling`: of the scores, None is 1 / sqrt(D); `paths`: places of the
-    tokens that each segment sees, int64 [K], its own the last of them, and bounds over these.
+    tokens; `longest`: most tokens that one sees; `scaling`: of the scores, None is 1 / sqrt(D); `paths`: indices of the
+    tokens that each segment sees, int64 [K], its own last, and their bounds, int32 [segments + 1].
     """
     rows, heads, size, width = query.shape
     groups = heads // key.size(1)
@@ -214,9 +214,9 @@ def attend_to_segments(
     if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES and _has_kernel():
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.13 wants to be told of fewer heads of keys, and tells its kernel nothing; 2.11 compares no heads and
-        # calls the same kernel (nn/attention/varlen.py), which takes any number that divides the queries' and sums the
-        # gradients of each group (flash_attn/flash_api.cpp: mha_varlen_fwd, mha_varlen_bwd).
+        # torch 2.13 checks enable_gqa if there are fewer heads of keys, but does not pass it on; 2.11 checks nothing
+        # and calls the same kernel (nn/attention/varlen.py), which takes any number of heads that divides the queries',
+        # and sums the gradients of each group (flash_attn/flash_api.cpp: mha_varlen_fwd, mha_varlen_bwd).
         grouped: dict[str, Any] = {"enable_gqa": groups != 1} if _kernel_takes("enable_gqa") else {}
         mixed = varlen_attn(
             query,
@@ -248,42 +248,42 @@ def attend_to_segments(
 
 
 def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:
-    """Return transformers' mask without looking at padding on the right, which causal attention hides anyway: PyTorch
-    takes its fastest kernel, and the host does not wait for the device to learn whether there is any.
+    """Return transformers' mask, without padding on the right, which causal attention hides anyway: so PyTorch takes
+    its fastest kernel, and the host does not wait for the device to learn whether there is padding.
     """
     is_right_padded = getattr(attention_mask, "is_right_padded", False)
     return sdpa_mask(*arguments, attention_mask=None if is_right_padded else attention_mask, **options)
 
 
-def whole_segments(batch: Batch) -> torch.Tensor:
-    """Return the segments of a batch's rows, [B, S], also where a rank has a part of each."""
+def full_row_segments(batch: Batch) -> torch.Tensor:
+    """Return the segments of a batch's full rows, [B, S], also if this rank has a part of each row."""
     return batch.get("row_segments", batch["segment_ids"])
 
 
-def own_places(batch: Batch, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which places are in this rank's part of the rows, and where in it.
+def part_indices(batch: Batch, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert token indices of full rows to indices in this rank's part of the rows.
 
     Args:
-        batch: whose `part`, if it has one, is this rank's number among P, and P.
-        places: indices in the B x S tokens of whole rows, row by row [N].
+        batch: `part`, if it has one, is this rank's number among P ranks, and P.
+        indices: of the B x S tokens of full rows, row by row, int64 [N].
 
     Returns:
-        Whether each place is in the part, bool [N]; and of those that are, the indices in its B x S / P tokens.
+        Which indices are in the part, bool [N]; and the indices of these in its B x S / P tokens.
     """
     if "part" not in batch:
-        return torch.ones_like(places, dtype=torch.bool), places
-    size, (part, parts) = whole_segments(batch).size(1), batch["part"].tolist()
+        return torch.ones_like(indices, dtype=torch.bool), indices
+    size, (part, parts) = full_row_segments(batch).size(1), batch["part"].tolist()
     length = size // parts
-    column = places % size - part * length
+    column = indices % size - part * length
     is_in_part = (column >= 0) & (column < length)
-    return is_in_part, (places // size * length + column)[is_in_part]
+    return is_in_part, (indices // size * length + column)[is_in_part]
 
 
-def of_whole_rows(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the sum of values of samples over the P ranks that hold parts of their rows; a collective if there are.
+def sum_over_row_parts(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the sum of samples' values over the P ranks that hold parts of their rows; a collective if P > 1.
 
-    Every rank then computes the same loss, and the mean of their gradients is taken. So the gradient goes to this
-    rank's own values alone, P times: the mean over the ranks is what one rank with whole rows would have.
+    Every rank then computes the same loss, and DeepSpeed averages the gradients. So this rank's values get the gradient
+    times P: the average over the ranks is the gradient of one rank with full rows.
     """
     if "part" not in batch:
         return values

@@ -1,7 +1,6 @@
-"""The model that something was trained on, and how it is recognised.
+"""The base model of an adapter or checkpoint, recognised by a few values of its parameters.
 
-By a few of its numbers, taken under transformers' names: equal, but for rounding, for an official directory and its
-conversion.
+They have transformers' names, so that they are equal, but for rounding, for an official directory and its conversion.
 """
 
 import json
@@ -18,7 +17,7 @@ from toolkit.models import directory, weights
 from toolkit.plan.tuning_targets import SCORE
 
 RUN_BASE = "base"
-"""Folder of a run that holds its base where that was random and so is nowhere else."""
+"""Directory in a run's that holds its base model if that was random, and so is nowhere else."""
 _PARAMETERS, _NUMBERS = 8, 8
 _ROUNDING = 0.02
 """Largest difference as a fraction of the number; bfloat16 rounds by 0.004."""
@@ -26,12 +25,12 @@ _ROUNDING = 0.02
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A model that something was trained on."""
+    """Path and fingerprint of a base model."""
 
     path: str
-    """Absolute path of its directory; without secrets, so that a base below one has to be named again."""
+    """Absolute path of its directory, with secrets masked: a path that contains one has to be given again."""
     numbers: dict[str, list[float]]
-    """By name of a parameter, eight of its numbers."""
+    """Parameter -> eight of its values, `fingerprint_of`; of eight parameters."""
 
     def write(self) -> bytes:
         """Return the content of base.json."""
@@ -39,8 +38,8 @@ class BaseModel:
 
 
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
-    """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3, and of stages of a pipeline."""
-    # Not the head of a classifier, which is made for training.
+    """Return what identifies a model that was loaded from `path`. A collective under ZeRO-3 and for pipeline stages."""
+    # Without the head of a classifier, which is new.
     parameters = sorted(
         ((name, parameter) for name, parameter in model.named_parameters() if name != SCORE), key=lambda named: named[0]
     )
@@ -54,12 +53,12 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
-    """Return a few numbers of a parameter, evenly spaced; [] of one on the meta device. A collective for experts that
-    are divided over ranks, and for partitioned parameters.
+    """Return eight evenly spaced values of a parameter; [] of one on the meta device. A collective for partitioned
+    parameters and divided experts.
     """
     if parameter.is_meta:
         return []
-    if fingerprint := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
+    if fingerprint := getattr(parameter, "fingerprint", None):  # of a quantized one, from before that
         return list(fingerprint)
     part, count = process_group.part_of(parameter)
     with weights.full_params([parameter]):
@@ -74,7 +73,7 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
 
 
 def read_base(folder: Path) -> BaseModel | None:
-    """Return what an adapter or a checkpoint says of its base, None if it says nothing."""
+    """Return the base model that an adapter's or a checkpoint's base.json names, None without that file."""
     file = folder / directory.BASE_FILE
     if not file.is_file():
         return None
@@ -83,13 +82,13 @@ def read_base(folder: Path) -> BaseModel | None:
 
 
 def check_base(expected: BaseModel, actual: BaseModel, folder: object) -> None:
-    """Reject a model, `actual`, that is not `expected`, the one that was trained on; `folder`: what was trained."""
+    """Raise ModelError if `actual` is not `expected`, on which the adapter or checkpoint in `folder` was trained."""
     for name in expected.numbers:
         check_numbers(expected, name, actual.numbers.get(name, []), actual.path, folder)
 
 
 def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: object, folder: object) -> None:
-    """Reject a model of which one parameter differs; see `check_base`. `numbers`: its `fingerprint_of`."""
+    """Raise ModelError if a parameter differs from the expected base's; `numbers`: its `fingerprint_of`."""
     expected_numbers = expected.numbers[name]
     if len(numbers) != len(expected_numbers) or any(
         not abs(wanted - number) <= _ROUNDING * max(abs(wanted), abs(number)) + 1e-6
@@ -106,11 +105,13 @@ def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: ob
 
 
 def find_base(folder: Path, override: str = "") -> Path:
-    """Return the base of an adapter or checkpoint with base.json: `override`, or if "" where it was, or in its run."""
+    """Return the directory of an adapter's or checkpoint's base model: `override`, or if that is "", the recorded path,
+    or that in its run's directory; else a ModelError.
+    """
     base = read_base(folder)
     path = override or ("" if base is None else base.path)
-    near = [] if override else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
-    for candidate in [*([Path(path)] if path else []), *near]:
+    in_run = [] if override else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for candidate in [*([Path(path)] if path else []), *in_run]:
         if (candidate / "config.json").is_file():
             return candidate
     raise BaseMissing(

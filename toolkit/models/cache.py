@@ -1,5 +1,5 @@
-"""Arguments of a forward pass: by name, mask and positions, and the keys and values of earlier tokens, which
-transformers calls `cache` from 5.24 on and `past_key_values` before.
+"""Arguments of a forward pass: mask, positions, and the cache of keys and values, which transformers calls `cache` from
+5.24 on and `past_key_values` before.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 OLDER = "past_key_values"
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else OLDER
-"""The name here, of an argument and of an output."""
+"""Name of the argument and of the output in the installed version."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Cache | None:
@@ -30,7 +30,7 @@ def num_cached(arguments: Mapping[str, Any]) -> int:
 
 
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a forward pass by name."""
+    """Return all arguments of a forward pass by name; `args`: the positional ones."""
     if args:
         names = [*inspect.signature(type(model).forward).parameters][1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -40,9 +40,9 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def mask_and_positions(
     kwargs: dict[str, Any], ids: torch.Tensor, num_before: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mask and positions of a pass with `num_before` learned tokens in front, which positions do not count.
-    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it, positions from
-    `first` on.
+    """Return mask `[B, num_before + S]` and positions `[B, S]` of a pass with `num_before` learned tokens in front,
+    which positions do not count. `ids`: `[B, S]`, or embeddings `[B, S, H]`. If `kwargs` have no mask or positions,
+    they are made as transformers makes them, positions from `first` on.
     """
     rows, size = ids.shape[:2]
     mask = kwargs.get("attention_mask")

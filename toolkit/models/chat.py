@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from toolkit.models.chatglm.formats import FamilyChatEncoder
 
 FIT_VERSION = 1
-"""Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
+"""Part of a fitted tokenizer's fingerprint; increase it when fitting gives another tokenizer."""
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 
-# GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike. A call of a
-# tool is the assistant's: its name, then its arguments.
+# Similar to GLM-4's. Every answer ends with the end token, in earlier turns too, so that all answers look alike. A tool
+# call is a message of the assistant with the tool's name, then its arguments.
 _CHAT_TEMPLATE = (
     "{{ '[gMASK]<sop>' }}"
     "{% if tools %}{{ '<|system|>\\n' + tools | tojson }}{% endif %}"
@@ -40,13 +40,13 @@ _CHAT_TEMPLATE = (
 )
 
 TOKENIZER = "tokenizer: "
-"""Before the names of a tokenizer's parts in what identifies the data of a run."""
+"""Prefix of the keys of `tokenizer_identity`."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 def fit_tokenizer(texts: Callable[[], Iterable[str]], vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template. It is kept
-    in `folder`/tokenizers/FINGERPRINT. `texts` is called twice; `vocab_size` counts the special tokens.
+    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template, cached in
+    `folder`/tokenizers/FINGERPRINT. `texts` is called twice; `vocab_size` counts the special tokens.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
@@ -114,14 +114,14 @@ def load_tokenizer(
             folder=folder,
         )
     if vocabulary is None:
-        tokenizer = _load_other(folder)
+        tokenizer = _load_by_transformers(folder)
     else:
         from toolkit.models.chatglm import formats
 
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
-        # In what was saved here its own template counts, of training with model.chat_template; officially the family's.
-        # Exports of earlier versions begin without what servers need.
+        # An export of training with model.chat_template has another template than the family's, which is kept. Exports
+        # of earlier versions have the family's template without `SERVED_TURNS`.
         bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
         default_templates = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
         is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
@@ -162,9 +162,9 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
     )
 
 
-def _load_other(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a directory in transformers' layout; ModelError if it lacks, or needs code from there."""
-    config = directory.read_json(path / "tokenizer_config.json")
+def _load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory in transformers' layout; ModelError if there is none, or it needs code."""
+    config = directory.read_json_or_empty(path / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
         raise ModelError(
             "The tokenizer in '{folder}' needs Python code from that directory (auto_map), which is "
@@ -178,17 +178,17 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
             folder=path,
         )
     if (path / "tokenizer.json").is_file():
-        directory.check_growth(path / "tokenizer.json")
+        directory.check_tokenizer_growth(path / "tokenizer.json")
     with reading(path, ModelError, tr("Point model.tokenizer to another directory, or fetch the files again.")):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-        tokenizer("a 1", verbose=False)  # settings of a wrong type show as they are used
+        tokenizer("a 1", verbose=False)  # settings of a wrong type fail when they are used
     return tokenizer
 
 
-AnyChatEncoder = Union["FamilyChatEncoder", TemplateChatEncoder]  # | takes no text
-"""What turns conversations into ids, for training and for generation."""
+AnyChatEncoder = Union["FamilyChatEncoder", TemplateChatEncoder]  # | does not take a string
+"""Turns conversations into ids, for training and for generation."""
 
 
 def load_chat_encoder(
@@ -198,12 +198,12 @@ def load_chat_encoder(
     chat_template: str = "",
     original_labels: bool = True,
 ) -> AnyChatEncoder:
-    """Return what turns conversations into ids and the mask of what is trained, for a model directory."""
+    """Return the encoder of a model directory, which turns conversations into ids and the mask of trained tokens."""
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
 def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> AnyChatEncoder | None:
-    """Return the chat encoder of a model's tokenizer, None where that is not on this disk; see `load_chat_encoder`."""
+    """Return the chat encoder of a model's tokenizer, None if its files are not here; see `load_chat_encoder`."""
     folder = Path(model.tokenizer or model.path)
     if not (model.tokenizer or model.path) or not folder.is_dir():
         return None
@@ -216,7 +216,7 @@ def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> Any
 
 def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: bool = True) -> AnyChatEncoder:
     """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
-    if getattr(tokenizer, "has_own_template", False):  # as only the family's own tokenizers have
+    if getattr(tokenizer, "has_own_template", False):  # only ChatGLM's tokenizers have it
         from toolkit.models.chatglm import formats
 
         if not train_thinking:
@@ -242,8 +242,8 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: b
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
-    """Return a digest of each part of a tokenizer that a run trains with and exports, by `TOKENIZER` and its name.
-    A ChatGLM's own chat format counts by its family: its words here may change with a version of the toolkit.
+    """Return a digest of each part of a tokenizer that a run trains with and exports; keys begin with `TOKENIZER`.
+    A ChatGLM's own chat format is identified by its family, as its template may change with a version of the toolkit.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = json.loads(backend.to_str()) if backend is not None else {}

@@ -1,9 +1,9 @@
-"""Conversations through a tokenizer's own chat template: for all models that have no format of their own here.
+"""Encodes conversations through a tokenizer's own chat template, for all models but official ChatGLMs.
 
-Control strings in messages stay text: `<|assistant|>` that a user types never becomes the token. Before a template sees
-a message, what would become a control token is broken up by U+FDD0 and U+FDD1, which Unicode keeps for programs; the
-tokenizer drops them after it has looked for control tokens. These are the special ones, and added ones by which a
-template begins or ends turns; others, such as `<think>`, are content of answers.
+Control strings in messages stay text: `<|assistant|>` that a user types never becomes the token. Before a template gets
+a message, control strings in it are broken up by U+FDD0 and U+FDD1, which Unicode reserves for programs; the tokenizer
+drops them after it has searched for control tokens. These are special tokens, and added ones by which a template begins
+or ends turns; others, such as `<think>`, are content of answers.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CODE_VERSION = 8
-"""Part of the fingerprint; raise it when ids or masks change."""
+"""Part of the fingerprint; increase it when ids or masks change."""
 
 Message = Mapping[str, Any]
 
-_OTHERS = "additional_special_tokens"
+_ADDITIONAL = "additional_special_tokens"
 _RENDERING_S = 10
-"""Most seconds for one conversation; thousands of messages take some hundredths."""
-_LEAST_S = 0.5
+"""Seconds that rendering one conversation may take; thousands of messages take some hundredths."""
+_MIN_RENDERING_S = 0.5
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First answer."},
@@ -45,30 +45,31 @@ _PROBE: list[dict[str, Any]] = [
 
 _EXCERPT_CHARS = 40
 _WORD = "Zygote"
-"""What is looked for in a rendering."""
+"""A word that is searched in renderings."""
 
 
-def _called(name: str) -> dict[str, Any]:
+def _message_with_call(name: str) -> dict[str, Any]:
+    """Return an assistant message that calls a tool."""
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"a": "b"}}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": _WORD, "description": "?", "parameters": {}}}]
 _RESULT = {"role": "tool", "content": _WORD, "tool_call_id": "call00000"}
-_LOOP = [_PROBE[0], _called(_WORD), _RESULT, _PROBE[1]]
+_TOOL_CONVERSATION = [_PROBE[0], _message_with_call(_WORD), _RESULT, _PROBE[1]]
 _FEATURES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "system": ([{"role": "system", "content": _WORD}, _PROBE[0]], None),
     "tools": (_PROBE[:1], _TOOLS),
-    "tool_calls": ([_PROBE[0], _called(_WORD)], None),
-    "tool": ([_PROBE[0], _called("other"), _RESULT], None),
-    "text": ([_PROBE[0], {**_called("other"), "content": _WORD}], None),
+    "tool_calls": ([_PROBE[0], _message_with_call(_WORD)], None),
+    "tool": ([_PROBE[0], _message_with_call("other"), _RESULT], None),
+    "text": ([_PROBE[0], {**_message_with_call("other"), "content": _WORD}], None),
 }
-"""What a conversation may have -> an example, with its tools: a template that does not write `_WORD` would lose it."""
+"""Feature of a conversation -> an example and its tools: a template that does not write `_WORD` drops the feature."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which templates read the reasoning of an answer."""
+"""Keys of a message in which templates expect the reasoning of an answer."""
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-"""What generation may be asked with: an answer follows the first prompt that it was rendered after (GLM-4.7's default
-begins the reasoning, that of Qwen3.5's small models ends it)."""
+"""Options of a template for generation. The prompt of an answer is the first of these modes' that its rendering begins
+with: GLM-4.7's default begins the reasoning, that of Qwen3.5's small models ends it."""
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -76,9 +77,9 @@ class TemplateChatEncoder:
     """Encodes through a tokenizer's own chat template; control strings in messages stay text.
 
     Answers are located by comparing the rendered conversation up to an answer with that including it; a template's own
-    marks ({% generation %}) must agree, else it is an error. A template that writes earlier answers otherwise once
-    another turn follows trains them in samples of their own (`divide`). `train_thinking`: whether the loss covers what
-    an answer has before its content, the reasoning and its markers.
+    marks ({% generation %}) must agree, else it is an error. If a template writes earlier answers in another way once
+    another turn follows, they are trained in separate samples (`divide`). `train_thinking`: whether the loss covers the
+    reasoning before an answer's content.
     """
 
     only_last = False
@@ -99,7 +100,7 @@ class TemplateChatEncoder:
             )
         self.tokenizer, self.train_thinking = tokenizer, train_thinking
         self.vocab_size = len(tokenizer)
-        self.answer_ids: list[int] = []  # what is trained begins where the assistant speaks
+        self.answer_ids: list[int] = []  # for the interface: ChatGLM's formats have such tokens
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = [
             # Spawned workers had the family's own template on official ChatGLM tokenizers until version 7.
@@ -112,28 +113,28 @@ class TemplateChatEncoder:
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self.template = tokenizer.get_chat_template()
         self.end = str(tokenizer.eos_token)
-        self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
+        self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _ADDITIONAL}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
         self.knows_probe = False
-        """Whether it renders an ordinary question and its answer as training needs it."""
+        """Whether the answer's span is found in an ordinary question and answer."""
         self.frame: tuple[str, str] | None = None
-        """What precedes and follows each answer, where both are always the same."""
+        """Text before and after each answer, if both are always the same."""
         self.lead: tuple[str, str, bool] | None = None
-        """The end of the prompt for an answer, what of the answer precedes its content, and whether that is stripped;
-        None if it is not always the same."""
+        """End of the prompt for an answer, start of the answer before its content, and whether the content is stripped;
+        None if they are not always the same."""
         self.rewrites = self.rewrites_reasoning = True
-        """Whether it writes earlier answers otherwise once another turn follows: any, and those with reasoning."""
+        """Whether earlier answers, or those with reasoning, are written in another way once another turn follows."""
         self.ends: set[str] = set()
-        """Tokens beside the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
+        """Other tokens than the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
         self.turn_marks: set[str] = set()
         self.shield = Shield(tokenizer, ())
         self.reasoning_key: str | None = _REASONING[0]
-        """Where it reads an answer's reasoning, None if nowhere."""
+        """Key in which the template expects an answer's reasoning, None if it writes none."""
         self.missing: set[str] = set()
-        """What it has no place for."""
-        self._until = time.monotonic() + _RENDERING_S
-        with suppress(RowError):  # it knows other conversations only; each is looked at by itself
-            self._look_at_template()
+        """Keys of `_FEATURES` that the template drops."""
+        self._deadline = time.monotonic() + _RENDERING_S
+        with suppress(RowError):  # it rejects the examples; other conversations are examined one by one
+            self._examine_template()
         self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
         others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
@@ -142,11 +143,11 @@ class TemplateChatEncoder:
         with suppress(RowError):
             self.openings = self._openings()
         self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
-        self._look_at_texts()
-        self._until = math.inf
+        self._examine_special_tokens()
+        self._deadline = math.inf
 
-    def _look_at_template(self) -> None:
-        """Find out what the template writes, and how; a RowError if it rejects an ordinary question."""
+    def _examine_template(self) -> None:
+        """Determine what the template writes, and how; RowError if it rejects an ordinary question."""
         self.render(_PROBE[:1], None, add_generation_prompt=False)
         self.turn_marks = self._turn_marks()
         answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
@@ -159,10 +160,10 @@ class TemplateChatEncoder:
                 "`content`. Give another: model.chat_template=FILE.",
                 name=self.tokenizer.name_or_path,
             )
-        self._look_at_answers()
+        self._examine_answers()
 
-    def _look_at_texts(self) -> None:
-        """Find out which special tokens the tokenizer itself puts before and after a text."""
+    def _examine_special_tokens(self) -> None:
+        """Determine the special tokens that the tokenizer puts before and after a text."""
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
         texts = ((_WORD, True), (_WORD, False), ((bos or "") + _WORD, False))
         wrapped, bare, with_bos = (
@@ -171,7 +172,7 @@ class TemplateChatEncoder:
         start = next((n for n in reversed(range(len(wrapped) + 1)) if wrapped[n : n + len(bare)] == bare), 0)
         self.before_text = wrapped[:start]
         self.after_text: Sequence[int] = wrapped[start + len(bare) :]
-        # Texts had a BOS by add_bos_token and nothing else, so caches of other tokenizers are built again.
+        # Earlier versions added a BOS by add_bos_token alone: caches of other tokenizers get another key.
         self.text_key: Sequence[int] = wrapped if wrapped != with_bos else ()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
@@ -181,14 +182,14 @@ class TemplateChatEncoder:
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
-        """Return ids and mask of several conversations; RowError if the template rejects one, ModelError if it changes
-        the last question once its answer follows.
+        """Return ids and mask of several conversations; RowError if the template rejects one, ModelError if it writes a
+        question in another way once its answer follows.
         """
         if not conversations:
             return []
         texts: list[str] = []
         spans: list[list[Span]] = []
-        with time_limit(_RENDERING_S):  # of all, so that that of each costs less
+        with time_limit(_RENDERING_S):  # outer limit, which makes that of each cheaper
             for messages, chat_tools in zip(conversations, tools or [None] * len(conversations), strict=True):
                 text, trained = self._text_and_spans(messages, self.shield.cover(chat_tools))
                 texts.append(text)
@@ -204,8 +205,8 @@ class TemplateChatEncoder:
         return [(prefix + ids, [False] * len(prefix) + mask) for prefix, (ids, mask) in pairs]
 
     def _text_and_spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, or of plain text, and the spans that are trained."""
-        if isinstance(messages, _Part):
+        """Return the rendered text of a conversation, or a plain text, and the spans that are trained."""
+        if isinstance(messages, _DividedConversation):
             return self._trained_spans(messages.shielded, tools, messages.text)
         messages = self._for_template(messages)
         if messages[0]["role"] != "text":
@@ -214,10 +215,10 @@ class TemplateChatEncoder:
         return text, [(0, len(text))]
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
-        """Return the conversations in which a conversation's answers are trained, each in one, with the tokens that
-        generation would have made: the conversation itself; or beginnings of it, if an earlier answer would have other
-        tokens once another turn follows it, as the template leaves out its reasoning, mostly, or the tokenizer merges
-        its beginning with the prompt.
+        """Return the conversations in which the answers are trained, each answer in one, with the tokens that
+        generation would produce. That is the conversation itself, or prefixes of it if an earlier answer would have
+        other tokens once another turn follows: if the template drops its reasoning, or the tokenizer merges its first
+        characters with the prompt.
         """
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
@@ -241,7 +242,7 @@ class TemplateChatEncoder:
                 [{**message, "loss": index in included} for index, message in enumerate(chat[: last + 1])]
                 for chat in (messages, shielded)
             )
-            parts.insert(0, _Part(marked, marked_shielded, texts[last]))
+            parts.insert(0, _DividedConversation(marked, marked_shielded, texts[last]))
         return parts
 
     def _merges(self, message: Message) -> bool:
@@ -258,28 +259,28 @@ class TemplateChatEncoder:
         return self.span_tokenizer.encode_many([text], [[]])[0][0]
 
     def _for_template(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages as the template gets them: control strings covered, the reasoning under its key."""
+        """Return messages as the template gets them: control strings broken up, the reasoning under its key."""
         key = self.reasoning_key
         if key not in (None, "reasoning_content"):
             messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
         return self.shield.cover(messages)
 
     def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Return whether the template writes `_WORD`, which a conversation has; also if it rejects that, as such rows
-        are errors of their own.
+        """Whether the template writes `_WORD`, which a conversation has; True if it rejects the conversation, as such
+        rows become errors anyway.
         """
         try:
             return _WORD in self.render(messages, tools, add_generation_prompt=False)
         except RowError:
             return True
 
-    def _look_at_answers(self) -> None:
-        """Look at how the template renders answers; reject marks that are not what generation would write."""
+    def _examine_answers(self) -> None:
+        """Determine how the template renders answers; ModelError if its marks are not what generation would write."""
         with suppress(RowError):
             self.knows_probe = self._spans_by_comparison(_PROBE[:2], None, [1]) is not None
         reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
         reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
-        loops = (_LOOP, [*_LOOP, _PROBE[2], *_LOOP[1:]])
+        loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, _PROBE[2], *_TOOL_CONVERSATION[1:]])
         divided = [self._is_divided(_PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
         self.rewrites_reasoning = any(self._is_divided(chat, None) for chat in reasoned)
         self.rewrites = any(divided)
@@ -371,7 +372,7 @@ class TemplateChatEncoder:
     def _spans_by_openings(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int], rendered: str
     ) -> tuple[str, list[Span]] | None:
-        """Return what `_spans_by_comparison` does, in one rendering where the two have agreed on such conversations."""
+        """Return the same as `_spans_by_comparison`, by one rendering if both agreed on such conversations before."""
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.openings is None or not set(wanted) <= set(answers):
             return self._spans_by_comparison(messages, tools, wanted)
@@ -391,7 +392,7 @@ class TemplateChatEncoder:
     def _trained_spans(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
     ) -> tuple[str, list[Span]]:
-        """Return a conversation's text, which may be `rendered` already, and the spans of its trained messages."""
+        """Return a conversation's text, `rendered` if that is not "", and the spans of its trained messages."""
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
@@ -410,8 +411,8 @@ class TemplateChatEncoder:
         return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
 
     def _check_written(self, message: Message, index: int, text: str) -> None:
-        """Raise a RowError if the template does not write a message that is to be trained: its text after the
-        reasoning, and of calls their names and the names of their arguments.
+        """Raise RowError if the template does not write a trained message's text after the reasoning, or the names of
+        its calls and their arguments.
         """
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [message["content"].rpartition("</think>")[2].strip()]
@@ -427,7 +428,7 @@ class TemplateChatEncoder:
             )
 
     def _check_nothing_is_lost(self, messages: Sequence[Message]) -> None:
-        """Raise a RowError for what the template would not write."""
+        """Raise RowError if the template would drop a part of a message."""
         for number, message in enumerate(messages, start=1):
             calls, has = message.get("tool_calls"), set()
             if message["role"] == "tool":
@@ -485,7 +486,7 @@ class TemplateChatEncoder:
         )
 
     def _asks_for_reasoning(self, messages: Sequence[Message]) -> str:
-        """Return how the prompt for an answer ends if it begins the reasoning in every mode, else ""."""
+        """Return the end of the prompt for an answer if it begins the reasoning in every mode, else ""."""
         asks = ""
         with suppress(RowError):
             before = self.render(messages, None, add_generation_prompt=False)
@@ -522,8 +523,8 @@ class TemplateChatEncoder:
     def _spans_by_comparison(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of `wanted`; None if the template writes turns otherwise once
-        others follow. Each answer lies between the rendering of what precedes it and that which ends with it.
+        """Return a conversation's text and the spans of the messages `wanted`; None if the template writes turns in
+        another way once others follow. An answer is what the rendering up to it has more than that of its prompt.
         """
         rendered = self.render(messages, tools, add_generation_prompt=False)
         spans = []
@@ -540,8 +541,8 @@ class TemplateChatEncoder:
         return rendered, spans
 
     def _answer_end(self, text: str, after: str) -> int | None:
-        """Return where the text `after`, which ends with an answer, stops in `text`, which goes on; None if it does not
-        begin it. Its end token may lack there: Phi-3's template writes one after the last answer only.
+        """Return the length of `after`, which ends with an answer, if `text` begins with it, else None. `text` may lack
+        its end token: Phi-3's template writes one after the last answer only.
         """
         if text.startswith(after):
             return len(after)
@@ -551,7 +552,9 @@ class TemplateChatEncoder:
     def _prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
     ) -> int | None:
-        """Return the length of the prompt that a text begins with."""
+        """Return the length of the prompt that a text begins with, None if it begins with no mode's. `asks`: whether
+        the prompt asks for an answer.
+        """
         for mode in MODES if asks else MODES[:1]:
             before = self.render(messages, tools, asks, **mode)
             if text.startswith(before):
@@ -559,7 +562,9 @@ class TemplateChatEncoder:
         return None
 
     def _answer_begin(self, message: Message, text: str) -> int | None:
-        """Return where the answer begins in the text that ends with it, framed as in the probe; spares a rendering."""
+        """Return the index of an answer in the text that ends with it, if `frame` is around it, else None; this saves a
+        rendering.
+        """
         if not self.frame or message["role"] != "assistant" or message.get("tool_calls"):
             return None
         asks, ending = self.frame
@@ -570,8 +575,8 @@ class TemplateChatEncoder:
     def _spans_by_marks(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of `wanted` by the template's own marks ({% generation %}); None
-        if these are not of exactly its answers.
+        """Return a conversation's text and the spans of the messages `wanted` by the template's marks ({% generation
+        %}); None if it does not mark each answer once.
         """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         text, marks = self._text_and_marks(messages, tools)
@@ -581,7 +586,7 @@ class TemplateChatEncoder:
         return text, [mark for index, mark in zip(answers, marks, strict=True) if index in wanted]
 
     def _text_and_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return a conversation's text and what the template marks in it."""
+        """Return a conversation's text and the spans that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         bound_templates()
@@ -621,12 +626,12 @@ class TemplateChatEncoder:
         return text
 
     def _seconds_left(self) -> float:
-        """Return how long one conversation may take; all that are tried at first may take as long as that together."""
-        return min(_RENDERING_S, max(_LEAST_S, self._until - time.monotonic()))
+        """Return the time limit for one rendering; all of the constructor's together have the limit of one."""
+        return min(_RENDERING_S, max(_MIN_RENDERING_S, self._deadline - time.monotonic()))
 
 
-class _Part(list[Message]):
-    """What `divide` makes of a conversation: messages, the same as the template gets them, and their text."""
+class _DividedConversation(list[Message]):
+    """A result of `divide`: messages, the messages for the template, and their rendering."""
 
     def __init__(self, messages: Sequence[Message], shielded: Sequence[Message], text: str) -> None:
         super().__init__(messages)
@@ -634,7 +639,7 @@ class _Part(list[Message]):
 
 
 def _as_json(text: str) -> str:
-    """Return how a template's `tojson` writes a text, without the quotes."""
+    """Return a text as a template's `tojson` writes it, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -652,7 +657,7 @@ _FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 def _rendered(
     render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = _RENDERING_S
 ) -> Any:
-    """Return a template's rendering, calls in another form if it wants that; RowError if it fails."""
+    """Return a template's rendering, if it fails with calls in other forms; RowError if all fail."""
     try:
         with time_limit(seconds):
             try:
@@ -665,7 +670,7 @@ def _rendered(
                         return render(form(messages))
                 raise
     except TooSlow:
-        # Not a row that could be skipped: the next one would take as long.
+        # No RowError, which skips the row: the next one would take as long.
         raise ModelError(
             "The chat template takes more than {seconds} s for one conversation. Give another: "
             "model.chat_template=FILE.",
@@ -689,9 +694,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls are numbered, and the results in the calls' order: Mistral's templates ask for ids of
-    nine characters.
-    """
+    """Return messages with ids for calls and, in order, results, as Mistral's templates need: of nine characters."""
     changed: list[Message] = []
     num_calls = num_results = 0
     for message in messages:

@@ -1,7 +1,7 @@
-"""A head that gives sequences scores in place of a language model's output layer: transformers' sequence classifiers.
+"""transformers' sequence classifiers: a head that scores sequences in place of a language model's output layer.
 
-The scores of a sequence are those of its last token that is no padding, found as transformers finds it: by the padding
-token's id, so that a program that loads the directory gets the same ones.
+The scores of a sequence are those of its last token that is no padding, determined as in transformers by the padding
+token's id, so that any program that loads the directory computes the same ones.
 """
 
 import json
@@ -18,17 +18,17 @@ from toolkit.messages import ModelError, json_object, reading
 from toolkit.models import attention, loss, probe
 
 FILE = "score.json"
-"""Beside an adapter: what the config.json of a whole model says of its head."""
+"""In an adapter's directory: labels and padding token, which the config.json of a full model has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What scores mean."""
+    """Labels and padding token of a classifier."""
 
     labels: tuple[str, ...]
     """Names of the scores, in their order."""
     pad_token_id: int
-    """What fills up: no score is read there."""
+    """Id of the padding token, at which no score is read."""
 
     def write(self) -> bytes:
         """Return the content of score.json."""
@@ -44,7 +44,7 @@ def head_of(model: PreTrainedModel) -> Head | None:
 
 
 def read_head(folder: Path) -> Head | None:
-    """Return the head that is beside an adapter, None if there is none."""
+    """Return the head that an adapter's directory describes, None if it describes none."""
     file = folder / FILE
     if not file.is_file():
         return None
@@ -85,17 +85,18 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
             architecture=type(model).__name__,
         )
     setattr(scorer, scorer.base_model_prefix, model.base_model)
-    if not all(parameter.is_meta for parameter in model.parameters()):  # a stage of a pipeline has some
+    if not all(parameter.is_meta for parameter in model.parameters()):  # of a pipeline stage that has weights
         weight = torch.empty(scorer.score.weight.shape)
         weight.normal_(0, getattr(config, "initializer_range", 0.02), generator=torch.Generator().manual_seed(seed))
         scorer.score.weight = nn.Parameter(weight)
     scorer.score.to(model.dtype)
-    # Set after its embedding was made: as torch.nn.Embedding's padding_idx it would freeze a row.
+    # Set after the embedding is constructed, where it would become padding_idx, which freezes a row.
     config.pad_token_id = head.pad_token_id
     return scorer.eval()
 
 
 def _set_labels(config: Any, head: Head) -> None:
+    """Set the number and the names of the scores in a config."""
     config.id2label = dict(enumerate(head.labels))
     config.label2id = {label: index for index, label in enumerate(head.labels)}
 
@@ -107,37 +108,37 @@ def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run forward and return the scores of each sample, row by row, float32 `[samples, labels]`."""
     inputs = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
     model: Any = getattr(engine, "module", engine)
-    places = _last_places(batch, model.config.pad_token_id)
-    is_in_part, local_places = attention.own_places(batch, places)
+    token_indices = _last_token_indices(batch, model.config.pad_token_id)
+    is_in_part, local_indices = attention.part_indices(batch, token_indices)
     local_samples = is_in_part.nonzero()[:, 0].to(engine.device, non_blocking=True)
-    local_places = local_places.to(engine.device, non_blocking=True)
+    local_indices = local_indices.to(engine.device, non_blocking=True)
     layer, size = _score_layer(model), batch["input_ids"].shape
     score_forward = layer.forward
 
-    def answer(states: torch.Tensor) -> torch.Tensor:
-        """Return the scores of all samples in place of each token's, of which the model takes one."""
-        local_scores: torch.Tensor = score_forward(states.flatten(0, 1).index_select(0, local_places))
-        # Of a part of rows some samples end elsewhere.
-        all_scores = local_scores.new_zeros(len(places), local_scores.size(-1))
+    def score_last_tokens(states: torch.Tensor) -> torch.Tensor:
+        """Stand in for the head: return the scores of all samples at each token, of which the model takes one."""
+        local_scores: torch.Tensor = score_forward(states.flatten(0, 1).index_select(0, local_indices))
+        # Samples that end in another rank's part of the rows have scores of 0 here.
+        all_scores = local_scores.new_zeros(len(token_indices), local_scores.size(-1))
         all_scores = all_scores.index_copy(0, local_samples, local_scores)
         return all_scores.view(1, 1, -1).expand(*size, -1)
 
-    if "inputs_embeds" in inputs:  # of the stage before: there are no ids in which transformers could find the places
-        flat_scores = answer(loss.hidden_states(model, inputs))[0, 0]
+    if "inputs_embeds" in inputs:  # a later pipeline stage has no ids in which transformers could find the last token
+        flat_scores = score_last_tokens(loss.hidden_states(model, inputs))[0, 0]
     else:
-        layer.forward = answer
+        layer.forward = score_last_tokens
         try:
             flat_scores = loss.logits_of(engine, inputs)[0]
         finally:
             del layer.forward
-    return attention.of_whole_rows(flat_scores.view(len(places), -1).float(), batch)
+    return attention.sum_over_row_parts(flat_scores.view(len(token_indices), -1).float(), batch)
 
 
 def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Return the scores at every token of rows, float32 `[B, S, labels]`; without gradients."""
-    seen: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     layer = _score_layer(getattr(engine, "module", engine))
-    hook = layer.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone()))
+    hook = layer.register_forward_hook(lambda _, __, output: outputs.append(output.detach().clone()))
     inputs = {name: batch[name].to(engine.device) for name in _COLUMNS if name in batch}
     try:
         with probe.evaluating(engine):
@@ -147,7 +148,7 @@ def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
                 loss.logits_of(engine, inputs)
     finally:
         hook.remove()
-    return seen[0].float()
+    return outputs[0].float()
 
 
 def _score_layer(model: Any) -> Any:
@@ -155,11 +156,11 @@ def _score_layer(model: Any) -> Any:
     return model.get_submodule("score")
 
 
-def _last_places(batch: attention.Batch, pad_token_id: int) -> torch.Tensor:
-    """Return where each sample's last token that is no padding is in the B x S tokens, int64 `[samples]`."""
-    ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), attention.whole_segments(batch).cpu()
+def _last_token_indices(batch: attention.Batch, pad_token_id: int) -> torch.Tensor:
+    """Return the index in B x S tokens of each sample's last token that is no padding, int64 `[samples]`."""
+    ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), attention.full_row_segments(batch).cpu()
     in_row = loss.samples_in_rows(batch)
     before = (in_row.cumsum(0) - in_row)[:, None]
     is_read = (ids != pad_token_id) & (segments > 0)
-    samples, places = (before + segments - 1)[is_read], torch.arange(ids.numel()).view(ids.shape)[is_read]
-    return torch.zeros(int(in_row.sum()), dtype=torch.int64).scatter_reduce(0, samples, places, "amax")
+    samples, token_indices = (before + segments - 1)[is_read], torch.arange(ids.numel()).view(ids.shape)[is_read]
+    return torch.zeros(int(in_row.sum()), dtype=torch.int64).scatter_reduce(0, samples, token_indices, "amax")

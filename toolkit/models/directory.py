@@ -1,7 +1,7 @@
-"""What a model directory on disk holds, found out without torch and without running any of its Python files.
+"""Checks of a model directory, without torch and without running any of its Python files.
 
-Which official ChatGLM architecture a config.json describes is told by its own keys: `AutoConfig` would wait for an
-answer on stdin, and `GlmForCausalLM.from_pretrained` silently build a random model (5.23).
+The keys of a config.json show which official ChatGLM architecture it is of: `AutoConfig` would wait for an answer on
+stdin, and `GlmForCausalLM.from_pretrained` would silently build a random model (transformers 5.23).
 """
 
 import fcntl
@@ -52,7 +52,7 @@ _OFFICIAL_KEYS = {
         "layernorm_epsilon",
     ),
 }
-# Key, the one value that the mapping can express, the value that an absent key stands for.
+# Key, the only supported value, the value if the key is absent.
 _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
     Architecture.v1: (("position_encoding_2d", True, False),),
     Architecture.glm: (
@@ -68,7 +68,7 @@ _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 
 
 BASE_FILE = "base.json"
-"""Beside an adapter, or in a checkpoint without frozen weights: what identifies the model that it was trained on."""
+"""In an adapter's directory or a checkpoint without frozen weights: what identifies the base model."""
 TOKENIZER_CODE = "tokenization_chatglm.py"
 _MODEL_CODE = "modeling_chatglm.py"
 _DIVIDES = re.compile(r"seq_idx\s*=[^\n]*/\s*self\.rope_ratio")
@@ -85,7 +85,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
 
 
 def named_family(folder: Path) -> Family:
-    """Return whether a directory's files, read as text, name ChatGLM2 or ChatGLM3 (glm-4-9b too); `auto` if neither."""
+    """Return the ChatGLM family that a directory's files name (chatglm3 for glm-4-9b too), `auto` if they name none."""
     for name in ("tokenizer_config.json", TOKENIZER_CODE, "config.json"):
         text = read_text(folder / name).lower()
         if "<|user|>" in text or "chatglm3" in text:
@@ -96,8 +96,8 @@ def named_family(folder: Path) -> Family:
 
 
 def divides_positions(config: dict[str, Any], folder: Path) -> bool:
-    """Return whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, or multiplies the base (all others).
-    The key is the same: modeling_chatglm.py decides (read as text), then the names in the directory's files.
+    """Whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, instead of multiplying the rotary base.
+    modeling_chatglm.py decides, read as text, else the family that the files name; ModelError if neither is known.
     """
     ratio = config.get("rope_ratio", 1)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
@@ -133,7 +133,7 @@ def read_text(file: Path) -> str:
 
 
 def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
-    """Reject by name what the architecture's code here cannot express."""
+    """Raise ModelError if a config has values that `toolkit.models.chatglm.modeling` does not support."""
     if config.get("quantization_bit"):
         raise ModelError(
             "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "
@@ -161,11 +161,13 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
 
 
 _trusted: set[str] = set()
-"""SHA-256 of the files that this process may run; by content, so that checkpoints and exports may have copies."""
+"""SHA-256 of the Python files that this process may run; by content, so that copies in exports are trusted too."""
 
 
 def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
-    """Return config.json of a directory in transformers' layout or an official ChatGLM's, ignoring its Python files."""
+    """Return the config.json of a model directory, an official ChatGLM's too; ModelError if the directory cannot be
+    used. `with_weights`: check the weight files too.
+    """
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -197,8 +199,8 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     return config
 
 
-def quantization(config: Mapping[str, Any]) -> str:
-    """Return the method by which weights are quantised, by config.json or its text model's part; "" if they are not."""
+def quantization_method(config: Mapping[str, Any]) -> str:
+    """Return the quant_method of a config.json or of its text model's section, "" if weights are not quantized."""
     for section in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         if settings := section.get("quantization_config") or section.get("compression_config"):
             return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
@@ -206,11 +208,11 @@ def quantization(config: Mapping[str, Any]) -> str:
 
 
 def check_unquantized(path: str | Path) -> None:
-    """Reject a directory whose config.json says that its weights are quantised: they are served, but not trained."""
-    if method := quantization(read_json(Path(path) / "config.json")):
-        from toolkit.models.quantized import error_of
+    """Raise ModelError for a directory of quantized weights, which can be served, but not trained."""
+    if method := quantization_method(read_json_or_empty(Path(path) / "config.json")):
+        from toolkit.models.quantized import quantization_error
 
-        raise error_of(method, Path(path))
+        raise quantization_error(method, Path(path))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -219,8 +221,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def trust_code(path: str) -> None:
-    """Let the Python files of a directory run in this process, as they are now."""
-    if not runs_code(path):
+    """Trust the Python files of a directory, with their present content, to run in this process."""
+    if not has_runnable_code(path):
         raise ModelError(
             "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the "
             "official ChatGLM directories' is ignored). Remove it.",
@@ -229,8 +231,8 @@ def trust_code(path: str) -> None:
     _trusted.update(_code_digests(Path(path)))
 
 
-def runs_code(path: str) -> bool:
-    """Return whether code of a directory would run if it were trusted; True for what is no model directory (yet)."""
+def has_runnable_code(path: str) -> bool:
+    """Whether a directory's code would run if it were trusted; True for a directory without a config.json."""
     file = Path(path) / "config.json"
     if not file.is_file():
         return True
@@ -239,12 +241,13 @@ def runs_code(path: str) -> bool:
 
 
 def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
-    """Reject code that is in no file of the directory, as nobody has read or hashed it: in transformers (5.23) classes
-    SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS, and attention or experts OWNER/NAME (`is_kernel`).
+    """Raise ModelError if a config names code that is not in the directory's own Python files, which alone are hashed.
+    transformers (5.23) knows SUB/MODULE.CLASS, OWNER/NAME--MODULE.CLASS, and kernels OWNER/NAME for attention or
+    experts. `is_run`: whether transformers would run the classes in `auto_map`.
     """
     modules = {file.stem for file in code_files(folder) if file.parent == folder}
     names = []
-    for keys, text in _texts(config):
+    for keys, text in _strings(config):
         if is_run and "auto_map" in keys:
             match = re.fullmatch(r"(\w+)\.\w+", text)
             names += [text] if match is None or match[1] not in modules else []
@@ -258,21 +261,21 @@ def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool)
         )
 
 
-def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the strings in a JSON value, each after the keys that lead to it."""
+def _strings(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys that lead to each string in a JSON value, and the string."""
     if isinstance(value, str):
         yield keys, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _texts(inner, (*keys, key))
+            yield from _strings(inner, (*keys, key))
     elif isinstance(value, list):
         for inner in value:
-            yield from _texts(inner, keys)
+            yield from _strings(inner, keys)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files, [] if there are none: those that an index lists, or the single file. Of safetensors and
-    pickles those that are complete are taken, as people may download either; safetensors if both are, or neither.
+    """Return the weight files: those that an index lists, or the single file; [] if there are none. If a directory has
+    safetensors and pickles, the complete ones are returned; safetensors if both are complete, or neither.
     """
     listed: list[list[Path]] = []
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -301,7 +304,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _check_weight_files(folder: Path, architecture: Architecture | None) -> None:
-    """Raise ModelError if weights are missing, cut short, or in a form that is not read for this architecture."""
+    """Raise ModelError if weight files are missing, cut short, or pickles of another architecture than ChatGLM."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -332,22 +335,22 @@ def _check_weight_files(folder: Path, architecture: Architecture | None) -> None
                 file=file.name,
             )
         # A torch file is a zip archive, with its table of contents at the end: half a download has none.
-        elif size == 0 or (_begins(file, b"PK\x03\x04") and not zipfile.is_zipfile(file)):
+        elif size == 0 or (_starts_with(file, b"PK\x03\x04") and not zipfile.is_zipfile(file)):
             raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
 
 
 def is_lfs_pointer(file: Path) -> bool:
     """Return whether a file is what git leaves in place of a large one that was not fetched."""
-    return _begins(file, b"version https://git-lfs")
+    return _starts_with(file, b"version https://git-lfs")
 
 
-def _begins(file: Path, content: bytes) -> bool:
+def _starts_with(file: Path, content: bytes) -> bool:
     with reading(file, ModelError), file.open("rb") as handle:
         return handle.read(len(content)) == content
 
 
 def _check_safetensors(file: Path, size: int) -> None:
-    """Read a safetensors file's header: half a download is reported at once, and so is a damaged one."""
+    """Raise ModelError if a safetensors file of `size` bytes is cut short or damaged, by its header."""
     with reading(file, ModelError), file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > min(size - 8, LARGEST_JSON_BYTES):
@@ -370,7 +373,9 @@ def _check_safetensors(file: Path, size: int) -> None:
 
 
 def resolve_servable(path: Path) -> Path:
-    """Return the directory that servers load for a path: a run's export, or a model in transformers' layout."""
+    """Return the directory to serve: `path`, or the export in it if it is a run's. ConfigError or ModelError if neither
+    transformers' server nor vLLM could load it.
+    """
     files.check_directory(path)
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
     if (folder / "adapter_config.json").is_file():
@@ -405,7 +410,7 @@ def resolve_servable(path: Path) -> Path:
 
 
 def saved_template(folder: Path) -> Any:
-    """Return the chat template in a directory, None without one; a list where an older tokenizer has several."""
+    """Return the chat template in a directory, None without one; a list if an older tokenizer has several."""
     file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file.read_bytes().decode(errors="replace")
@@ -413,7 +418,7 @@ def saved_template(folder: Path) -> Any:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """Return the Python files of a directory and of those in it; any of them may run where its code is trusted."""
+    """Return the Python files of a directory and its subdirectories, all of which may run if the code is trusted."""
     return sorted(folder.rglob("*.py"))
 
 
@@ -421,13 +426,13 @@ _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "pr
 
 
 def processor_files(folder: Path) -> dict[str, bytes]:
-    """Return the files that say how images and sounds become what a multimodal model takes beside text."""
+    """Return the content of the configs of image, video and sound processors in a directory, by file name."""
     with reading(folder, ModelError):
         return {name: file_bytes(folder / name) for name in _PROCESSORS if (folder / name).is_file()}
 
 
 def is_trusted(folder: Path) -> bool:
-    """Return whether there is code in a directory, and all of it may run."""
+    """Whether a directory has Python files, and all of them are trusted."""
     digests = _code_digests(folder)
     return bool(digests) and digests <= _trusted
 
@@ -437,8 +442,10 @@ def _code_digests(folder: Path) -> set[str]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Keep this machine's other processes out: transformers (5.23) copies code and imports it without a lock."""
+def lock_module_cache() -> Iterator[None]:
+    """Lock transformers' module cache against this machine's other processes: transformers (5.23) copies a directory's
+    code there, and imports it, without a lock.
+    """
     from transformers.utils.hub import HF_MODULES_CACHE
 
     cache = Path(HF_MODULES_CACHE)
@@ -448,7 +455,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-# Key of config.json -> least and largest value, several times what the largest published models have.
+# Key of config.json -> smallest and largest value; published models have much less than the latter.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), (1, 4096)),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), (1, 1 << 16)),
@@ -467,19 +474,19 @@ _FRACTIONS = {
     **dict.fromkeys(("rope_theta", "rope_ratio", "initializer_range"), (0, 1e12)),
     "partial_rotary_factor": (0, 1),
 }
-"""The same for numbers that need not be whole: with others, every output is NaN."""
-_NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")
-_MOST_GROWTH = 100
-"""Times its length that a tokenizer's normalizer, or its decoder, may make a text; NFKD makes some characters 18."""
+"""The same for floats; with values outside of these every output is NaN."""
+_REQUIRED_KEYS = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")
+_MAX_GROWTH = 100
+"""Factor by which a tokenizer's normalizer or decoder may lengthen a text; NFKD turns some characters into 18."""
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse a config.json whose model could not be built, or not within a day."""
+    """Raise ModelError if a size in a config.json is not a number, or is out of range."""
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
     for section in sections:
         for key, (least, most) in {**_SIZES, **_FRACTIONS}.items():
             value, is_size = section.get(key), key in _SIZES
-            if value is None and (key not in section or key not in _NEEDED):
+            if value is None and (key not in section or key not in _REQUIRED_KEYS):
                 continue
             kinds = int if is_size else (int, float)
             for number in value if is_size and isinstance(value, list) else [value]:
@@ -496,29 +503,31 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
                     )
 
 
-def check_growth(file: Path) -> None:
-    """Reject a tokenizer.json whose steps make texts grow: ten that replace `a` by ten of it would fill any memory."""
+def check_tokenizer_growth(file: Path) -> None:
+    """Raise ModelError for a tokenizer.json whose steps lengthen texts without bound: ten that replace `a` by ten `a`
+    would fill any memory.
+    """
     tokenizer = json_object(file, ModelError)
     for part in ("normalizer", "decoder"):
-        growth = _growth(tokenizer.get(part))
-        if growth > _MOST_GROWTH:
+        growth = _growth_factor(tokenizer.get(part))
+        if growth > _MAX_GROWTH:
             raise ModelError(
                 "{file}: its {part} can make a text more than {times} times as long, which no tokenizer needs. Get "
                 "the file from a source you trust.",
                 file=file,
                 part=part,
-                times=_MOST_GROWTH,
+                times=_MAX_GROWTH,
             )
 
 
-def _growth(step: Any) -> float:
-    """Return how many times longer a step of a tokenizer can make a text, as far as its settings tell."""
+def _growth_factor(step: Any) -> float:
+    """Return the largest factor by which a normalizer or decoder can lengthen a text, by its settings."""
     if not isinstance(step, dict):
         return 1.0
     growth = 1.0
     inner_steps = step.get("normalizers") or step.get("decoders")
     for inner in inner_steps if isinstance(inner_steps, list) else []:
-        growth = min(growth * _growth(inner), 1e9)  # some hundred of them would overflow
+        growth = min(growth * _growth_factor(inner), 1e9)  # some hundred of them would overflow
     if step.get("type") == "Replace":
         pattern = step.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else None
@@ -531,13 +540,13 @@ def _growth(step: Any) -> float:
 
 
 def official_vocabulary(folder: Path) -> Path | None:
-    """Return the official vocabulary file of a directory's tokenizer, None if it has another; `official/` of a saved
-    model first, because that tokenizer never parses control strings.
+    """Return the vocabulary file of an official ChatGLM tokenizer in a directory, None if there is another tokenizer.
+    Of a saved model that in `official/`, as that tokenizer never parses control strings.
     """
     inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
     if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
         return official_vocabulary(inner)
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json_or_empty(folder / "tokenizer_config.json")
     is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
     if (folder / "ice_text.model").is_file():
         return folder / "ice_text.model"
@@ -546,8 +555,8 @@ def official_vocabulary(folder: Path) -> Path | None:
         if (
             is_named
             or (folder / TOKENIZER_CODE).is_file()
-            or architecture_of(read_json(folder / "config.json")) is not None
-            # Nothing but the vocabulary: other families' directories have at least a tokenizer_config.json.
+            or architecture_of(read_json_or_empty(folder / "config.json")) is not None
+            # A vocabulary alone: other families' directories have at least a tokenizer_config.json.
             or not any((folder / name).is_file() for name in others)
         ):
             return folder / "tokenizer.model"
@@ -560,8 +569,8 @@ def official_vocabulary(folder: Path) -> Path | None:
     return None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
+def read_json_or_empty(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is none or it is damaged."""
     try:
         value = parsed_json(file_bytes(file))
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What sentence-transformers reads beside the weights of a model that gives embeddings."""
+"""Files by which sentence-transformers loads an exported embedding model."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from toolkit.config.schema import Pooling
 
 FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-"""What sentence-transformers reads beside a model: its parts, how tokens become one vector, lengths, the comparison."""
+"""Modules, pooling, maximum length, and the similarity function."""
 
 
 def describe(pooling: Pooling, width: int, max_length: int) -> dict[str, bytes]:

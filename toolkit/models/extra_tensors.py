@@ -1,7 +1,7 @@
-"""What is in a model's files beside the model that transformers builds, such as layers for multi-token prediction.
+"""Tensors in a model's files that transformers' model does not have, such as layers for multi-token prediction.
 
-It is not trained. Whole exports copy it bit for bit from the directory that the model was loaded from, and config.json
-counts it as before (`toolkit.export.extra_tensors`).
+They are not trained. Exports of the full model copy them unchanged from the directory that the model was loaded from,
+and config.json counts their layers as before (`toolkit.export.extra_tensors`).
 """
 
 import re
@@ -14,22 +14,22 @@ from toolkit.messages import say, tr
 from toolkit.models import weights
 
 FILE = "extra_tensors.json"
-"""In a checkpoint's description of its model: the directory that holds such tensors, and their types and shapes."""
+"""File of a checkpoint that names the directory of such tensors, their types and shapes."""
 _COUNT = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
 _COMPUTED = re.compile(r"(bias|position_ids|position_index|inv_freq|num_batches_tracked)$")
-"""How the names of buffers end that older versions of transformers stored."""
+"""Ends of names of buffers that older versions of transformers stored."""
 
 
-def note(model: PreTrainedModel, files: weights.WeightFiles, names: Iterable[str]) -> None:
-    """Remember which tensors of a model's files, by `names`, are none of the model's."""
+def record(model: PreTrainedModel, files: weights.WeightFiles, names: Iterable[str]) -> None:
+    """Record the tensors `names` of a model's files in `model.extra_tensors`, except for buffers."""
     names = [name for name in names if not _COMPUTED.search(name) or is_predicting(name, model.config)]
-    tensors = {name: describe(files, name) for name in names}
+    tensors = {name: dtype_and_shape(files, name) for name in names}
     if tensors:
         model.extra_tensors = {"folder": str(files.folder.absolute()), "tensors": tensors}
 
 
-def tell(model: PreTrainedModel, *, copied: bool = True) -> None:
-    """Name what a model's files hold beside it, in one line."""
+def report(model: PreTrainedModel, *, copied: bool = True) -> None:
+    """Report the extra tensors in one line; `copied`: whether exports will have them."""
     names = list(model.extra_tensors["tensors"])
     say(
         "{count} tensors in {folder} are not part of the model that transformers builds ({name}{more}), and are not "
@@ -43,17 +43,17 @@ def tell(model: PreTrainedModel, *, copied: bool = True) -> None:
 
 
 def is_predicting(name: str, config: Any) -> bool:
-    """Return whether a tensor that the model does not read is of a layer for multi-token prediction."""
+    """Whether an extra tensor belongs to a layer for multi-token prediction."""
     return has_predicting_layers([name], getattr(config.get_text_config(), "num_hidden_layers", 0))
 
 
 def has_predicting_layers(names: Iterable[str], layers: int) -> bool:
-    """Return whether weights, by name, hold layers for multi-token prediction beyond the model's own `layers`."""
+    """Whether some names are of layers for multi-token prediction; `layers`: number of the model's decoder layers."""
     return any(re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", name) for name in names)
 
 
 def predicting_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config that count such layers, and do not say 0."""
+    """Return the keys of a config that count layers for multi-token prediction and are not 0."""
     return [key for key, value in config.items() if _COUNT.fullmatch(key) and isinstance(value, int) and value]
 
 
@@ -68,7 +68,7 @@ def count_layers(model: PreTrainedModel) -> None:
                 setattr(config, key, 0)
 
 
-def describe(files: weights.WeightFiles, name: str) -> list[Any] | None:
-    """Return type and shape of a stored tensor as they are recorded; None if there is none."""
+def dtype_and_shape(files: weights.WeightFiles, name: str) -> list[Any] | None:
+    """Return [type, *shape] of a stored tensor, None if there is none of that name."""
     info = files.get(name)
     return None if info is None else [str(info.dtype).removeprefix("torch."), *info.shape]

@@ -21,12 +21,12 @@ from toolkit.models.adapters import (
     read_settings,
 )
 from toolkit.models.base_model import base_of
-from toolkit.models.structure import decoder_layers, decoder_layers_name, towers
+from toolkit.models.structure import decoder_layers, decoder_layers_name, tower_prefixes
 from toolkit.plan.tuning_targets import check_matches, select_names
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
-    """Leave trainable the last layers, and the parameters that the patterns name."""
+    """Freeze all parameters but those of the last layers and those that the patterns match."""
     number = len(decoder_layers(model))
     if config.last_layers > number:
         raise ConfigError(
@@ -45,10 +45,10 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
 
 
 def freeze_towers(model: PreTrainedModel, base: Path) -> None:
-    """Leave as it is what text does not go through: it gets no gradient, but would get weight decay."""
-    if beside := towers(model):
+    """Freeze the parts of a multimodal model that process no text: without gradients they would still be decayed."""
+    if towers := tower_prefixes(model):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(beside))
+            parameter.requires_grad_(not name.startswith(towers))
         model.tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
 
 
@@ -60,8 +60,13 @@ def apply_tuning(
     seed: int,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Add what a method adds, by `seed` the same on every rank, and leave trainable what it trains: then in
-    `model.tuned`. With `ds_config`, where parameters are partitioned, a collective.
+    """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `model.tuned`.
+
+    Args:
+        base: directory of the model.
+        tokenizer: for prompt tuning's initial text.
+        seed: of the adapter's initial values, which are the same on every rank.
+        ds_config: the DeepSpeed dict if parameters are partitioned, which makes this a collective.
     """
     method = config.method
     if method is TuningMethod.full:
@@ -105,7 +110,7 @@ def apply_tuning(
 
 
 def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
-    """Return adapter_config.json of an adapter that training begins with."""
+    """Return the adapter_config.json of a new adapter; `base`: directory of the model."""
     settings: PeftConfig
     if config.method is TuningMethod.ptuning_v2:
         return prompt_tuning.prefix_settings(config.num_tokens, config.projection, base)

@@ -26,9 +26,10 @@ def check_isolation(
     shared: bool = False,
     remedy: str = "data.packing=grouped",
 ) -> None:
-    """Check that the logits of sample b are the same in the rows [a b], [c b] and [b], and where both samples of a row
-    begin with the same tokens, which are there once (`shared`). A collective under ZeRO-3. `forward` returns logits of
-    a batch where the engine cannot simply be called, such as a pipeline's. `remedy`: what to do where they are not.
+    """Raise ModelError unless the logits of sample b are the same in the rows [a b], [c b] and [b]. A collective under
+    ZeRO-3. `name`: of the model, for messages. `forward`: returns the logits of a batch, in place of calling the
+    engine, as for a pipeline. `shared`: check rows whose samples share a prefix too. `remedy`: setting that the error
+    suggests.
     """
     dtypes = {parameter.dtype for parameter in engine.parameters()}
     is_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -48,8 +49,10 @@ def check_isolation(
                 name=name,
                 reason=reason_of(error),
             ) from error
-        after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk:length_alone]
-        changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
+        after_other, after_third, by_itself = logits[0, first:], logits[1, first:], logits[2, trunk:length_alone]
+        changes = torch.stack(
+            [(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, by_itself)]
+        )
         change = float(changes.max() / after_other.std())
         if not change <= most:  # nan too
             raise ModelError(
@@ -76,8 +79,8 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
 
 
 def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
-    """Return three packed rows: [a b], [c b] and [b], of `times` x 12 tokens of a and c and `times` x 20 of b. Each
-    begins with `times` x `trunk` more, the same for all and once in a row.
+    """Return three packed rows [a b], [c b] and [b]: a and c have `times` x 12 tokens, b has `times` x 20. Each row
+    begins with `times` x `trunk` more, a prefix that its samples share.
     """
     trunk, first, second = trunk * times, (12 + trunk) * times, 20 * times
     width, length_alone = first + second, trunk + second

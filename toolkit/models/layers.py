@@ -25,8 +25,12 @@ from toolkit.models.attention import trains_on_gpu
 
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
-    """Replace a new model's norms, MLPs and rotary positions by liger's, as `kernels.liger` says; "" or why not."""
-    reason = requirements.why_not_liger(trains_on_gpu())
+    """Replace a model's norms, MLPs and rotary positions by liger's kernels if `kernels.liger` allows.
+
+    Returns:
+        The reason why they were not replaced, "" if they were. ConfigError if they must be and cannot.
+    """
+    reason = requirements.reason_not_to_use_liger(trains_on_gpu())
     if reason and kernels.loss is LossKernel.liger:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:
@@ -42,11 +46,11 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     if not reason:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        # Losses are ours to compute (kernels.loss): they are summed over the global batch.
+        # Not the loss: the toolkit sums it over the global batch (kernels.loss).
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
         from toolkit.models import experts
 
-        experts.keep_interface(model)
+        experts.restore_expert_interface(model)
     return reason
 
 
@@ -54,7 +58,9 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_mlp(model: nn.Module, pieces: int) -> None:
-    """Let feed-forward layers, not experts, take tokens in `pieces`: equal on all ranks, as ZeRO-3 gathers for each."""
+    """Make feed-forward layers, but not experts, process their tokens in `pieces`; the same number on all ranks, as
+    ZeRO-3 gathers the weights for each piece.
+    """
     mlps = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
     if not mlps:
         raise ConfigError(
@@ -67,8 +73,9 @@ def tile_mlp(model: nn.Module, pieces: int) -> None:
 
 
 def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
+    """Stand in for the forward pass of a feed-forward layer, `mlp_forward`: [..., H] to [..., H]."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    if trained and not states.requires_grad:  # or nothing would lead back to the weights
+    if trained and not states.requires_grad:  # else autograd would not call `_Tiled.backward`
         states = states.detach().requires_grad_()
     tiled: torch.Tensor = _Tiled.apply(states, mlp_forward, pieces, trained)
     return tiled
@@ -92,7 +99,7 @@ class _Tiled(torch.autograd.Function):
         state_gradients = []
         cut = zip(flat.tensor_split(pieces), outer.tensor_split(pieces), strict=True)
         for number, (piece, gradient) in enumerate(cut, start=1):
-            for parameter in trained:  # ZeRO hands a gradient on when the last piece is in it (deepspeed 0.19.8)
+            for parameter in trained:  # only with the last piece ZeRO may reduce the gradient (deepspeed 0.19.8)
                 parameter.ds_grad_is_ready = number == pieces
             piece = piece.clone().requires_grad_()
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The linear layers in a model's decoder layers: all, those where tokens see each other, those that code reads past."""
+"""The linear layers in a model's decoder layers, and which of them LoRA can be added to."""
 
 import inspect
 import re
@@ -19,22 +19,21 @@ def layer_of(name: str, lists: list[str]) -> str:
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers in a model's decoder layers; GPT-2's have their weights turned (Conv1D)."""
+    """Return the names of the linear layers in a model's decoder layers, GPT-2's Conv1D (transposed weights) too."""
     layers = tuple(f"{name}." for name in layer_lists(model))
     linear = nn.Linear, Conv1D
     return {name for name, part in model.named_modules() if isinstance(part, linear) and name.startswith(layers)}
 
 
 _RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
-"""What configs of transformers (5.23) call layers that do more than attention, or something else: they carry a state
-from token to token."""
+"""Values of `layer_types` in transformers' configs (5.23) for layers that carry a state from token to token."""
 _SEES_OTHERS = {"attention_mask", "cache_params", "past_key_values"}
-"""What forward takes in blocks where tokens see each other, and in no feed-forward layer."""
+"""Arguments of forward in blocks that mix tokens, and in no feed-forward layer."""
 
 
 def mixing_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers of all blocks where tokens see each other, of a hybrid: a model in which
-    not all layers have attention alone. Nothing of other models, nor of blocks within those, such as indexers.
+    """Return the names of the linear layers of all blocks that mix tokens in a hybrid, a model in which some layers are
+    not attention; without blocks inside those, such as indexers. Empty for other models.
     """
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if not _RECURRENT.intersection(kinds):
@@ -43,13 +42,13 @@ def mixing_layers(model: PreTrainedModel) -> set[str]:
     lists = layer_lists(model)
     blocks = {name.rpartition(".")[0] for name in linear} - {layer_of(name, lists) for name in linear}
     mixing = tuple(f"{name}." for name in blocks if _SEES_OTHERS & _arguments(model.get_submodule(name)))
-    within = tuple(block for block in mixing if any(block != other and block.startswith(other) for other in mixing))
-    return {name for name in linear if name.startswith(mixing) and not name.startswith(within)}
+    nested = tuple(block for block in mixing if any(block != other and block.startswith(other) for other in mixing))
+    return {name for name in linear if name.startswith(mixing) and not name.startswith(nested)}
 
 
-def read_past(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Return those of some linear layers whose weight the code of their block reads, as kernels for state spaces need
-    it: what is added to such a layer never takes part.
+def with_weight_read_directly(model: PreTrainedModel, names: set[str]) -> set[str]:
+    """Return those of the linear layers `names` whose weight the code of their block reads without calling the layer,
+    as kernels for state spaces do: LoRA on such a layer would have no effect.
     """
     weights: dict[str, set[str]] = {}
     for block in {name.rpartition(".")[0] for name in names}:

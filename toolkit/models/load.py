@@ -1,4 +1,4 @@
-"""Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory."""
+"""Loading of models from a directory, tensor by tensor to save memory, and construction with random weights."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from toolkit.models.classifier import Head
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
-_OF_VALUES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""What constructors raise of values that cannot be, or without a package. None of these is the machine's fault, as
-RuntimeErrors may be."""
+_CONSTRUCTOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What model constructors raise for impossible values of a config, or without a package; a RuntimeError may be caused
+by the machine.
+"""
 
 
 def load_model(
@@ -42,8 +43,8 @@ def load_model(
         ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
         needed_rows: gets the empty model and returns by name which rows of its parameters and stored buffers this
             process needs, and may leave no more of them in the model; None reads all.
-        ready: gets the model and the name of each parameter as soon as it has its values, and may replace it by
-            something smaller before the next one is read; not called where a folder's own code is trusted.
+        ready: gets the model and the name of each parameter as soon as it has its values, and may quantize it before
+            the next one is read; not called if a directory's own code is trusted.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
@@ -59,41 +60,44 @@ def load_model(
     partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
     if partitioned is not None and "tensor_parallel" in partitioned:
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
-    # Code of a folder may build what cannot be built empty; what `ready` does is done to it later.
+    # A directory's own code may not support empty parameters: its caller does the work of `ready` afterwards.
     replaces = ready is not None and not directory.is_trusted(folder)
-    streams = partitioned is not None or needed_rows is not None or replaces
-    if directory.architecture_of(config) is None and not streams:
+    is_streamed = partitioned is not None or needed_rows is not None or replaces
+    if directory.architecture_of(config) is None and not is_streamed:
         return _load_by_transformers(folder, dtype)
-    model, files, layout = _open(folder, config, dtype, partitioned)
+    model, files, layout = _open_directory(folder, config, dtype, partitioned)
     weights.read_weights(model, files, layout, dtype, needed_rows, ready)
     return model
 
 
-def stream(
+def stream_parameters(
     path: str | Path, wanted: Set[str] | None = None
 ) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return a directory's model with empty parameters, and their values one after another, None: all; read whole where
-    the files hold them in a form that cannot be read piece by piece.
+    """Return a directory's model with empty parameters, and an iterator over names and values of its parameters.
+    The model is loaded at once if the files' format does not allow to read single parameters. `wanted`: names of
+    parameters, None for all.
     """
     config = directory.read_config(str(path))
     try:
-        model, files, layout = _open(Path(path), config)
+        model, files, layout = _open_directory(Path(path), config)
     except NotStreamable:
         state = _load_by_transformers(Path(path), None).state_dict()
-        model = empty(path)
+        model = load_empty(path)
         names = [name for name in weights.shapes_of(model) if wanted is None or name in wanted]
         return model, ((name, state.pop(name)) for name in names)
     shapes = weights.shapes_of(model)
     return model, weights.stored_values(files, layout, shapes, shapes.keys() if wanted is None else wanted)
 
 
-def empty(path: str | Path, changed: Mapping[str, Any] | None = None, *, compared: bool = False) -> PreTrainedModel:
-    """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights.
-    `changed`: values of keys of its config in place of the file's. `compared`: with names and shapes of the weights,
-    which have to be those of the model; reads their headers.
+def load_empty(
+    path: str | Path, changed: Mapping[str, Any] | None = None, *, compared: bool = False
+) -> PreTrainedModel:
+    """Build the model that a directory describes on the meta device, without reading weights.
+    `changed`: config key -> value that replaces the file's. With `compared` names and shapes in the headers of the
+    weight files are compared with the model's; ModelError if they differ.
     """
     config = directory.read_config(str(path), with_weights=compared)
-    return _open(Path(path), config)[0] if compared else _build_empty(Path(path), config, changed=changed)
+    return _open_directory(Path(path), config)[0] if compared else _build_empty(Path(path), config, changed=changed)
 
 
 def _build_empty(
@@ -103,28 +107,28 @@ def _build_empty(
     ds_config: dict[str, Any] | None = None,
     changed: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks;
-    `changed`: see `empty`.
+    """Build the model of a config.json that `directory.read_config` returned, with empty parameters; with `ds_config`
+    partitioned over ranks. `changed`: see `load_empty`.
     """
     architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
         model_config, trusted = change_config(transformers_config(folder), changed or {}), directory.is_trusted(folder)
         try:
-            model = weights.empty_model(
+            model = weights.build_empty(
                 lambda: model_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
                 ds_config,
             )
-        except _OF_VALUES as error:  # of keys that `check_sizes` does not know
+        except _CONSTRUCTOR_ERRORS as error:  # from keys that `check_sizes` does not check
             if trusted and not isinstance(error, ValueError):
                 raise  # the folder's own code: its author needs the traceback
-            raise _not_loadable(folder, error) from error
+            raise _loading_error(folder, error) from error
         if generation_file.is_file() and model.can_generate():
             model.generation_config = read_generation_config(folder)
-        return _finish(model, folder)
+        return _prepare_loaded(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
     kind, model_config = official_class(folder, config, generation)
     change_config(model_config, changed or {})
-    model = weights.empty_model(lambda: kind(model_config), ds_config)
+    model = weights.build_empty(lambda: kind(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
@@ -134,7 +138,7 @@ def _build_empty(
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Return what a directory's generation_config.json says; ModelError where the library cannot read it."""
+    """Read a directory's generation_config.json; ModelError if transformers rejects it."""
     file = folder / "generation_config.json"
     directory.read_object(file)
     with reading(file, ModelError):
@@ -142,7 +146,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def change_config(config: Any, changed: Mapping[str, Any]) -> Any:
-    """Set keys of a config, and of the text model's in it; return it."""
+    """Set keys of a config and of its text model's config; return the config."""
     for section in (config, config.get_text_config()):
         for key, value in changed.items():
             setattr(section, key, value)
@@ -150,8 +154,8 @@ def change_config(config: Any, changed: Mapping[str, Any]) -> Any:
 
 
 def official_class(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> tuple[Any, Any]:
-    """Return class and config of the model that an official ChatGLM's checked config.json describes; `generation`:
-    content of its generation_config.json.
+    """Return class and config of the model that an official ChatGLM's config.json describes. `config`, `generation`:
+    content of config.json and generation_config.json.
     """
     from toolkit.models.chatglm import modeling
 
@@ -164,7 +168,7 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 
 
-def _open(
+def _open_directory(
     folder: Path,
     config: dict[str, Any],
     dtype: torch.dtype | None = None,
@@ -184,16 +188,18 @@ def _open(
         layout = official_layout(model.config, interleaved)
         save.save_origin(model, files, layout, interleaved)
     weights.check_weights_fit(model, files, layout)
-    note_extra(model, files, layout)
+    record_extra_tensors(model, files, layout)
     return model, files, layout
 
 
-def note_extra(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout | None = None) -> None:
-    """Remember which tensors in the files of a directory in transformers' layout are none of its model's."""
+def record_extra_tensors(
+    model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout | None = None
+) -> None:
+    """Record, in `model.extra_tensors`, the tensors in its files that the model does not have."""
     if names := (layout or weights.TransformersLayout(model)).unread(files):
         from toolkit.models import extra_tensors
 
-        extra_tensors.note(model, files, names)
+        extra_tensors.record(model, files, names)
 
 
 def create_model(
@@ -208,12 +214,16 @@ def create_model(
     head: "Head | None" = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
-    """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
-    `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided; `head`: what takes the
-    place of the output layer; `ready`: see `load_model`.
+    """Build the model to train; ModelError if it does not fit `tokenizer`. Random weights are the same on every rank.
+
+    Args:
+        packed: whether rows hold several samples.
+        parts: number of ranks that each row is divided over.
+        head: of a classifier, in place of the output layer.
+        ds_config, needed_rows, ready: see `load_model`.
     """
     if config.init is Init.random:
-        # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
+        # Not partitioned, even under stage 3: such models are small, and all stages start from the same values.
         glm = random_config(config.shape, len(tokenizer), tokenizer.eos_token_id)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -225,11 +235,11 @@ def create_model(
         )
     check_vocabulary(model, tokenizer)
     if head is None:
-        check_writes(model, config.path)
+        check_generates_text(model, config.path)
     else:
         from toolkit.models.classifier import with_head
 
-        tell_extra(model, copied=False)
+        report_extra_tensors(model, copied=False)
         model = with_head(model, head, seed)
     if parts > 1:
         from toolkit.layouts.sequence import split_sequences
@@ -241,16 +251,16 @@ def create_model(
     return model
 
 
-def tell_extra(model: PreTrainedModel, *, copied: bool = True) -> None:
-    """Name what a model's files hold beside it, and whether exports have it."""
+def report_extra_tensors(model: PreTrainedModel, *, copied: bool = True) -> None:
+    """Report the extra tensors in a model's files, and whether exports will have them (`copied`)."""
     if hasattr(model, "extra_tensors"):
         from toolkit.models import extra_tensors
 
-        extra_tensors.tell(model, copied=copied)
+        extra_tensors.report(model, copied=copied)
 
 
-def check_writes(model: PreTrainedModel, folder: str | Path) -> None:
-    """Reject a model that gives scores where one that writes is needed."""
+def check_generates_text(model: PreTrainedModel, folder: str | Path) -> None:
+    """Raise ModelError for a classifier, which cannot generate text."""
     if probe.is_classifier(model):
         raise ModelError(
             "{folder} holds a model that scores sequences (a reward model or a classifier): it writes no text. Load it "
@@ -260,7 +270,7 @@ def check_writes(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
-    """Return the config of a random model, with the tokenizer's vocabulary: `model.shape` has its upper bound only."""
+    """Return the config of a random model. `vocab_size`: the tokenizer's; `shape.vocab_size` is its upper bound."""
     return GlmConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -279,7 +289,7 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject a tokenizer whose ids mean something else to the model."""
+    """Raise ModelError if a tokenizer is of another vocabulary, revision or family than the model."""
     rows = model.config.get_text_config().vocab_size
     if len(tokenizer) > rows:
         raise ModelError(
@@ -301,7 +311,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
                     expected=expected,
                     key=key,
                 )
-    family = getattr(tokenizer, "family", Family.chatglm)  # which only the family's own tokenizers have
+    family = getattr(tokenizer, "family", Family.chatglm)  # only ChatGLM's tokenizers have it
     if family is not Family.chatglm:
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -316,7 +326,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
             )
 
 
-def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Set a model of transformers up for training, and record the files that exports copy from its directory."""
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
@@ -329,12 +340,14 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def transformers_config(folder: Path) -> Any:
-    """Return the config of an architecture of transformers, imported before zero.Init begins: DeepSpeed 0.19.8 undoes
-    decorated constructors of classes defined meanwhile (transformers' experts would lose their config).
+    """Read a config by transformers, and import its model class; ModelError if it is no causal language model.
+
+    The import must precede zero.Init: DeepSpeed 0.19.8 undoes decorated constructors of classes that are defined inside
+    it, by which transformers' experts would lose their config.
     """
     trusted = directory.is_trusted(folder)
     try:
-        with directory.alone() if trusted else nullcontext():
+        with directory.lock_module_cache() if trusted else nullcontext():
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
             class_reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
             if class_reference:
@@ -343,8 +356,8 @@ def transformers_config(folder: Path) -> Any:
     except Exception as error:  # whatever a damaged or absurd config.json makes the library raise
         if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
             raise  # the folder's own code: its author needs the traceback
-        raise _not_loadable(folder, error) from error
-    if own_class(config) is None:
+        raise _loading_error(folder, error) from error
+    if registered_class(config) is None:
         raise ModelError(
             "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
             folder=folder,
@@ -354,31 +367,31 @@ def transformers_config(folder: Path) -> Any:
     return config
 
 
-def own_class(config: Any) -> Any:
-    """Return and import the class of models that take images beside text, or text alone; None if there is neither."""
-    of_images, of_text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return of_images.get(type(config), None) or of_text.get(type(config), None)
+def registered_class(config: Any) -> Any:
+    """Import and return transformers' class for a config, multimodal or of text; None if there is neither."""
+    multimodal, text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return multimodal.get(type(config), None) or text.get(type(config), None)
 
 
 def model_class(config: Any) -> Any:
-    """Return what builds a model: transformers' classes of language models, of sequence classifiers, or of models that
-    take images beside text, which are loaded whole.
+    """Return transformers' auto class that builds the model of a config: of a language model, a sequence classifier, or
+    a multimodal model.
     """
-    if probe.is_of_classifier(config.to_dict()):
+    if probe.describes_classifier(config.to_dict()):
         return transformers.AutoModelForSequenceClassification
     is_wrapper = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if is_wrapper else transformers.AutoModelForCausalLM
 
 
-def _not_loadable(folder: Path, error: Exception) -> ModelError:
+def _loading_error(folder: Path, error: Exception) -> ModelError:
     return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
 def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Raise ModelError unless tensors, by the names and in the shapes in which files hold them, make the model that a
-    directory without weights describes. They may be on the meta device.
+    """Raise ModelError unless `stored` tensors have the names and shapes of the files of the model that a directory,
+    which needs no weights, describes. They may be on the meta device.
     """
-    shell = empty(folder)
+    shell = load_empty(folder)
     with torch.device("meta"):
         _, report = type(shell).from_pretrained(
             None,
@@ -392,6 +405,7 @@ def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load a model by transformers' `from_pretrained`; ModelError if its weights do not fit."""
     config = transformers_config(folder)
     try:
         model, report = model_class(config).from_pretrained(
@@ -405,31 +419,32 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
     except Exception as error:
         if directory.is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
             raise
-        raise _not_loadable(folder, error) from error
+        raise _loading_error(folder, error) from error
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
-        note_extra(model, weights.WeightFiles(folder))
-    return _finish(model, folder)
+        record_extra_tensors(model, weights.WeightFiles(folder))
+    return _prepare_loaded(model, folder)
 
 
 def _check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Reject what transformers reports of a model that it has loaded, but for what is in no file, or of no use."""
-    # A head that is tied to the embedding is in no file, and rightly so.
-    missing = {*map(str, report["missing_keys"])} - weights.tied_names(model).keys()
-    predicting = re.compile(weights.predicting(model.config))
+    """Raise ModelError if transformers reports missing, unexpected or mismatched weights of a model that it loaded."""
+    # A head that is tied to the embedding is in no file.
+    missing = {*map(str, report["missing_keys"])} - weights.tied_parameter_names(model).keys()
+    predicting = re.compile(weights.prediction_layer_pattern(model.config))
     unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
     mismatched = map(str, report["mismatched_keys"])
     weights.reject_differences(folder, model, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
 
 def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards. Each
-    forward pass reads all files; weights that a model uses outside their layer are NaN. Where the files cannot be read
-    piece by piece, the model is read whole.
+    """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards.
+
+    Each forward pass reads all files. Weights that a model uses without calling their layer are NaN. The model is
+    loaded at once if the files' format does not allow to read single parameters.
     """
     config = directory.read_config(str(path))
     try:
-        model, files, layout = _open(Path(path), config)
+        model, files, layout = _open_directory(Path(path), config)
     except NotStreamable:
         return _load_by_transformers(Path(path), dtype)
     shapes = weights.shapes_of(model)
@@ -438,35 +453,40 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
         for name, info in files.items()
         for target in layout.parameters(name)
     }
-    tied = weights.tied_names(model)
+    tied = weights.tied_parameter_names(model)
 
     def read(names: dict[str, str]) -> None:
-        """Set the parameters `names` to the values of those that they are tied to, or their own."""
+        """Set parameters to their stored values; `names`: parameter -> the parameter that holds its value, itself if it
+        is not tied.
+        """
         values = dict(weights.stored_values(files, layout, shapes, {*names.values()}))
         for name, source in names.items():
             weights.set_value(model, name, values[source].to(dtypes[source]).contiguous())
 
     def drop(names: dict[str, str]) -> None:
+        """Replace parameters by NaN that take no memory."""
         for name, source in names.items():
             nothing = torch.full((), torch.nan if dtypes[source].is_floating_point else 0, dtype=dtypes[source])
             weights.set_value(model, name, nothing.expand(shapes[source]))
         weights.return_memory()
 
-    rest = {name: name for name in shapes}
+    remaining = {name: name for name in shapes}
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     for prefix, part in model.named_modules():
-        # What is read at once: items of the outermost lists, embeddings and matrices next to them.
-        inside = [list_name for list_name in lists if prefix.startswith(f"{list_name}.")]
-        if inside != [prefix.rpartition(".")[0]] and (inside or not isinstance(part, nn.Embedding | nn.Linear)):
+        # Read together: an item of an outermost list, or an embedding or linear layer outside of lists.
+        outer_lists = [list_name for list_name in lists if prefix.startswith(f"{list_name}.")]
+        if outer_lists != [prefix.rpartition(".")[0]] and (
+            outer_lists or not isinstance(part, nn.Embedding | nn.Linear)
+        ):
             continue
         stored = [f"{prefix}.{name}" for name in part.state_dict(keep_vars=True)]
         names = {name: tied.get(name, name) for name in stored if tied.get(name, name) in shapes}
         for name in names:
-            rest.pop(name, None)
+            remaining.pop(name, None)
         if names:
             drop(names)
             part.register_forward_pre_hook(lambda *_, names=names: read(names))
             part.register_forward_hook(lambda *_, names=names: drop(names))
-    read(rest)
+    read(remaining)
     weights.compute_buffers(model)
     return model.eval()

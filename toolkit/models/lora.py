@@ -26,27 +26,29 @@ from toolkit.models.base_model import fingerprint_of
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
-_OF_MERGING = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"
-"""How peft's warnings (0.21) begin about what it cannot merge; see `toolkit.export.merge`."""
+_MERGE_WARNINGS = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"
+"""Pattern of peft's warnings (0.21) about what it cannot merge; `toolkit.export.merge` can."""
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
-    """Put untrained additions into a model; only they, and the modules saved whole, stay trainable."""
+    """Add untrained LoRA matrices to a model; they and `modules_to_save` alone stay trainable. A collective under
+    ZeRO-3.
+    """
     precision = model.dtype
     with ExitStack() as stack:
         if ds_config is not None and any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):
             from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-            # peft (0.21) gathers partitioned weights where it reads them, if transformers says that they are. A local
-            # name keeps the config, to which transformers has a weak reference.
+            # peft (0.21) gathers partitioned weights if transformers knows of a ZeRO-3 config, to which transformers
+            # has a weak reference: the local variable keeps it.
             _config = HfDeepSpeedConfig(ds_config)
             stack.callback(unset_hf_deepspeed_config)
-        stack.enter_context(experts.pretend_full_shapes(model))
+        stack.enter_context(experts.pretend_full_expert_shapes(model))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", _OF_MERGING)
+        warnings.filterwarnings("ignore", _MERGE_WARNINGS)
         try:
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        except ValueError as error:  # kinds of layers that peft knows nothing to add to
+        except ValueError as error:  # layers that peft does not support
             raise ModelError(
                 "peft cannot add this LoRA to {architecture}: {reason} Name other layers (tuning.target_modules), or "
                 "use tuning=full or tuning=freeze.",
@@ -61,16 +63,16 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
                 "(tuning.target_modules=[experts.down_proj]), or set parallel.expert=1.",
                 name=name,
             )
-    for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
+    for parameter in model.parameters():  # peft makes LoRA matrices of half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
 
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Let a model compute what it does without its LoRA additions, and with the modules that it came with.
+    """Disable a model's LoRA matrices and `modules_to_save`, so that it computes what the base model computes.
 
-    peft's `enable_adapters` would also freeze the additions and thaw them again, behind the back of DeepSpeed's hooks.
+    Not by peft's `enable_adapters`, which changes requires_grad too, of which DeepSpeed's hooks know nothing.
     """
     kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
     layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
@@ -85,16 +87,17 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put what has values of a model's decoder on this rank's device in 4 bits; see `quantize_layer`."""
+    """Quantize all decoder layers of a model that have values; see `quantize_layer`."""
     for name, _ in list(model.named_parameters()):
         quantize_layer(model, name)
-    experts.compute_sorted(model)
+    experts.use_sorted_experts(model)
     model.is_loaded_in_4bit = True  # asked for by peft 0.21
 
 
 def quantize_layer(model: PreTrainedModel, name: str) -> None:
-    """Put the linear layer of a parameter, or the experts that it is, on this rank's device in 4 bits, unless they are,
-    or lack values yet; embedding, head and all else stay. A collective of divided experts.
+    """Quantize the linear layer that a parameter is in, or the experts that it is, to 4 bits on this rank's device;
+    does nothing if that is done, if values are still missing, or outside the decoder layers. A collective for divided
+    experts.
     """
     if not linear_layers.layer_of(name, structure.layer_lists(model)):
         return
@@ -106,34 +109,34 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     if not isinstance(parameter, nn.Parameter):  # a router's bias
         return
     layer, is_stacked = model.get_submodule(path), experts.is_stacked(name, parameter)
-    if is_stacked and not model._can_set_experts_implementation():  # only the model itself could compute with them
+    if is_stacked and not model._can_set_experts_implementation():  # their code cannot be replaced by one for 4 bits
         return
     needed = [parameter] if is_stacked else list(layer.parameters(recurse=False))
-    # On the meta device are those of another stage of a pipeline, too.
+    # Parameters of other pipeline stages stay on the meta device.
     if any(tensor.is_meta or hasattr(tensor, "quant_state") for tensor in needed):
         return
     if is_stacked:
         numbers = fingerprint_of(parameter)
-        experts.quantize(layer, name, device).fingerprint = numbers
-    elif isinstance(layer, nn.Linear) and not linear_layers.read_past(model, {path}):
-        small = bitsandbytes.nn.Linear4bit(
+        experts.quantize_matrices(layer, name, device).fingerprint = numbers
+    elif isinstance(layer, nn.Linear) and not linear_layers.with_weight_read_directly(model, {path}):
+        quantized = bitsandbytes.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
-            compute_dtype=layer.weight.dtype,  # the model's own is known once its first parameter has been read
+            compute_dtype=layer.weight.dtype,  # not model.dtype, which is wrong before the first parameter is read
             compress_statistics=True,
             quant_type="nf4",
         )
-        # On some CPUs bitsandbytes would pack weights again in evaluation, and training after it would fail (0.50).
-        small.support_avx512bf16_for_cpu = False
-        small.load_state_dict(layer.state_dict())
-        model.set_submodule(path, small.to(device))
-        small.weight.fingerprint = fingerprint_of(layer.weight)
+        # On some CPUs bitsandbytes (0.50) would repack weights in evaluation, after which training fails.
+        quantized.support_avx512bf16_for_cpu = False
+        quantized.load_state_dict(layer.state_dict())
+        model.set_submodule(path, quantized.to(device))
+        quantized.weight.fingerprint = fingerprint_of(layer.weight)
 
 
 def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
-    """Return which linear layers and matrices of experts get additions, as peft is told; tell what gets none."""
-    patterns, chosen, of_experts = _select(model, config.target_modules)
+    """Return peft's `target_modules` and `target_parameters` (matrices of experts); report layers that get no LoRA."""
+    patterns, chosen, of_experts = _select_layers(model, config.target_modules)
     for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
         if of_experts and value:
             raise ConfigError(
@@ -143,7 +146,7 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
                 value=value,
                 name=of_experts[0],
             )
-    left_out = _left_out(model, chosen, has_others=bool(of_experts))
+    left_out = _unsupported_targets(model, chosen, has_others=bool(of_experts))
     chosen = chosen - left_out
     lists, modules = structure.layer_lists(model), [name for name, _ in model.named_modules()]
     layers = {name: linear_layers.layer_of(name, lists) for name in (*chosen, *of_experts)}
@@ -154,62 +157,65 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
     ends = sorted({name.removeprefix(f"{layers[name]}.") for name in chosen})
     if not of_experts and not any(sign in pattern for pattern in patterns for sign in "*?["):
         for names in (patterns, ends):
-            # peft takes them as `select_names` does, but looks for them among all modules.
+            # Short names, if peft, which matches them against all modules, selects the same layers.
             if {*select_names(modules, names)} == chosen:
                 return names, []
     return sorted(chosen), of_experts
 
 
-def _left_out(model: PreTrainedModel, chosen: set[str], has_others: bool) -> set[str]:
-    """Return to which of the chosen layers LoRA cannot be added, and tell of them; ConfigError if no target is left."""
-    taken = adapter_settings.taken_for_experts(model, chosen)
-    if taken:
-        if taken == chosen and not has_others:
+def _unsupported_targets(model: PreTrainedModel, chosen: set[str], has_others: bool) -> set[str]:
+    """Return the chosen layers to which LoRA cannot be added, with a warning; ConfigError if no target is left.
+    `has_others`: whether there are targets besides `chosen`.
+    """
+    mistaken = adapter_settings.mistaken_for_experts(model, chosen)
+    if mistaken:
+        if mistaken == chosen and not has_others:
             raise ConfigError(
                 "tuning.target_modules: peft takes {name} for a matrix of the routed experts, so its adapter could not "
                 "be loaded. Name the experts (experts.down_proj), or layers of the attention.",
-                name=min(taken),
+                name=min(mistaken),
             )
         warn(
             "LoRA leaves out {count} linear layers, such as {name}: peft takes them for matrices of the experts.",
-            count=len(taken),
-            name=min(taken),
+            count=len(mistaken),
+            name=min(mistaken),
         )
-    if read := linear_layers.read_past(model, chosen - taken):
-        if read | taken == chosen and not has_others:
+    if bypassed := linear_layers.with_weight_read_directly(model, chosen - mistaken):
+        if bypassed | mistaken == chosen and not has_others:
             raise ConfigError(
                 "tuning.target_modules: LoRA on {name} would do nothing: the model's code reads the weight past the "
                 "layer. Name other layers.",
-                name=min(read),
+                name=min(bypassed),
             )
         warn(
             "LoRA leaves out {count} linear layers, such as {name}: the model's code reads their weights past them.",
-            count=len(read),
-            name=min(read),
+            count=len(bypassed),
+            name=min(bypassed),
         )
-    return taken | read
+    return mistaken | bypassed
 
 
 def linear_targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
     """Return the names of the linear layers that LoRA is added to, of patterns as in `tuning.target_modules`."""
-    chosen = _select(model, patterns)[1]
+    chosen = _select_layers(model, patterns)[1]
     with silent():
-        return sorted(chosen - _left_out(model, chosen, has_others=True))
+        return sorted(chosen - _unsupported_targets(model, chosen, has_others=True))
 
 
-def _select(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set[str], list[str]]:
-    """Return patterns, the layers that they name, and the matrices of experts. [] takes query, key and value, or of a
-    hybrid all linear layers of the blocks where tokens see each other; if neither is known, every linear layer.
+def _select_layers(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set[str], list[str]]:
+    """Return the patterns, the linear layers that they match, and the matrices of experts that they match. Without
+    patterns: query, key and value; in a hybrid all linear layers of the blocks that mix tokens; every linear layer of
+    an unknown model.
     """
     linear, mixing = linear_layers.linear_layers(model), linear_layers.mixing_layers(model)
-    usual = [] if patterns else default_targets(model.config.model_type, linear)
-    if ALL_LINEAR in (*patterns, *usual):
+    defaults = [] if patterns else default_targets(model.config.model_type, linear)
+    if ALL_LINEAR in (*patterns, *defaults):
         return sorted({name.rpartition(".")[2] for name in linear}), linear, []
-    if usual:
-        return ([], mixing, []) if mixing else (usual, {*select_names(linear, usual)}, [])
-    kinds, beside = (nn.Linear, nn.Embedding, Conv1D), structure.towers(model)
-    fitting = [name for name, part in model.named_modules() if isinstance(part, kinds) and not name.startswith(beside)]
-    stacked = experts.names_of(model)
+    if defaults:
+        return ([], mixing, []) if mixing else (defaults, {*select_names(linear, defaults)}, [])
+    kinds, towers = (nn.Linear, nn.Embedding, Conv1D), structure.tower_prefixes(model)
+    fitting = [name for name, part in model.named_modules() if isinstance(part, kinds) and not name.startswith(towers)]
+    stacked = experts.expert_matrix_names(model)
     for pattern in patterns:
         check_matches("tuning.target_modules", pattern, {*fitting, *stacked})
     return patterns, {*select_names(fitting, patterns)}, sorted(select_names(stacked, patterns))

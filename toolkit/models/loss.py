@@ -22,50 +22,54 @@ CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
 
 
-def with_label_positions(batch: attention.Batch) -> attention.Batch:
-    """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
-    They give the shapes of the loss, so they are counted before the batch goes to a device.
+def with_targets(batch: attention.Batch) -> attention.Batch:
+    """Return a batch with `target_indices`, int64 [T], of its trained tokens in the flattened rows, and `targets`,
+    their ids [T]. They determine the shapes of the loss, so they are computed before the batch is copied to a device.
     """
-    if "places" in batch:
+    if "target_indices" in batch:
         return batch
     is_trained = batch["labels"] != UNTRAINED
-    is_trained[:, 0] = False  # nothing stands before it that could predict it
-    places = is_trained.flatten().nonzero().flatten()
-    return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
+    is_trained[:, 0] = False  # there is no token before it that could predict it
+    indices = is_trained.flatten().nonzero().flatten()
+    return {**batch, "target_indices": indices, "targets": batch["labels"].flatten()[indices]}
 
 
 def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
-    """Run forward and return the sum of the trained tokens' cross entropies: a float32 scalar of this rank, perhaps 0.
+    """Run forward and return the sum of the trained tokens' cross entropies, a float32 scalar of this rank.
+
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
-    (transformers#34191). `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where
-    untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens` and what else
-    `attention_arguments` reads.
+    (transformers#34191).
+
+    Args:
+        engine: a DeepSpeed engine or a model.
+        batch: `input_ids`, `labels` (-100 where untrained), `position_ids` and `segment_ids`, each `[B, S]`, on any
+            device; if it is packed also what `attention.attention_arguments` reads.
     """
     return loss_head(engine).losses(engine, on_device(engine, batch)).sum()
 
 
 def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run forward and return two values for each sample, row by row: the sum of its trained tokens' log-probabilities
-    (nats) and the number of these tokens, both float32 on the engine's device. The sums have gradients; a sample
-    without trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
+    """Run forward and return for each sample, row by row, the sum of its trained tokens' log-probabilities (nats),
+    which has gradients, and the number of these tokens, both float32 [samples] on the engine's device. A sample without
+    trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
     """
-    labelled = with_label_positions(batch)
-    # Of the token that predicts, which is of the same sample, and in a part of rows where the other may not be.
-    places, segments, in_row = labelled["places"].cpu() - 1, labelled["segment_ids"].cpu(), samples_in_rows(labelled)
+    labelled = with_targets(batch)
+    # The predicting tokens count: they are of the same sample, and always in this rank's part of the rows.
+    indices, segments = labelled["target_indices"].cpu() - 1, labelled["segment_ids"].cpu()
+    in_row = samples_in_rows(labelled)
     before = in_row.cumsum(0) - in_row
-    counts = torch.bincount(
-        before[places // segments.size(1)] + segments.flatten()[places] - 1, minlength=int(in_row.sum())
-    )
+    samples = before[indices // segments.size(1)] + segments.flatten()[indices] - 1
+    counts = torch.bincount(samples, minlength=int(in_row.sum()))
     losses = loss_head(engine).losses(engine, on_device(engine, labelled), each=True)
-    # Not index_add, whose order of additions is another one each time on a GPU.
+    # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    sums_and_counts = attention.of_whole_rows(torch.stack((-sums, counts.to(losses, non_blocking=True))), labelled)
+    sums_and_counts = attention.sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), labelled)
     return sums_and_counts[0], sums_and_counts[1].detach()
 
 
 def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
     """Return how many samples each row of a batch holds, int64 [B]."""
-    return attention.whole_segments(batch).amax(dim=1).cpu()
+    return attention.full_row_segments(batch).amax(dim=1).cpu()
 
 
 @torch.no_grad()
@@ -75,19 +79,19 @@ def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
     with torch.compiler.set_stance("force_eager"):
         losses = loss_head(engine).losses(engine, inputs)
     everywhere = losses.new_zeros(inputs["input_ids"].numel())
-    return everywhere.index_copy_(0, inputs["places"] - 1, losses).view(inputs["input_ids"].shape)
+    return everywhere.index_copy_(0, inputs["target_indices"] - 1, losses).view(inputs["input_ids"].shape)
 
 
 def num_trained_tokens(batch: attention.Batch) -> int:
-    """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
-    return len(with_label_positions(batch)["places"])
+    """Return the number of tokens that `token_loss_sum` sums over, T."""
+    return len(with_targets(batch)["target_indices"])
 
 
 def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
-    """Return a batch on the device of an engine or a model, with the places of its trained tokens."""
+    """Return a batch with its targets, on the device of an engine or a model."""
     module = getattr(engine, "module", engine)
-    moved = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
-    # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
+    moved = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_targets(batch).items()}
+    # ChatGLM-6B needs a <sop> in each row. Checked here, as a check on the GPU would make the host wait.
     if getattr(module, "builds_positions", False):
         rows = "row_ids" if "row_ids" in batch else "input_ids"
         module.check_rows(batch[rows])
@@ -99,14 +103,16 @@ class LossPath(Enum):
     """What a model's output layer computes while a loss is computed."""
 
     losses = "losses"
+    """The losses themselves, without any logits in memory."""
     picked = "picked"
-    """Logits of the trained tokens: the model does something with them, or the layer is more than a matrix."""
+    """Logits of the trained tokens: the model changes the logits, or the layer is more than a matrix."""
     all_logits = "all_logits"
+    """Logits of all tokens, as the model does by itself."""
 
 
 class Scores(NamedTuple):
-    """What gives the logits [T, V] of tokens: their states [T, H], a weight [V, H] and a bias; without a weight the
-    states are the logits.
+    """Factors of the logits [T, V] of T tokens: states [T, H], weight [V, H] and bias [V]; without a weight the states
+    are the logits.
     """
 
     states: torch.Tensor
@@ -119,7 +125,7 @@ class Scores(NamedTuple):
         return (self.states if self.weight is None else self.weight.t()).size(1)
 
     def logits(self, part: slice) -> torch.Tensor:
-        """Return the logits of some of the tokens, float32, a tensor of their own."""
+        """Return the logits of a slice of the tokens in float32, as a new tensor."""
         states = self.states[part]
         if self.weight is None:
             return states.to(torch.float32, copy=True)
@@ -127,18 +133,18 @@ class Scores(NamedTuple):
 
 
 class LossHead:
-    """Computes losses without all logits at once, by running in place of a model's output layer; `model.loss_head`."""
+    """Computes losses in place of a model's output layer, without all logits in memory; `model.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
         self._path: LossPath | None = None
         self._compute: Callable[[torch.Tensor], torch.Tensor]
-        # One and the same function in all passes, which a compiled model calls but does not look into.
+        # The same function object in all passes, which torch.compile calls without tracing it.
         self._forward = torch.compiler.disable(lambda states: self._compute(states))
 
     @property
     def name(self) -> str:
-        """The kernel of `LossPath.losses`."""
+        """Name of the kernel that `LossPath.losses` uses."""
         return LossKernel.liger.value if self.kernel is LossKernel.liger else LossKernel.chunked.value
 
     def path(self, engine: Any) -> LossPath:
@@ -148,50 +154,50 @@ class LossHead:
         return self._path
 
     def losses(self, engine: Any, batch: attention.Batch, each: bool = False) -> torch.Tensor:
-        """Run forward on a batch on its device with label positions; return the losses of the T trained tokens, float32
-        [T], or if gradients are wanted, but not of `each` by itself, perhaps their sum, [1].
+        """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]. With
+        gradients, unless `each` token's loss needs its own, it may be their sum [1].
         """
-        path, targets, places = self.path(engine), batch["targets"], batch["places"]
+        path, targets, indices = self.path(engine), batch["targets"], batch["target_indices"]
         if path is LossPath.losses:
             layer = _output_layer(engine)
             return self._run_with(
-                engine, batch, places, lambda states: self._losses_of(states, layer, targets, each)
+                engine, batch, indices, lambda states: self._losses_of(states, layer, targets, each)
             ).flatten()
-        logits = self._picked_logits(engine, batch, places, path)
+        logits = self._picked_logits(engine, batch, indices, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
-    def scores(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> Scores:
-        """Run forward on a batch on its device; return what gives the logits of the tokens at some places of B x S."""
+    def scores(self, engine: Any, batch: attention.Batch, indices: torch.Tensor) -> Scores:
+        """Run forward on a batch from `on_device`; return the scores of the tokens at T indices of B x S."""
         path = self.path(engine)
         if path is not LossPath.losses:
-            return Scores(self._picked_logits(engine, batch, places, path))
+            return Scores(self._picked_logits(engine, batch, indices, path))
         layer = _output_layer(engine)
-        states = self._run_with(engine, batch, places, lambda states: states[:, None]).flatten(0, 1)
+        states = self._run_with(engine, batch, indices, lambda states: states[:, None]).flatten(0, 1)
         return Scores(states, layer.weight, layer.bias)
 
-    def states(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> torch.Tensor:
-        """Run forward on a batch on its device; return the output layer's inputs at some places of B x S, [places, H].
-        The layer's weight takes part with a factor of 0, so that it has gradients, for which ZeRO waits.
+    def states(self, engine: Any, batch: attention.Batch, indices: torch.Tensor) -> torch.Tensor:
+        """Run forward on a batch from `on_device`; return the output layer's inputs [T, H] at T indices of the B x S
+        tokens. The layer's weight takes part with a factor of 0, so that it has a gradient, for which ZeRO waits.
         """
         layer = _output_layer(engine)
 
         def with_weight(states: torch.Tensor) -> torch.Tensor:
             return (states + 0 * layer.weight.flatten()[0])[:, None]
 
-        # `_run_with` takes the state before each place, from which the token there is predicted.
-        return self._run_with(engine, batch, places + 1, with_weight).flatten(0, 1)
+        # `_run_with` takes the state before each index, which predicts the token there.
+        return self._run_with(engine, batch, indices + 1, with_weight).flatten(0, 1)
 
     def total(
-        self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
+        self, engine: Any, batch: attention.Batch, indices: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the scalar that `compute` makes of the scores at some places of B x S. If possible it is called within
-        the output layer's forward pass, in which ZeRO-3 has gathered the layer's weight.
+        """Run forward and return the scalar that `compute` returns for the scores of T tokens. If possible it is called
+        inside the output layer's forward pass, while ZeRO-3 has gathered the layer's weight.
         """
         if self.path(engine) is not LossPath.losses:
-            return compute(self.scores(engine, batch, places))
+            return compute(self.scores(engine, batch, indices))
         layer = _output_layer(engine)
         return self._run_with(
-            engine, batch, places, lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None]
+            engine, batch, indices, lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None]
         ).sum()
 
     def _losses_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor, each: bool) -> torch.Tensor:
@@ -209,26 +215,34 @@ class LossHead:
         loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
         return loss[None, None, None]
 
-    def _picked_logits(self, engine: Any, batch: attention.Batch, places: torch.Tensor, path: LossPath) -> torch.Tensor:
-        """Run forward and return the logits before some places [T, V], computed alone unless the path is another."""
+    def _picked_logits(
+        self, engine: Any, batch: attention.Batch, indices: torch.Tensor, path: LossPath
+    ) -> torch.Tensor:
+        """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked` computes no
+        others.
+        """
         if path is LossPath.all_logits:
-            return logits_of(engine, batch).flatten(0, 1).index_select(0, places - 1)
+            return logits_of(engine, batch).flatten(0, 1).index_select(0, indices - 1)
         layer_forward = _output_layer(engine).forward
-        return self._run_with(engine, batch, places, lambda states: layer_forward(states[:, None])).flatten(0, 1)
+        return self._run_with(engine, batch, indices, lambda states: layer_forward(states[:, None])).flatten(0, 1)
 
     def _run_with(
-        self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        engine: Any,
+        batch: attention.Batch,
+        indices: torch.Tensor,
+        compute: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Run forward with `compute` in place of the output layer's forward; return what it makes of the states [T, H]
-        of the tokens before some places, and the model takes for its logits: a tensor of three dimensions, as
-        tuning=prompt cuts [B, S, V] by the second.
+        """Run forward with `compute` in place of the output layer; return what it returns for the states [T, H] before
+        the tokens at some indices. The model takes that for its logits, so it needs three dimensions: tuning=prompt
+        cuts [B, S, V] along the second.
         """
         layer = _output_layer(engine)
         length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
 
         def compute_picked(states: torch.Tensor) -> torch.Tensor:
-            # What is learned before the first token, as in tuning=prompt, is in front.
-            return compute(states[:, -length:].flatten(0, 1).index_select(0, places - 1))
+            # Skips the learned tokens in front of each row (tuning=prompt).
+            return compute(states[:, -length:].flatten(0, 1).index_select(0, indices - 1))
 
         self._compute = compute_picked
         layer.forward = self._forward
@@ -240,8 +254,9 @@ class LossHead:
                 layer.forward = instance_forward
 
     def _find_path(self, engine: Any) -> LossPath:
-        """Return how losses can be computed, found out by a pass over a few tokens: from the output layer's inputs if
-        the model returns its output unchanged as logits; else by running the layer on trained tokens only, or on all.
+        """Return how losses can be computed, by a forward pass over a few tokens: from the output layer's inputs if the
+        model returns that layer's output unchanged as logits; else from the layer's output for trained tokens, or for
+        all.
         """
         module, layer = getattr(engine, "module", engine), _output_layer(engine)
         if layer is None:
@@ -253,31 +268,35 @@ class LossHead:
         positions = torch.arange(8, device=engine.device)[None]
         labels = torch.where(positions < 3, UNTRAINED, ids)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
-        batch = with_label_positions(batch)
+        batch = with_targets(batch)
         if not getattr(module, "begins", True):  # the last stage of a pipeline
             shape = (1, 8, module.config.hidden_size)
             batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)
-        seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        layer_calls: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         is_logits: list[bool] = []
 
-        def see(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            seen.append((inputs[0], output, output._version))
+        def record_call(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            layer_calls.append((inputs[0], output, output._version))
 
         def compare(_: nn.Module, __: Any, output: Any) -> None:
-            is_logits.append(any(output.logits is tensor and tensor._version == version for _, tensor, version in seen))
+            is_logits.append(
+                any(output.logits is tensor and tensor._version == version for _, tensor, version in layer_calls)
+            )
 
-        # Last of the layer's hooks, and first of the model's: DeepSpeed's own put other objects in the tensors' place.
-        hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)
-        eagerly = torch.compiler.set_stance("force_eager")
+        # The last hook of the layer and the first of the model, as DeepSpeed's hooks replace the tensor objects.
+        hooks = layer.register_forward_hook(record_call), module.register_forward_hook(compare, prepend=True)
+        without_compiling = torch.compiler.set_stance("force_eager")
         try:
-            with probe.evaluating(engine), eagerly:
-                logits = self._run_with(engine, batch, batch["places"], lambda states: layer_forward(states[:, None]))
+            with probe.evaluating(engine), without_compiling:
+                logits = self._run_with(
+                    engine, batch, batch["target_indices"], lambda states: layer_forward(states[:, None])
+                )
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(seen) != 1 or logits.shape[:2] != (len(batch["targets"]), 1):
+        if len(layer_calls) != 1 or logits.shape[:2] != (len(batch["targets"]), 1):
             return LossPath.all_logits
-        [(states, output, _)] = seen
+        [(states, output, _)] = layer_calls
         is_plain = type(layer) is nn.Linear and states.dtype == layer.weight.dtype == output.dtype
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
@@ -288,7 +307,7 @@ def logits_of(engine: Any, batch: attention.Batch) -> torch.Tensor:
 
 
 def _forward_output(engine: Any, batch: attention.Batch) -> torch.Tensor:
-    """Run an engine or a model and return what its output layer gave: logits, or what `LossHead` computes there."""
+    """Run an engine or a model and return what its output layer returned: logits, or what `LossHead` puts there."""
     output: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
     return output
 
@@ -298,8 +317,8 @@ def _output_layer(engine: Any) -> Any:
 
 
 def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
-    """Run a transformers model without its output layer: `[B, S, H]`. A later pipeline stage's batch holds
-    `inputs_embeds`; without `segment_ids` rows are whole, as those of a probe.
+    """Run a transformers model without its output layer and return the states `[B, S, H]`. The batch of a later
+    pipeline stage has `inputs_embeds`; one without `segment_ids` has no padding, as that of a probe.
     """
     inputs = on_device(model, batch) if "labels" in batch else batch
     output = model.base_model(**_arguments(model, inputs))
@@ -308,9 +327,9 @@ def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
 
 
 def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
-    """Return what a model's forward takes of a batch that is on its device."""
+    """Return the arguments of a model's forward for a batch on its device."""
     arguments: dict[str, Any] = {"use_cache": False}
-    # ChatGLM-6B finds positions by the ids of special tokens, so that it needs them beside embeddings.
+    # ChatGLM-6B computes positions from the ids of special tokens, so it needs the ids even with embeddings.
     builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
         arguments |= {"position_ids": batch["position_ids"], **attention.attention_arguments(module, batch)}
@@ -322,7 +341,7 @@ def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
 
 
 def loss_head(engine: Any) -> LossHead:
-    """Return how the losses of an engine's or a model's tokens are computed."""
+    """Return the `LossHead` of an engine or a model, made at the first call."""
     module = getattr(engine, "module", engine)
     head = getattr(module, "loss_head", None)
     if head is None:
@@ -346,10 +365,12 @@ def chunked_losses(
 def chunked_loss_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum of the tokens' cross entropies, once differentiable in all but the targets; 0 of no tokens.
-    Gradients are added up in float32 and not multiplied by the caller's until the backward pass, so no loss scale makes
-    them over- or underflow. A trained weight's takes V x H x 4 bytes until then. As each addition to it reads and
-    writes all of it, chunks' gradients of logits are kept, up to half its bytes, and multiplied at once.
+    """Return the sum of the tokens' cross entropies, 0 for no tokens; differentiable once, in all but the targets.
+
+    Gradients are summed in float32 during the forward pass, and multiplied by the outer gradient in the backward pass,
+    so that no loss scale makes them over- or underflow. Until then a trained weight's gradient takes V x H x 4 bytes.
+    As each addition to it reads and writes all of it, the gradients of several chunks' logits are collected first, in
+    up to half as many bytes.
     """
     return _ChunkedLossSum.apply(hidden, weight, bias, targets)
 
@@ -364,7 +385,7 @@ class _ChunkedLossSum(torch.autograd.Function):
         def of_logits(part: slice) -> torch.Tensor:
             log_probabilities, wanted = _log_probabilities(hidden[part], weight, bias), targets[part, None]
             total.sub_(log_probabilities.gather(1, wanted).sum())
-            # Of a token's loss by its logits: the probabilities, less 1 at the target.
+            # The gradient of a token's loss by its logits: the probabilities, minus 1 at the target.
             gradient = log_probabilities.exp_()
             return gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
 
@@ -374,13 +395,13 @@ class _ChunkedLossSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradients,), ctx.gradients = ctx.gradients, None  # they are changed in place: a second pass must fail
+        (gradients,), ctx.gradients = ctx.gradients, None  # `times` changes them in place: a second backward must fail
         return (*gradients.times(outer[0]), None)
 
 
 class LossGradients:
-    """Gradients of a sum of tokens' losses by states, weight and bias (those that `needs` says), in float32.
-    `of_logits` computes the gradients by the logits for a slice of tokens; it is called for `size` tokens at a time.
+    """Gradients, in float32, of a sum of tokens' losses by states, weight and bias, if `needs` has True for them.
+    `of_logits` returns the gradients by the logits for a slice of tokens; it is called for `size` tokens at a time.
     """
 
     def __init__(
@@ -415,7 +436,9 @@ class LossGradients:
                 _add_product(self.of_weight, gradient.t(), hidden[start:stop])
 
     def times(self, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of states, weight and bias, in the states' type, times that of the sum; only once."""
+        """Return the gradients of states, weight and bias, times the sum's own, `outer`, in the states' type; only
+        once.
+        """
         return (
             _scaled(self.of_hidden, outer / self.scale, self.dtype),
             _scaled(self.of_weight, outer / self.scale, self.dtype),
@@ -424,8 +447,8 @@ class LossGradients:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """`chunked_losses` with gradients. What a token's loss is multiplied by is not known before the backward pass, so
-    the logits of each chunk are computed again there.
+    """`chunked_losses` with gradients. As the outer gradient of each token is known in the backward pass only, the
+    logits of each chunk are computed again there.
     """
 
     @staticmethod
@@ -461,7 +484,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Return the tokens of a chunk."""
+    """Return how many tokens' float32 logits fit into `CHUNK_BYTES`."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -470,20 +493,20 @@ def _log_probabilities(states: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the matrix product in float32, with factors in half precision as they are."""
+    """Return the matrix product in float32, without copies of half-precision factors if the device can."""
     if left.dtype is torch.float32:
         return left @ right
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     if left.dtype is torch.bfloat16:
-        # Added up in float32 inside, rounded once per chunk: as exact as what the optimizer gets in the end. A fifth of
-        # the time of float32 factors on a processor that knows bfloat16.
+        # Summed in float32 inside and rounded once per chunk, to the precision of the gradient that the optimizer gets.
+        # Five times as fast as float32 factors on a processor with bfloat16 instructions.
         return (left @ right).float()
     return left.float() @ right.float()
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to float32 `total`; in half precision a slice of rows at a time, not to hold it twice."""
+    """Add a matrix product to float32 `total`; in half precision a slice of rows at a time, to save memory."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
         return

@@ -1,4 +1,4 @@
-"""A model of the ChatGLM family written back as its official directory: the same files, names, precisions and bits."""
+"""Saving of a ChatGLM in its official layout: the same files, names, precisions and bits."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import weights
 from toolkit.models.chatglm.modeling import official_layout
-from toolkit.models.save import Origin, copy_other_files
+from toolkit.models.save import Origin, copy_non_weight_files
 
 
 def write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
-    """Write a model in the official layout it came from: each tensor in its shard, in its official precision."""
+    """Write a model in the official layout of `model.origin`: each tensor in its shard, in its official precision.
+    ModelError without an origin, CheckpointError if a value overflows. `state`: as in `save_model`.
+    """
     origin: Origin | None = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
@@ -35,12 +37,13 @@ def write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.
             save_file(tensors, folder / file, metadata={"format": "pt"})
         else:
             torch.save(tensors, folder / file)
-    copy_other_files(origin, folder)
+    copy_non_weight_files(origin, folder)
 
 
 def _stored_tensor(
     name: str, dtype: str, origin: Origin, layout: weights.Layout, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """Return the official tensor `name` in its official precision, made of the parameters `values`."""
     precision: torch.dtype = getattr(torch, dtype)
     if name in origin.computed:
         return torch.tensor(origin.computed[name], dtype=torch.float64).to(precision)

@@ -1,4 +1,4 @@
-"""Names of settings that transformers 4 reads, written beside or in place of those of transformers 5."""
+"""Settings under the names that transformers 4 reads, in files that transformers 5 has written."""
 
 import json
 from pathlib import Path
@@ -14,15 +14,16 @@ _OLD_ROPE: dict[str, dict[str, str]] = {
     "modernbert-decoder": {"rope_theta": "global_rope_theta", "sliding": "local_rope_theta"},
     "olmo3": {"rope_theta": "rope_theta"},
 }
-"""Type of model -> key of rope_parameters -> its name in transformers 4 (4.57), where that is another one, or kinds of
-layers have bases of their own (`sliding`: those with a window)."""
+"""Model type -> key of rope_parameters -> its name in transformers 4 (4.57). `sliding`: the rotary base of layers with
+a sliding window.
+"""
 _OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-"""Type of model -> kind of layer -> its name in transformers 4; transformers 5 reads both."""
+"""Model type -> value of layer_types -> its name in transformers 4; transformers 5 reads both."""
 
 
 def add_to_config(file: Path) -> None:
-    """Write beside the keys of transformers 5 those that version 4 reads: without a word it would take its defaults for
-    the base and the share of rotary embeddings and the number of experts, and compute other logits.
+    """Add the keys that transformers 4 reads to a config.json. Without them it would silently take its defaults of
+    rotary embeddings and the number of experts, and compute other logits.
     """
     config = json_object(file, ModelError)
     for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
@@ -45,7 +46,9 @@ def _is_tagged(value: Any) -> bool:
 
 
 def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, Any]:
-    """Return what transformers 4 reads in place of rope_parameters; nothing where it knows no such models."""
+    """Return the keys that transformers 4 reads in place of rope_parameters, {} for model types that it does not know.
+    `names`: of `_OLD_ROPE`, None if the type is not there.
+    """
     if names is None:
         has_kinds = any(isinstance(value, dict) for value in rope.values())
         names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
@@ -58,8 +61,8 @@ def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, A
 
 
 def add_to_tokenizer(folder: Path) -> None:
-    """Write a saved tokenizer's settings in the names that every release of transformers since 4.0 knows: 4.57 knows no
-    TokenizersBackend and no list of extra_special_tokens, which 5 writes.
+    """Rewrite a saved tokenizer_config.json for transformers 4 too: 4.57 knows neither TokenizersBackend nor a list of
+    extra_special_tokens, which 5 writes.
     """
     file = folder / "tokenizer_config.json"
     values = json_object(file, ModelError)

@@ -1,5 +1,7 @@
-"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read: a
-layer's activations are the difference to two layers less, on the meta device, with attention as a fused kernel.
+"""Print shapes and activation sizes of a model directory as JSON: `python -m toolkit.models.outline DIR`.
+
+No weights are read. Activations of a layer are measured on the meta device, as the difference between models of two and
+four layers, with attention as a fused kernel.
 """
 
 import json
@@ -16,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.messages import ModelError
 from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
-from toolkit.models.structure import towers
+from toolkit.models.structure import tower_prefixes
 from toolkit.plan.lookup import NO_MODEL
 from toolkit.plan.outline import TOWERS, flop_sizes
 from toolkit.plan.tuning_targets import ALL_LINEAR
@@ -24,11 +26,11 @@ from toolkit.plan.tuning_targets import ALL_LINEAR
 _LENGTH = 64
 _LAYERS = 2
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What configs call what their models do with the logits."""
+"""Config keys of operations on the logits."""
 
 
 class _Fused(torch.autograd.Function):
-    """Stands for a fused attention kernel, which PyTorch takes apart on the meta device."""
+    """Stands in for a fused attention kernel, which PyTorch decomposes on the meta device."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -41,8 +43,8 @@ class _Fused(torch.autograd.Function):
 
 
 def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int:
-    """Return the bytes per token that one layer keeps for the backward pass, all of it being trained; or nothing but
-    what comes before it. Of layers that differ in their sizes (Gemma 4): the mean, with what comes after them.
+    """Return the bytes per token that one layer saves for the backward pass, if it is trained (`trains`), or if only
+    parameters before it are. Of layers of different sizes (Gemma 4) the mean, with what comes after them.
     """
     text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     if text.is_heterogeneous:
@@ -52,7 +54,9 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions; or a ModelError."""
+    """Return the shapes of a model's parameters, LoRA's targets, and sizes, with the bytes per token that a layer
+    saves; see `toolkit.plan.lookup`. ModelError if it cannot be built.
+    """
     config = transformers_config(folder)
     with torch.device("meta"):
         model = model_class(config).from_config(config, trust_remote_code=False)
@@ -64,9 +68,9 @@ def outline(folder: Path) -> dict[str, Any]:
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     # Of layers that differ (Gemma 4 31B) no number is the model's, and reading it raises.
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
-    beside, shapes = towers(model), dict[str, list[int]]()
+    towers, shapes = tower_prefixes(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
-        if name.startswith(beside):  # neither multiplied with by a token of text, nor trained
+        if name.startswith(towers):  # neither multiplied with by a token of text, nor trained
             shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
         else:
             shapes[name] = list(_shape_of(model, name))
@@ -91,26 +95,26 @@ def outline(folder: Path) -> dict[str, Any]:
 
 
 def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
-    """Return the shape of a parameter; of a weight that lies turned (GPT-2) as a linear layer has it."""
-    path, _, end = name.rpartition(".")
+    """Return the shape of a parameter; of a transposed weight (GPT-2's Conv1D) that of a linear layer."""
+    path, _, attribute = name.rpartition(".")
     parameter = model.get_parameter(name)
-    is_turned = isinstance(model.get_submodule(path), Conv1D) and end == "weight"
+    is_turned = isinstance(model.get_submodule(path), Conv1D) and attribute == "weight"
     return parameter.T.shape if is_turned else parameter.shape
 
 
 def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
-    """Return the bytes that a forward pass of some layers keeps; 0: of all."""
+    """Return the bytes that a forward pass of a model of `layers` layers saves; 0: of all its layers."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     if layers:
         lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
-        of_each = [
+        per_layer_keys = [
             name
             for name, value in lists.items()
             if len(value) == text.num_hidden_layers and all(isinstance(item, (str, int)) for item in value)
         ]
         text.num_hidden_layers = layers
-        for name in of_each:
+        for name in per_layer_keys:
             setattr(text, name, lists[name][-1:] * layers)
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
@@ -127,7 +131,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
             saved_storages.setdefault(id(storage), storage)
         return tensor
 
-    real = functional.scaled_dot_product_attention
+    original_attention = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Fused.apply(query, key, value)
     uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
     try:
@@ -138,7 +142,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
             ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
-        functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = real, uses_groups
+        functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = original_attention, uses_groups
     return sum(storage.nbytes() for storage in saved_storages.values())
 
 

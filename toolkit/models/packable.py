@@ -1,4 +1,4 @@
-"""Whether a row of a model can hold several samples, or be divided over ranks, as far as its config tells."""
+"""Whether a model's rows can hold several samples, or be divided over ranks, by its config."""
 
 from inspect import signature
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from toolkit.config.schema import Init, ModelConfig, TuningMethod
 from toolkit.messages import say, tr
 from toolkit.models.directory import Architecture, architecture_of, is_trusted, read_config
-from toolkit.models.load import own_class, transformers_config
+from toolkit.models.load import registered_class, transformers_config
 
 
-def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why rows cannot hold several samples; "" if nothing in the model's config speaks against it."""
+def reason_not_to_pack(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
+    """Return why rows cannot hold several samples, "" if the model's config allows it."""
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
@@ -21,11 +21,11 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
     if config.get("model_type") in _MASKS_OF_ROWS:
         return tr("its attention takes no mask that tells samples of one row apart")
-    return division_unsupported(model, max_length)
+    return reason_not_to_divide_rows(model, max_length)
 
 
-def tell_grouped(reason: str) -> None:
-    """Report why samples are not packed."""
+def report_grouped(reason: str) -> None:
+    """Report that samples are grouped by length instead of packed, and why."""
     say(
         "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
         "(data.packing=grouped).",
@@ -34,17 +34,17 @@ def tell_grouped(reason: str) -> None:
 
 
 _MASKS_OF_ROWS = ("openai-gpt", "xlm")
-"""Types of models (transformers 5.23) whose forward takes masks of padding alone."""
+"""Model types (transformers 5.23) whose forward takes no other masks than of padding."""
 _PACKABLE = {"full_attention", "mlp", "moe"}
-"""Kinds of layers, as transformers (5.23) calls them in configs, in which a mask or bounds keep samples apart."""
-_FREE_OF_POSITIONS = ("mpt", "whisper")
-"""Types of models whose forward names no position_ids, though packed samples are right: MPT's attention sees distances
-alone, Whisper's decoder takes them all the same."""
+"""Values of `layer_types` (transformers 5.23) for layers in which a mask or bounds keep samples apart."""
+_WITHOUT_POSITION_IDS = ("mpt", "whisper")
+"""Model types without position_ids in their forward's signature that compute packed samples correctly: MPT's attention
+depends on distances alone, and Whisper's decoder takes position_ids all the same."""
 
 
-def division_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return why rows cannot be divided over ranks: what mixes tokens otherwise than attention to all before them; ""
-    if nothing in the model's config speaks against it.
+def reason_not_to_divide_rows(model: ModelConfig, max_length: int) -> str:
+    """Return why rows cannot be divided over ranks, "" if the model's config allows it: tokens may be mixed only by
+    attention to all earlier tokens.
     """
     config = {} if model.init is Init.random else _attention_settings(model.path)
     layers, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
@@ -63,15 +63,15 @@ def division_unsupported(model: ModelConfig, max_length: int) -> str:
 
 
 def _attention_settings(path: str) -> dict[str, Any]:
-    """Return what a config says of attention, as transformers reads it: it knows what a file leaves out or calls by
-    older names; with `takes_positions`.
+    """Return a config's settings of attention as transformers reads them, which knows defaults and older names; and
+    `takes_positions`, whether forward takes position_ids.
     """
     config = read_config(path, with_weights=False)
     if architecture_of(config) is not None or is_trusted(Path(path)):
         return config
     full = transformers_config(Path(path))
-    text, arguments = full.get_text_config(decoder=True), signature(own_class(full).forward)
-    takes_positions = "position_ids" in arguments.parameters or full.model_type in _FREE_OF_POSITIONS
+    text, arguments = full.get_text_config(decoder=True), signature(registered_class(full).forward)
+    takes_positions = "position_ids" in arguments.parameters or full.model_type in _WITHOUT_POSITION_IDS
     keys = "layer_types", "sliding_window", "use_sliding_window"
     settings = {key: getattr(text, key) for key in keys if hasattr(text, key)}
     return settings | {"takes_positions": takes_positions}

@@ -1,5 +1,5 @@
-"""A proof that weights are the trained ones: a few ids and the logits that the model gave for them. Written next to
-every checkpoint and export; a model that loads the weights must give the same logits but for rounding.
+"""Probes: a few ids and the logits that a model computed for them, stored in every checkpoint and export. A model that
+loads the weights must compute the same logits, but for rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.messages import CheckpointError, reading
 
-# In a folder of its own: vLLM and others take every *.safetensors beside config.json for weights.
+# In a subdirectory: vLLM and others take every *.safetensors next to config.json for weights.
 FILE = "probe/probe.safetensors"
 ROWS, LENGTH = 2, 8
 # Largest difference of a logit as a fraction of the logits' spread (standard deviation), by the coarser precision of
@@ -45,23 +45,23 @@ TIMES_ROUNDING, TIMES_WRONG = 3.0, 6.0
 # keys 6 to 32 times as large, rounding as above was up to 8e-4, and 1 to 31 times the difference to float64.
 TIMES_IN_FLOAT32 = 16.0
 _STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2.0**-24}
-"""Precision -> distance of two numbers next to each other, relative."""
+"""Precision -> relative distance between neighbouring numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a model made of a few ids. R rows, L tokens of a row, V vocabulary."""
+    """A few ids and a model's logits for them. R rows, L tokens of a row, V vocabulary."""
 
     ids: torch.Tensor
     """[R, L], int64."""
     logits: torch.Tensor
-    """At the last position, float32 [R, V]; of a classifier the scores of every beginning of a row."""
+    """At the last position, float32 [R, V]; of a classifier the scores of every prefix of a row [R, L x labels]."""
     dtype: str
     """Precision of the weights, such as bfloat16; nf4 where the frozen ones have 4 bits; tf32: float32 in TF32."""
 
 
-def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.Tensor:
-    """Return the beginning of the first two samples, [R, L]; ChatGLM-6B's end with what an answer begins after."""
+def probe_ids(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.Tensor:
+    """Return the first tokens of the first two samples, [R, L]; for ChatGLM-6B they end with [gMASK] <sop>."""
     samples = samples[:ROWS]
     length = min(LENGTH, *map(len, samples))
     rows = [[int(token) for token in sample[:length]] for sample in samples]
@@ -71,8 +71,8 @@ def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.
 
 
 def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
-    """Return ids from all over the vocabulary, for a model of which nothing else is known, [R, L]."""
-    return ids_of(
+    """Return ids spread over the vocabulary, [R, L], for a model without samples."""
+    return probe_ids(
         [
             [index * 7919 % config.get_text_config().vocab_size for index in range(row, row + LENGTH)]
             for row in range(ROWS)
@@ -83,7 +83,7 @@ def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Compute without gradients and dropout with a model or an engine; leave it in its mode, also on an error."""
+    """Put a model or an engine into evaluation mode without gradients; restore its mode afterwards."""
     was_training = getattr(model, "module", model).training
     model.eval()
     try:
@@ -94,8 +94,8 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
-    """Run a model. A collective if it is partitioned; draws no random numbers and leaves the model in its mode."""
-    # Eagerly: sizes that training does not have would count among those that graphs are compiled for.
+    """Return a model's probe for ids [R, L]. A collective if it is partitioned; random state and mode do not change."""
+    # Eagerly, as torch.compile would specialize graphs on these sizes, which training does not have.
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         if is_classifier(model):
             logits = _prefix_scores(model, ids.to(device)).float().cpu()
@@ -108,26 +108,26 @@ KIND = "ForSequenceClassification"
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether a model gives scores of sequences, not logits of tokens."""
+    """Whether a model scores sequences, in place of computing logits of tokens."""
     return type(model).__name__.endswith(KIND)
 
 
-def is_of_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model that gives scores."""
+def describes_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a sequence classifier."""
     return any(str(name).endswith(KIND) for name in config.get("architectures") or ())
 
 
 def _prefix_scores(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the scores of every beginning of some rows: [R, L x labels] of ids [R, L], in one forward pass."""
+    """Return a classifier's scores of every prefix of rows: [R, L x labels] for ids [R, L], in one forward pass."""
     rows, size = ids.shape
-    shown = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril().repeat(rows, 1)
-    prefixes = ids.repeat_interleave(size, dim=0).masked_fill(~shown, model.config.pad_token_id)
-    logits: torch.Tensor = model(input_ids=prefixes, attention_mask=shown.long(), use_cache=False).logits
+    is_in_prefix = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril().repeat(rows, 1)
+    prefixes = ids.repeat_interleave(size, dim=0).masked_fill(~is_in_prefix, model.config.pad_token_id)
+    logits: torch.Tensor = model(input_ids=prefixes, attention_mask=is_in_prefix.long(), use_cache=False).logits
     return logits.reshape(rows, -1)
 
 
 def precision_of(model: PreTrainedModel, device: torch.device | str) -> str:
-    """Return what a model computes in on a device, a key of `TOLERANCES`."""
+    """Return the precision in which a model computes on a device, a key of `TOLERANCES`."""
     if getattr(model, "is_loaded_in_4bit", False):
         return "nf4"
     is_tf32 = torch.device(device).type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -153,7 +153,7 @@ def read(folder: Path) -> Probe | None:
 
 
 def difference_of(measured: Probe, recorded: Probe) -> float:
-    """Return the largest difference of a logit as a fraction of the logits' spread, nan if one is no number."""
+    """Return the largest difference of a logit divided by the standard deviation of the logits; nan if one is NaN."""
     if measured.logits.shape != recorded.logits.shape:
         return float("inf")
     if torch.equal(measured.logits, recorded.logits):
@@ -161,14 +161,14 @@ def difference_of(measured: Probe, recorded: Probe) -> float:
     return float((measured.logits - recorded.logits).abs().max() / recorded.logits.std())
 
 
-def coarser(measured: Probe, recorded: Probe) -> str:
+def coarser_precision(measured: Probe, recorded: Probe) -> str:
     """Return the coarser precision of two probes, a key of `TOLERANCES`."""
     return max(measured.dtype, recorded.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
 
 
 def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
-    """Return the precision to run again to learn how a model rounds, or None; bfloat16 rounds like TF32."""
-    kind = coarser(measured, recorded)
+    """Return the other precision in which to run a model to measure its rounding; None if nothing is to be measured."""
+    kind = coarser_precision(measured, recorded)
     if kind not in _STEPS:
         return None
     if kind == "float32":
@@ -176,10 +176,10 @@ def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
     return torch.bfloat16 if measured.dtype == "float32" else torch.float32
 
 
-def rounding(measured: Probe, again: Probe, recorded: Probe) -> float:
-    """Return how much logits are rounded in the coarser precision of `measured` and `recorded`.
+def rounding_error(measured: Probe, again: Probe, recorded: Probe) -> float:
+    """Return the rounding error of logits (see `difference_of`) in the coarser precision of `measured` and `recorded`.
 
-    `again`: the same weights, run in the other precision (`other_precision`).
+    `again`: of the same weights, in the other precision (`other_precision`).
     """
-    ran = _STEPS[coarser(measured, again)]
-    return difference_of(again, measured) * _STEPS[coarser(measured, recorded)] / ran
+    step_between = _STEPS[coarser_precision(measured, again)]
+    return difference_of(again, measured) * _STEPS[coarser_precision(measured, recorded)] / step_between

@@ -1,4 +1,4 @@
-"""P-Tuning v2, learned keys and values before every layer's own; prompt tuning, learned embeddings before the first.
+"""P-Tuning v2: learned keys and values in front of each layer's; prompt tuning: learned embeddings before the input.
 
 P-Tuning v2: unlike peft's, positions begin at 0 after the prefix. Liu et al. 2021, https://arxiv.org/abs/2110.07602.
 Prompt tuning: Lester et al. 2021, https://arxiv.org/abs/2104.08691.
@@ -22,13 +22,13 @@ from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask
 from toolkit.models.structure import decoder_layers
 
 _WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Of transformers' kinds of layers (5.23, `layer_types`) those of ordinary attention."""
+"""Values of `layer_types` (transformers 5.23) for layers of ordinary attention."""
 PREFIX = "transformer.prefix_encoder."
 """What the names of its tensors begin with in official checkpoints."""
 
 
 class PrefixEncoder(nn.Module):
-    """The prefix of one model, under the official names. `projection`: an MLP after the embedding, else [P, W]."""
+    """The prefix of a model, with the official names: an embedding [P, W], or with `projection` one before an MLP."""
 
     def __init__(self, config: Any, num_tokens: int, projection: bool, dropout: float) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class PrefixEncoder(nn.Module):
         self.num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.tensor_size = 1
-        """Ranks that split the layers, of which each has some of the heads."""
+        """Number of tensor-parallel ranks, each of which has some of the heads."""
         width, hidden = 2 * self.num_layers * self.num_heads * self.head_size, config.hidden_size
-        # Before the MLP ChatGLM-6B embeds in the hidden width, its successors in the full one.
+        # With an MLP ChatGLM-6B's embedding is of width H, its successors' of width W.
         embedded = hidden if projection and config.model_type == "chatglm" else width
         self.embedding, self.trans = nn.Embedding(num_tokens, embedded), None
         if projection:
@@ -47,7 +47,7 @@ class PrefixEncoder(nn.Module):
     def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""
         indices = torch.arange(self.num_tokens, device=self.embedding.weight.device)
-        states = self.embedding(indices)  # looked up, so that ZeRO-3 fetches it
+        states = self.embedding(indices)  # by a forward pass, so that ZeRO-3 gathers the weight
         if self.trans is not None:
             states = self.trans(states)  # [P, W]
         states = states.view(self.num_tokens, 2 * self.num_layers, -1)
@@ -58,7 +58,9 @@ class PrefixEncoder(nn.Module):
             states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
         states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
         states = states[:, None].expand(-1, batch_size, -1, -1, -1)
-        states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
+        states = functional.dropout(
+            states, self.dropout, self.training
+        )  # another mask for each row, as in the original
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 
     def prepend_prefix(
@@ -78,7 +80,7 @@ class PrefixEncoder(nn.Module):
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         cache = cache_of(kwargs)
-        # To ChatGLM-6B, what precedes the mask is a prefix; to parts of rows, what keys there are more than queries.
+        # ChatGLM-6B and parts of rows see from the number of keys that there is a prefix.
         if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
             first = getattr(model, "first_position", 0)
             kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens, first)
@@ -87,13 +89,13 @@ class PrefixEncoder(nn.Module):
                 cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
             for layer, (keys, values) in enumerate(self.states(len(ids))):
                 DynamicCache.update(cache, keys, values, layer)
-        kwargs.pop(OLDER, None)  # newer models know both names, and one of them has to be given
+        kwargs.pop(OLDER, None)  # newer models take both names, but not at once
         kwargs[CACHE] = cache
         return (), kwargs
 
 
 class FixedCache(DynamicCache):
-    """Keys and values that stand before a forward pass's own, which are not kept: the pass can be repeated."""
+    """A cache that does not store a pass's own keys and values, so that the pass can be recomputed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -117,6 +119,7 @@ def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dro
 
 
 def _check_takes_prefix(model: PreTrainedModel) -> None:
+    """Raise ModelError if some layer has no keys and values, or some of another size."""
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     is_latent = getattr(text, "kv_lora_rank", None)
@@ -231,11 +234,9 @@ def prefix_settings(num_tokens: int, projection: bool, base: str) -> dict[str, A
 def initial_values(
     model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> torch.Tensor:
-    """Return the embeddings with which a soft prompt's training begins, [P, H]: of `tuning.init_text`, or random
-    tokens.
-    """
+    """Return the initial values of a soft prompt, [P, H]: embeddings of `tuning.init_text`, or of random tokens."""
     embedding, number = model.get_input_embeddings(), config.num_tokens
-    if tokenizer is None:  # a model is tried whose tokenizer is not on this disk
+    if tokenizer is None:  # `toolkit check` tries a model without its tokenizer
         return torch.empty(number, embedding.embedding_dim, device="meta")
     if config.init_text:
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]

@@ -1,15 +1,15 @@
-"""What to do about a directory whose weights are quantised: they are not trained as they are."""
+"""The error about a directory of quantized weights."""
 
 from pathlib import Path
 
 from toolkit.messages import ModelError, tr
 
 _DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-"""quant_method -> the class of transformers (5.23) that makes 16 bits of such weights on a CPU, as was tried."""
+"""quant_method -> transformers' class (5.23) that dequantizes such weights on a CPU, as was tested."""
 
 
-def error_of(method: str, folder: Path) -> ModelError:
-    """Return the error about a directory of weights that are quantised by a method, with the way that remains."""
+def quantization_error(method: str, folder: Path) -> ModelError:
+    """Return the error for weights that are quantized by `method`, with what to do instead."""
     kind = _DEQUANTIZED.get(method)
     way = tr("Use the original repository in bf16: tuning=qlora puts it in 4 bits while it is read.")
     if kind is not None:

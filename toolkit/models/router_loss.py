@@ -1,17 +1,18 @@
-"""The loss of a mixture's routers, and what else keeps its experts in use: a bias that moves, a capacity that drops.
+"""Balancing of routed experts: the routers' loss, biases of their scores, and a capacity that drops tokens.
 
 The routers' loss of a layer and a micro-batch is E x sum over E experts of f x P: f how often an expert is chosen per
 token, P its mean probability, without padding (Fedus, Zoph, Shazeer 2021, Switch Transformers,
 https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro-batches and data-parallel ranks is
-added, times the coefficient. Ranks that have parts of the same rows sum what f and P are means of. transformers (5.23)
-pools all layers before it multiplies, by which one layer makes up for another.
+added, times the coefficient. Ranks that have parts of the same rows compute f and P over all their tokens. transformers
+(5.23) pools all layers before it multiplies, so that one layer can compensate for another.
 
-Models that balance with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the bias
+Models that balance_loss with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the
+bias
 moves by a rate, up where an expert got fewer tokens of the global batch than the mean of its layer, down where more:
 Wang et al. 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
 
-A capacity drops what is more than an expert's share: Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668,
-section 2.2, in the order of the tokens; here the smallest weights first.
+A capacity limits the tokens of an expert, and drops the others: Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668,
+section 2.2, where the last tokens are dropped; here those with the smallest weights.
 """
 
 import math
@@ -30,11 +31,13 @@ from toolkit.models.structure import routers_in
 
 
 class Routers:
-    """A mixture's routers in training; `model.routers`, or None. Of what passes in training mode between `begin` and
-    `collect` they count each expert's tokens, and add a loss whose gradient enters at the chosen experts' weights, so
-    it reaches recomputed layers too; after a step a bias may move. `routers` return logits [tokens, E]; weights and
-    numbers [tokens, K] of the chosen. One that returns less is counted nowhere. With a capacity, what is dropped has
-    the weight 0 and the number ~n in place of n.
+    """The routers of a model with experts, during training; `model.routers`.
+
+    Hooks observe the forward passes in training mode between `begin` and `collect`: they count each expert's tokens,
+    and add the routers' loss, whose gradient enters at the chosen experts' weights, so that it reaches recomputed
+    layers too. After a step biases may move. A router returns logits [tokens, E], weights and numbers of the chosen
+    experts [tokens, K]; one that returns less is not counted. A choice that the capacity drops gets the weight 0 and
+    the number ~n in place of n.
     """
 
     def __init__(
@@ -45,19 +48,22 @@ class Routers:
         self._routers = list(routers.values())
         numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
         self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
-        """Numbers of their layers, or their names where a layer has several."""
+        """Each router's layer number as text, or its name if a layer has several routers."""
         self._observed: dict[int, tuple[torch.Tensor, ...]] = {}
-        """Router -> of the micro-batch its loss, each expert's tokens [E], and with a capacity its drops."""
+        """Router -> in this micro-batch its loss, each expert's tokens [E], and with a capacity the dropped choices."""
         self._sizes: dict[int, int] = {}
+        """Router -> number of its experts, E."""
         self._sum: torch.Tensor | None = None
+        """What `collect` returns, of the micro-batches so far."""
         self._samples: torch.Tensor | None = None
+        """How many samples each token of the micro-batch is in, [B, S]; None while nothing is observed."""
         self._parts, self._learned, self._factor, self._is_filler = 1, 1, 0.0, False
         for number, router in enumerate(self._routers):
             router.register_forward_hook(lambda router, _, output, number=number: self._observe(number, router, output))
 
     def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
-        """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
-        are in, as if samples shared none; those of a filler (loader.collate) are no expert's load, and have no loss.
+        """Observe the next micro-batch. A token counts once for each sample that it is in; those of a filler
+        (loader.collate) do not count. `scale`: factor of the token loss, which the routers' loss gets too.
         """
         self._close_micro_batch()
         segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
@@ -66,12 +72,12 @@ class Routers:
         self._is_filler = bool((rows == rows[0, 0]).all())
         part, self._parts = batch["part"].tolist() if "part" in batch else (0, 1)
         self._learned = int(part == 0)
-        # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
+        # Ranks with parts of the same rows compute the same loss: times their number, as gradients are averaged.
         self._factor = 0.0 if self._is_filler else scale * self.coefficient / self.num_layers * self._parts
 
     def collect(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
-        without coefficient; then each expert's tokens, layer after layer; with a capacity, how many were dropped.
+        """Stop observing, and return this rank's sums over micro-batches in one tensor: the losses' mean over layers,
+        without the coefficient; each expert's tokens, layer after layer; with a capacity the dropped choices.
         """
         self._close_micro_batch()
         total, self._sum, self._samples = self._sum, None, None
@@ -90,7 +96,7 @@ class Routers:
         return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
 
     def dropped(self, loads: torch.Tensor) -> dict[str, float]:
-        """Return what metrics.jsonl says of tokens that experts had no place for."""
+        """Return the metric of the fraction of choices that the capacity dropped; {} without a capacity."""
         return {"expert_dropped": float(loads[-1] / loads[:-1].sum())} if self.capacity else {}
 
     def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -138,7 +144,7 @@ class Routers:
         learned = logits.flatten(0, -2).size(0) // rows - size
         samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
         load = expert_loads(chosen, samples, logits.size(-1))
-        value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
+        value = balance_loss(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
         self._observed[number] = value.detach(), load  # twice the same where the layer is computed again
         if self.capacity:
             fits = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
@@ -175,14 +181,14 @@ def within_capacity(
     order = weights.flatten().argsort(descending=True, stable=True)
     order = order[expert[order].argsort(stable=True)]
     expert = expert[order]  # [tokens x K], those of an expert next to each other
-    counts = experts.count(expert, size + 1)
+    counts = experts.count_choices(expert, size + 1)
     rank_in_expert = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
     fits = (rank_in_expert < limit) & (expert < size)
     return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
 
 
 def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
-    """Return what metrics.jsonl says of the experts' tokens, by layer."""
+    """Return the metrics of the experts' tokens; `loads`: tokens of each expert, by layer."""
     layers = [torch.tensor(load, dtype=torch.float64) for load in loads]
     entropies = [
         float(torch.special.entr(load / load.sum()).sum()) / math.log(len(load)) if len(load) > 1 else 1.0
@@ -195,10 +201,10 @@ def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
     }
 
 
-def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Return a router's loss, E x sum of f x P (see above), a float32 scalar. `logits`: [tokens, E]; `load`: that of
-    `expert_loads`, [E]; `samples`: how often each token counts, [tokens]. If `parts` ranks have parts of the same rows,
-    it is of all their tokens, and this a collective.
+def balance_loss(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Return a router's loss, E x sum of f x P (see above), a float32 scalar. `logits`: [tokens, E]; `load`: from
+    `expert_loads`, [E]; `samples`: how often each token counts, [tokens]. If `parts` > 1 ranks have parts of the same
+    rows, the loss is of all their tokens, and this is a collective.
     """
     size, counts = logits.size(-1), samples.float()
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
@@ -213,7 +219,7 @@ def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, par
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is, through which a loss gets a gradient that does not depend on the tensor's own."""
+    """Returns a tensor unchanged; in the backward pass the gradient of `loss` is `factor`, whatever the tensor's is."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor, factor: float) -> torch.Tensor:
@@ -226,8 +232,8 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
-    """Return a model's routers, with the loss, moving bias and capacity that the config asks for; None if it has none,
-    or if their choices cannot be observed and nothing is asked for. ConfigError if what is asked for is impossible.
+    """Return a model's routers with the loss, biases and capacity that the config asks for; None if the model has no
+    routers, or if hooks cannot observe them and nothing is asked for. ConfigError if what is asked for is impossible.
     """
     wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
     config_coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
@@ -267,7 +273,7 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
 def _check_possible(
     model: PreTrainedModel, cfg: RunConfig, routers: Mapping[str, nn.Module], config_coefficient: float | None
 ) -> None:
-    """Raise ConfigError if a model has no routers, or not such ones, as the loss, bias or capacity asked for needs."""
+    """Raise ConfigError if a model's routers do not support the loss, bias or capacity that the config asks for."""
     wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
     if wanted > 0 and (config_coefficient is None or not routers):
         raise ConfigError(
@@ -283,7 +289,7 @@ def _check_possible(
             value=rate,
             architecture=type(model).__name__,
         )
-    if capacity and not (routers and experts.compute_sorted(model)):
+    if capacity and not (routers and experts.use_sorted_experts(model)):
         raise ConfigError(
             "model.expert_capacity = {value}, but {architecture} has no routed experts that transformers computes by "
             "an interface. Leave it out.",

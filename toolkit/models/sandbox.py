@@ -1,7 +1,7 @@
-"""What keeps a model's chat template, which is a program, within bounds.
+"""Limits of time and size for chat templates, which are programs from a model directory.
 
-Jinja's sandbox (3.1.6) keeps a template from the machine, and a time limit ends loops, but not one call such as
-`'x' * 10**9`: `BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces beforehand.
+Jinja's sandbox (3.1.6) isolates a template from the machine, and a time limit ends loops, but not a single call such as
+`'x' * 10**9`: `BoundedEnvironment` computes the size of a result before it is multiplied, padded, joined or replaced.
 """
 
 import re
@@ -23,17 +23,17 @@ from toolkit.messages import tr
 
 
 class TooSlow(Exception):
-    """A body took longer than it may."""
+    """A `time_limit` has passed."""
 
 
 _limited = False
-"""Whether the alarm rings for us."""
+"""Whether a `time_limit` is active in this process."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled. A limit in
-    another's body takes its place there, and costs less than the first.
+    """Raise TooSlow in the body after some seconds; only in the main thread, where signals are handled. A limit inside
+    another replaces it, which costs less than the first.
     """
     global _limited
     if threading.current_thread() is not threading.main_thread():
@@ -53,24 +53,27 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    """Handle SIGALRM."""
     raise TooSlow
 
 
 _LARGEST = 1 << 24
 """Characters of a text, or items of a list: more than a context of several million tokens takes."""
 _MOST_BITS = 1 << 16
-"""Of a number. A larger one is named by its bits."""
+"""Largest number of bits of an int."""
 _WIDTH = re.compile(r"\d+")
-"""Of a field in a format, such as `%1000000000d`; other numbers there are few and small."""
+"""Numbers in a format string, mostly widths such as in `%1000000000d`."""
 _SEQUENCES = (str, list, tuple, bytes)
-_DICT = frozenset(dir(dict))
-_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_STRING_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 """Methods that Jinja's sandbox hands out as they are."""
-_SMALLER = frozenset(("split", "rsplit", "strip", "lstrip", "rstrip", "startswith", "endswith", "removeprefix"))
-"""Those whose result is never larger than the text."""
-_PLAIN = frozenset((str, int, bool, dict, list))
-_OF_LOOPS = ("_loop_vars", "_block_vars")
-"""What compiled templates add to a call."""
+_SHRINKING_METHODS = frozenset(
+    ("split", "rsplit", "strip", "lstrip", "rstrip", "startswith", "endswith", "removeprefix")
+)
+"""Methods of str whose result is never longer than the text."""
+_PLAIN_TYPES = frozenset((str, int, bool, dict, list))
+_JINJA_OPTIONS = ("_loop_vars", "_block_vars")
+"""Keyword arguments that compiled templates add to a call."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -85,7 +88,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["lipsum"] = _with_bounds("lipsum", utils.generate_lorem_ipsum)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator, if its result is not too large."""
+        """Compute a binary operator, unless its result would be too large."""
         if operator == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
             _check(len(left) + len(right))
         elif isinstance(left, int) and isinstance(right, int):
@@ -103,22 +106,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         keys of dicts, methods of strings, and plain values of loops and namespaces are known to be safe.
         """
         kind = type(obj)
-        if kind is dict and attribute not in _DICT:
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind is str and attribute in _OF_TEXTS:
+        if kind is str and attribute in _STRING_METHODS:
             return getattr(obj, attribute)
         if attribute[:1] != "_" and (kind is LoopContext or issubclass(kind, utils.Namespace)):
             value = getattr(obj, attribute, None)
-            if type(value) in _PLAIN:
+            if type(value) in _PLAIN_TYPES:
                 return value
         return super().getattr(obj, attribute)
 
     def call(self, context: Context, function: Any, *args: Any, **options: Any) -> Any:
-        """Call a function or a method, if its result is not too large."""
+        """Call a function or a method, unless its result would be too large."""
         kind, owner = type(function), getattr(function, "__self__", None)
-        is_method = kind is BuiltinMethodType and type(owner) is str and function.__name__ in _SMALLER
+        is_method = kind is BuiltinMethodType and type(owner) is str and function.__name__ in _SHRINKING_METHODS
         if is_method or kind is Macro:
-            for name in _OF_LOOPS:
+            for name in _JINJA_OPTIONS:
                 options.pop(name, None)
             return function(*args, **options) if is_method else function(context.eval_ctx, *args, **options)
         # Jinja's sandbox hands out format and format_map in a wrapper, whose text is that of the method within.
@@ -139,7 +142,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Filters(dict[str, Callable[..., Any]]):
-    """Bounds replaced filters too: transformers has a `tojson` of its own (5.23)."""
+    """Jinja's filters, with bounds also on those set later, such as transformers' `tojson` (5.23)."""
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
         super().__setitem__(name, _with_bounds(name, function))
@@ -178,18 +181,21 @@ def compiled(template: str) -> Template:
 
 
 def _with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter or function that raises SecurityError if its result would be too large."""
     kind = "%" if name == "format" else name  # the filter of that name, unlike the method
 
     @wraps(function)  # with the marks by which Jinja hands the context to some
-    def within(*args: Any, **options: Any) -> Any:
+    def bounded(*args: Any, **options: Any) -> Any:
         _check_call(kind, args, options)
         return function(*args, **options)
 
-    return within
+    return bounded
 
 
 def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise if a filter, or a method with what it is called on as first argument, would make something too large."""
+    """Raise SecurityError if a filter or method would make something too large; a method's object is its first
+    argument.
+    """
     for value in (*args, *options.values()):
         if isinstance(value, int):
             _check(abs(value))
@@ -199,33 +205,35 @@ def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> No
 
 
 def _padded_size(values: list[Any]) -> int:
-    """Return how long a text is whose every line, or tab, may get a width, or a text, more."""
-    places = sum(values[0].count(sign) for sign in "\n\t") + 1 if isinstance(values[0], str) else 1
-    return _length(values[0]) + places * _longest(values[1:])
+    """Return the longest that a text can get if every line or tab is padded to a width, or gets a text; `values`: the
+    text, and widths or texts.
+    """
+    count = sum(values[0].count(mark) for mark in "\n\t") + 1 if isinstance(values[0], str) else 1
+    return _length(values[0]) + count * _longest(values[1:])
 
 
 def _replaced_size(values: list[Any]) -> int:
-    """Return how long a text is after a replacement: values are the text, what is replaced and by what."""
+    """Return the length of a text after a replacement; `values`: the text, the old and the new part."""
     text, old, new = (str(value) for value in [*values, "", ""][:3])
     return len(text) + text.count(old) * len(new)
 
 
 def _joined_size(values: list[Any]) -> int:
-    """Return how long the joined items of a list are; values: list and separator, in either order (method, filter)."""
+    """Return the length of a list's joined items; `values`: list and separator, in either order (method, filter)."""
     items = next((value for value in values if isinstance(value, (list, tuple))), ())
     separator = max((len(value) for value in values if isinstance(value, str)), default=0)
     return sum(_length(item) + separator for item in items)
 
 
-def _formatted_size(values: list[Any], sign: str = "{") -> int:
-    """Return how long a format is once its fields, which begin with `sign`, are filled with the other values."""
+def _formatted_size(values: list[Any], mark: str = "{") -> int:
+    """Return the longest that a format string, with fields that begin with `mark`, can get with the other values."""
     text = str(values[0])
     widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
-    return len(text) + widths + text.count(sign) * _longest(values[1:])
+    return len(text) + widths + text.count(mark) * _longest(values[1:])
 
 
 def _longest(values: Iterable[Any]) -> int:
-    """Return the largest width, or the length of the longest text, among values and what is in them."""
+    """Return the largest int, or length of a text, among values and the items in them."""
     longest = 0
     for value in values:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -253,6 +261,7 @@ _SIZES: dict[str, Callable[[list[Any]], int]] = {
 
 
 def _check(size: int, most: int = _LARGEST) -> None:
+    """Raise SecurityError if a size is more than `most`."""
     if size > most:
         raise SecurityError(
             tr(

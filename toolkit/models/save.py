@@ -1,5 +1,5 @@
-"""Models to disk, in transformers' layout or back in the official one: the same files, names, precisions and bits. What
-that takes besides the weights is the model's `Origin`, which travels in `official/` of every saved directory.
+"""Saving of models, in transformers' layout or in the official one: the same files, names, precisions and bits. What
+the latter takes besides the weights is the model's `Origin`, which is in `official/` of every saved directory.
 """
 
 import json
@@ -20,7 +20,7 @@ from toolkit.models import chat, old_names, weights
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
 MODEL_DIR = "model"
-"""Where a checkpoint keeps what `describe` gives."""
+"""Directory in a checkpoint with the files of `non_weight_files`."""
 
 
 def save_model(
@@ -31,18 +31,18 @@ def save_model(
     state: dict[str, torch.Tensor] | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Save a model that is whole in this process.
+    """Save a model of which this process has all parameters.
 
     Args:
         model: any transformers model; with format "official" one that came from an official ChatGLM directory.
         path: a directory that does not exist yet.
         format: "hf": what transformers loads (ChatGLM-6B: `load_model`); "official": each tensor in its own shard.
-        state: whole parameters by name, in place of the model's own, which may be partitioned.
+        state: full parameters by name, in place of the model's own, which may be partitioned.
         max_shard_size: largest safetensors file, such as 5GB; the official files have the official sizes.
 
     Raises:
-        ModelError: the directory exists, the format is unknown, or there is no official layout to go back to.
-        CheckpointError: a value has no room in its official precision.
+        ModelError: the directory exists, the format is unknown, or the model has no official layout.
+        CheckpointError: a value overflows its official precision.
     """
     folder = Path(path)
     if folder.exists():
@@ -52,8 +52,8 @@ def save_model(
 
         write_official(model, folder, state)
     elif format == "hf":
-        _count_predicting_layers(model)
-        _keep_padding(model)
+        _correct_prediction_layers(model)
+        _remove_padding_token(model)
         first_named = None if state is None else weights.under_first_names(model, state)
         model.save_pretrained(folder, state_dict=first_named, max_shard_size=max_shard_size)
         write_origin(model, folder)
@@ -62,8 +62,8 @@ def save_model(
 
 
 def stored_form(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch.Tensor]:
-    """Return what transformers would store of a model whose full parameters have these shapes, on the meta device."""
-    skipped = {*weights.tied_names(model), *(model._keys_to_ignore_on_save or ())}
+    """Return the tensors that transformers would store of parameters of these shapes, on the meta device."""
+    skipped = {*weights.tied_parameter_names(model), *(model._keys_to_ignore_on_save or ())}
     state = {
         name: torch.empty(shape, dtype=model.dtype, device="meta")
         for name, shape in shapes.items()
@@ -73,13 +73,13 @@ def stored_form(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, tor
     return stored
 
 
-def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:
-    """Return the non-weight files of a directory in transformers' layout, by path: some megabytes, mostly tokenizer."""
+def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:
+    """Return path and content of all files but weights of a model's directory in transformers' layout."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         writes = model.can_generate()  # a classifier gives scores alone
         if encoder is not None and writes:
-            # Programs that know nothing of the chat format stop where answers end, too (GLM-4#297: they never did).
+            # So that programs without the chat format stop at the end of answers too (GLM-4#297: they never did).
             end_ids = model.generation_config.eos_token_id
             end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
             if added := [index for index in encoder.stop_ids if index not in end_ids]:
@@ -90,14 +90,14 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         if extra := getattr(model, "extra_tensors", None):
             (folder / "extra_tensors.json").write_text(json.dumps(extra), encoding="utf-8")
         else:
-            _count_predicting_layers(model)
-        _keep_padding(model)
-        # As `save_pretrained` does before it writes them.
+            _correct_prediction_layers(model)
+        _remove_padding_token(model)
+        # As `save_pretrained` sets them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         config = deepcopy(model.config)
         if writes:
-            config.use_cache = True  # off in training; a loop of one's own relies on it, `generate` does not
+            config.use_cache = True  # off in training; custom generation loops rely on it, `generate` does not
         config.save_pretrained(folder)
         old_names.add_to_config(folder / "config.json")
         try:
@@ -117,15 +117,16 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _keep_padding(model: PreTrainedModel) -> None:
-    """Take the padding token out of the config, not of generation_config.json, where loading a model in transformers
-    sets its embedding to 0: it is trained too, perhaps as a row of the output layer.
+def _remove_padding_token(model: PreTrainedModel) -> None:
+    """Remove the padding token from the config, if transformers would set its embedding, which is trained, to 0 at
+    loading. generation_config.json keeps it.
     """
-    if weights.clears_padding(model):
+    if weights.zeroes_padding_embedding(model):
         model.config.pad_token_id = None
 
 
-def _count_predicting_layers(model: PreTrainedModel) -> None:
+def _correct_prediction_layers(model: PreTrainedModel) -> None:
+    """Set the number of multi-token prediction layers in the config to 0 if the model has none."""
     if "_predict_layers" in (config := str(model.config)) or "mtp_" in config:
         from toolkit.models import extra_tensors
 
@@ -156,7 +157,7 @@ class Origin:
 
 
 def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
-    """Note on a model where it came from, so that it can go back, unless `load_origin` has."""
+    """Record the official directory of a model in `model.origin`, unless `load_origin` has done so."""
     if getattr(model, "origin", None) is not None:  # ChatGLM-6B looks official in either layout
         return
     computed = {}
@@ -180,7 +181,7 @@ def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weig
 
 
 def load_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Read the origin that was saved beside a model, if there is one."""
+    """Set `model.origin` from the `official/` of a saved model's directory, if there is one."""
     record = folder / ORIGIN_DIR / _RECORD
     if not record.is_file():
         return
@@ -209,13 +210,13 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
         return
     target = folder / ORIGIN_DIR
     target.mkdir(parents=True)
-    copy_other_files(origin, target)
+    copy_non_weight_files(origin, target)
     record = asdict(origin) | {"folder": ""}
     (target / _RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def copy_other_files(origin: Origin, target: Path) -> None:
-    """Copy all but weights: index, config, tokenizer, licence, and the *.py that other programs may want."""
+def copy_non_weight_files(origin: Origin, target: Path) -> None:
+    """Copy the files of the official directory except for weights: index, config, tokenizer, license, *.py."""
     for file in sorted(Path(origin.folder).iterdir()):
         is_skipped = (
             (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)

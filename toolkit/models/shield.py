@@ -1,4 +1,4 @@
-"""What keeps control strings in messages text: what would become a control token is broken up beforehand."""
+"""Control strings in messages, such as `<|user|>`, stay text: characters in between keep them from becoming tokens."""
 
 import re
 from collections.abc import Iterable
@@ -8,32 +8,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A token that is looked for in the raw text is found no more once the normalizer may drop what breaks it up; one that
-# is looked for in the normalized text, once the pre-tokenizer may.
-_BEFORE_NORMALIZER, _AFTER_NORMALIZER = "\ufdd0", "\ufdd1"
-SPLIT = _AFTER_NORMALIZER
-"""Between two parts of a text: `Shield.backend` drops it, and tokenizes each part for itself."""
-BREAKS = re.compile(f"[{_BEFORE_NORMALIZER}{_AFTER_NORMALIZER}]")
+# A token that is searched in the raw text is broken up by a character that the normalizer drops; one that is searched
+# in the normalized text, by a character that the pre-tokenizer drops.
+_BREAK_RAW, _BREAK_NORMALIZED = "\ufdd0", "\ufdd1"
+SPLIT = _BREAK_NORMALIZED
+"""A border in a text: `Shield.backend` drops it, and tokenizes the text before and after it separately."""
+BREAKS = re.compile(f"[{_BREAK_RAW}{_BREAK_NORMALIZED}]")
 
 _Value = TypeVar("_Value")
 
 
 class Shield:
-    """What keeps control strings in messages text. `turn_marks`: added tokens that begin and end turns."""
+    """Breaks up control strings in messages: special tokens, and the added tokens `turn_marks` around turns."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turn_marks: Iterable[str]) -> None:
         self._tokenizer = tokenizer
         added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-        special = {text for text, token in added.items() if token.special}
-        control = {*tokenizer.all_special_tokens, *turn_marks} | special
+        special_texts = {text for text, token in added.items() if token.special}
+        control = {*tokenizer.all_special_tokens, *turn_marks} | special_texts
         # A token of a single character cannot be broken up; no known tokenizer has one that is special.
         self._breaks = {
-            text: _AFTER_NORMALIZER if text in added and added[text].normalized else _BEFORE_NORMALIZER
+            text: _BREAK_NORMALIZED if text in added and added[text].normalized else _BREAK_RAW
             for text in control
             if len(text) > 1
         }
         self._control = re.compile(any_of(self._breaks))
-        # Most texts hold none: two characters tell so much faster than some hundred tokens.
+        # Most texts have none: a search for the first two characters is much faster than for some hundred tokens.
         self._hint = re.compile(any_of({text[:2] for text in self._breaks}))
         self._added = re.compile(f"({any_of(added)})")
 
@@ -42,7 +42,7 @@ class Shield:
         return self._cover(value) if self._holds_control(value) else value
 
     def control_at(self, text: str, position: int = 0) -> str:
-        """Return the control string that stands there in a text, "" if none does."""
+        """Return the control string at a position of a text, "" if there is none."""
         control = self._control.match(text, position)
         return control[0] if control else ""
 
@@ -62,16 +62,16 @@ class Shield:
 
     @cached_property
     def backend(self) -> Any:
-        """A copy of a fast tokenizer's backend that drops what breaks control strings up."""
+        """A copy of a fast tokenizer's backend that drops the characters which break control strings up."""
         from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
         copy = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
-        drop = normalizers.Replace(_BEFORE_NORMALIZER, "")
+        drop = normalizers.Replace(_BREAK_RAW, "")
         copy.normalizer = drop if copy.normalizer is None else normalizers.Sequence([drop, copy.normalizer])
-        split = pre_tokenizers.Split(_AFTER_NORMALIZER, "removed")
+        split = pre_tokenizers.Split(_BREAK_NORMALIZED, "removed")
         pre_tokenizer = copy.pre_tokenizer
         order = [split] if pre_tokenizer is None else [split, pre_tokenizer]
-        if isinstance(pre_tokenizer, pre_tokenizers.Metaspace):  # it would put a blank before each part
+        if isinstance(pre_tokenizer, pre_tokenizers.Metaspace):  # else it would put a blank before each part
             order.reverse()
         copy.pre_tokenizer = pre_tokenizers.Sequence(order)
         copy.no_padding()
@@ -80,16 +80,16 @@ class Shield:
         return copy
 
     def slow_ids(self, text: str) -> list[int]:
-        """Return the ids of a rendered text by a tokenizer that has no such backend: between the added tokens."""
+        """Return the ids of a rendered text by a slow tokenizer, which tokenizes what is between added tokens."""
         ids: list[int] = []
         for part in filter(None, self._added.split(text)):
             if self._added.fullmatch(part):
                 ids.append(int(self._tokenizer.convert_tokens_to_ids(part)))
                 continue
-            plain = BREAKS.sub("", part)
-            ids += self._tokenizer(plain, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-                "input_ids"
-            ]
+            text_without_breaks = BREAKS.sub("", part)
+            ids += self._tokenizer(
+                text_without_breaks, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )["input_ids"]
         return ids
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,5 +97,5 @@ class Shield:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Return a pattern that finds any of some texts, the longest first; nothing if there are none."""
+    """Return a regular expression that matches any of some texts, the longest first; without texts it never matches."""
     return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"

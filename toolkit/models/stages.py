@@ -1,4 +1,4 @@
-"""The model of an engine, whether every rank has the whole or it is cut into stages (layouts/pipeline.py)."""
+"""Access to the model of an engine, with or without pipeline stages (layouts/pipeline.py)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -16,12 +16,12 @@ Measured = TypeVar("Measured")
 
 
 def stage_model(module: Any) -> Any:
-    """Return the model that computes in an engine's module: itself, or with pipeline stages this rank's part."""
+    """Return the model that an engine's module runs: the module itself, or this rank's pipeline stage."""
     return module.__dict__["stage"] if isinstance(module, PipelineModule) else module
 
 
 def unwrap_model(module: Any) -> Any:
-    """Return the model that an engine trains: itself, or with pipeline stages the whole without its weights."""
+    """Return the model that an engine's module is: the module itself, or of a pipeline a full model without weights."""
     return module.__dict__["full_model"] if isinstance(module, PipelineModule) else module
 
 
@@ -30,25 +30,25 @@ def is_pipeline(engine: Any) -> bool:
     return isinstance(engine, PipelineEngine)
 
 
-def measured(
+def measure_each(
     engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Measured]
 ) -> Iterator[tuple[attention.Batch, Measured]]:
-    """Yield each micro-batch with `measure(model, micro_batch)`; of a pipeline on its last stage only. The model may be
-    its engine. A collective over the stages.
+    """Yield each micro-batch with `measure(model, micro_batch)`; in a pipeline on the last stage only, where the model
+    is its stage, else `engine`. A collective over the stages.
     """
     if not is_pipeline(engine):
         yield from ((batch, measure(engine, batch)) for batch in micro_batches)
         return
     remaining = iter(micro_batches)
-    while window := list(islice(remaining, 2 * engine.num_stages)):  # so many that most stages have something to do
+    while window := list(islice(remaining, 2 * engine.num_stages)):  # enough to keep most stages busy
         yield from zip(window, engine.module.evaluate_window(engine, window, measure), strict=False)
 
 
 def forward_logits(
     engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, or of a head's scores at each
-    token, float32, CPU. A collective.
+    """Run the same rows on every rank; return `pick` of the logits `[B, S, V]`, or of a classifier's scores at each
+    token `[B, S, labels]`, float32 on the CPU. A collective.
     """
     inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     of_tokens = loss.logits_of
@@ -63,10 +63,10 @@ def forward_logits(
 
 
 def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
-    """Return what an engine's model makes of a few ids. A collective over all ranks that hold parts of it."""
+    """Return the probe of an engine's model for a few ids [R, L]. A collective over all ranks that hold parts of it."""
     if not is_pipeline(engine):
         return probe.capture(engine.module, ids, engine.device)
-    # Of a head: the scores of every beginning, as `probe.capture` has them.
+    # Of a classifier the scores of every prefix, as in `probe.capture`.
     has_head = probe.is_classifier(unwrap_model(engine.module))
 
     def pick(token_logits: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,12 @@ def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
     return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 
-def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
-    """Return on every rank what `ask` returns on the last stage; without stages call it here. A collective."""
+def broadcast_from_last(engine: DeepSpeedEngine, compute: Callable[[], Any]) -> Any:
+    """Call `compute` on the last pipeline stage and return its result on every rank; without stages call it on each
+    rank. A collective.
+    """
     if not is_pipeline(engine):
-        return ask()
-    answers = [ask() if engine.is_last_stage() else None]
-    dist.broadcast_object_list(answers, src=dist.get_world_size() - 1)
-    return answers[0]
+        return compute()
+    results = [compute() if engine.is_last_stage() else None]
+    dist.broadcast_object_list(results, src=dist.get_world_size() - 1)
+    return results[0]

@@ -14,7 +14,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_layers_name(model: PreTrainedModel) -> str:
-    """Return the name of the list of a model's decoder layers; ModelError if there is not one."""
+    """Return the name of the ModuleList of a model's decoder layers; ModelError if there is not exactly one."""
     lists = layer_lists(model)
     if len(lists) != 1:
         raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
@@ -22,33 +22,34 @@ def decoder_layers_name(model: PreTrainedModel) -> str:
 
 
 def layer_lists(model: PreTrainedModel) -> list[str]:
-    """Return the names of the lists that hold a model's decoder layers: the one that is as long as its config says, or
-    all that are in no other list (HRM has two, LongCat-Flash counts two layers for each).
+    """Return the names of the ModuleLists that hold a model's decoder layers: the one whose length is
+    num_hidden_layers, or else all that are not inside another list (HRM has two; LongCat-Flash counts two layers for
+    each item).
     """
     number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
-    beside = towers(model)  # which may have as many layers
-    lengths = {name: len(part) for name, part in lists.items() if not name.startswith(beside)}
+    towers = tower_prefixes(model)  # which may have as many layers
+    lengths = {name: len(part) for name, part in lists.items() if not name.startswith(towers)}
     fitting = [name for name, length in lengths.items() if length == number]
     inner = tuple(f"{name}." for name in lengths)
     return [min(fitting, key=len)] if fitting else [name for name in lengths if not name.startswith(inner)]
 
 
-def towers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return how the names begin of what only images and sound go through, () in a model of text: models inside it that
-    take no text, and in a multimodal wrapper what is beside its text model.
+def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the name prefixes, such as "model.visual.", of modules that process only images and sound: inner models
+    that take no text, and in a multimodal wrapper everything but its text model. () for a model of text.
     """
     inner = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
     parts = [name for name, part in inner.items() if "text" not in part.input_modalities]
     if model.config.get_text_config() is not model.config:
-        of_text = {model.get_decoder(), model.get_output_embeddings()}
-        beside = [part for part in model.base_model.children() if of_text.isdisjoint(part.modules())]
-        parts += [name for name, part in model.named_modules() if part in beside]
+        text_modules = {model.get_decoder(), model.get_output_embeddings()}
+        others = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
+        parts += [name for name, part in model.named_modules() if part in others]
     return tuple(f"{name}." for name in dict.fromkeys(parts))
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether what is trained of a model is an adapter, and no part of its own parameters."""
+    """Whether an adapter of a model is trained, and not its own parameters."""
     return bool(getattr(getattr(model, "tuned", None), "settings", None))
 
 
@@ -58,7 +59,7 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 
 
 def routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return by name what transformers records as router_logits, the first of what they return."""
+    """Return by name the modules whose first output transformers records as router_logits."""
     routers: dict[str, nn.Module] = {}
     for prefix, part in model.named_modules():
         recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None

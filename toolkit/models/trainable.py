@@ -1,4 +1,4 @@
-"""Which models cannot be trained, and why: said before their weights are read; and what of a model is not trained."""
+"""Which models cannot be trained, checked before their weights are read; and which parts of a model are not trained."""
 
 from pathlib import Path
 
@@ -6,24 +6,25 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import TaskKind
 from toolkit.messages import ModelError, read_table, say, translated
-from toolkit.models.structure import towers
+from toolkit.models.structure import tower_prefixes
 
 _SEES_ALL = (
     ("is_decoder", (False,), "is_decoder", "true"),
     ("causal", (False,), "causal", "true"),
     ("use_bidirectional_attention", (True, "all"), "is_causal", "false"),
 )
-"""Key of a config; the values with which tokens see those after them; what is False in a model's parts if its class
-heeds that key; the value to set. So BERT and its kind, XLM, and the Gemma of embeddings."""
+"""Key of a config (of BERT and its kind, XLM, EmbeddingGemma); its values for bidirectional attention; the attribute
+that is False in modules of classes that read the key; the value to set.
+"""
 
 
 def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
-    """Reject a model that computes otherwise than rows of samples are trained.
+    """Raise ModelError for a model that cannot be trained.
 
     Args:
         model: may be on the meta device.
-        folder: where it came from, for the message.
-        task: where tokens are predicted, none may see those after it.
+        folder: its directory, for the message.
+        task: for prediction of tokens, attention must be causal.
 
     Raises:
         ModelError: naming the key of config.json, its value, and what to do.
@@ -52,24 +53,26 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
-    """Return the parts of a multimodal model that take no text, and so are not trained, and their parameters."""
-    beside = towers(model)
-    outermost = [name for name in beside if not any(name != other and name.startswith(other) for other in beside)]
+    """Return the names of the modules of a multimodal model that process no text, which are not trained, and how many
+    parameters they have.
+    """
+    towers = tower_prefixes(model)
+    outermost = [name for name in towers if not any(name != other and name.startswith(other) for other in towers)]
     sizes = [
         getattr(parameter, "ds_numel", parameter.numel())
         for name, parameter in model.named_parameters()
-        if name.startswith(beside)
+        if name.startswith(towers)
     ]
     return [name.removesuffix(".") for name in outermost], sum(sizes)
 
 
 def is_tested(kind: str) -> bool:
-    """Return whether models of a `model_type` were trained and compared; a newer transformers may have others."""
+    """Whether the toolkit's tests train models of a `model_type`; a newer transformers may have others."""
     return kind in read_table("models/tested.yaml")["types"].split()
 
 
-def tell_untested(model: PreTrainedModel) -> None:
-    """Report that nobody has trained a model of this type here yet."""
+def report_untested_type(model: PreTrainedModel) -> None:
+    """Report a model type that no test trains."""
     if not is_tested(model.config.model_type):
         say(
             "model_type = {kind} is untested: `toolkit check` tries a tiny model of it.",
@@ -77,8 +80,8 @@ def tell_untested(model: PreTrainedModel) -> None:
         )
 
 
-def tell_towers(model: PreTrainedModel) -> None:
-    """Report what is not trained of a multimodal model."""
+def report_frozen_towers(model: PreTrainedModel) -> None:
+    """Report the parts of a multimodal model that are not trained."""
     parts, count = frozen_parts(model)
     if count:
         say(

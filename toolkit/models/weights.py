@@ -1,7 +1,7 @@
-"""The weight files of a model directory, how their tensors become a model's parameters, and back.
+"""Reading of weight files, and the mapping between their tensors and a model's parameters.
 
-Read one tensor at a time, nothing executed, each time from a newly opened file, as its pages count as this process's
-memory until it is closed. transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3.
+One tensor is read at a time, from a newly opened file, whose pages count as this process's memory until it is closed.
+Nothing in a file is executed. transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3.
 """
 
 import contextlib
@@ -30,26 +30,26 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Layout:
-    """How the tensors of one kind of directory fill a model's parameters: here each that of its own name."""
+    """How stored tensors fill a model's parameters; in this base class each fills the parameter of its own name."""
 
     def parameters(self, name: str) -> list[str]:
-        """Return the parameters that a stored tensor fills, [] if it is not read: rotary frequencies are computed."""
+        """Return the parameters that a stored tensor fills, [] if it is not read, such as rotary frequencies."""
         return [] if name.endswith(".rotary_emb.inv_freq") else [name]
 
     def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return a stored tensor's parts, in the order of `parameters`."""
+        """Return the parts of a stored tensor, one for each of its `parameters`."""
         return [value]
 
     def join(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Undo `split`."""
+        """Return the stored tensor of such parts; the inverse of `split`."""
         return parts[0]
 
     def index(self, name: str) -> Any:
-        """Return the index of the parts in their parameters, `...` if they fill them."""
+        """Return the index at which the parts go into their parameters; `...` if they fill them."""
         return ...
 
     def unread(self, names: Iterable[str]) -> list[str]:
-        """Return the stored tensors that are none of the model's."""
+        """Return the stored tensors that do not belong to the model."""
         return []
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
@@ -58,33 +58,33 @@ class Layout:
         return tuple(torch.empty(shapes[parameter], device="meta")[self.index(name)].shape)
 
 
-def predicting(config: Any) -> str:
-    """Return a pattern of multi-token prediction layers' names; transformers (5.23) skips only published sizes'
-    numbers.
+def prediction_layer_pattern(config: Any) -> str:
+    """Return a regular expression for names of multi-token prediction layers; transformers (5.23) knows their numbers
+    for published model sizes alone.
     """
     config = config.get_text_config()
     count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
     return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
 
 
-def clears_padding(model: PreTrainedModel) -> bool:
-    """Whether loading a model in transformers (5.23: Youtu) sets the embedding of its padding token to 0."""
+def zeroes_padding_embedding(model: PreTrainedModel) -> bool:
+    """Whether transformers sets the padding token's embedding to 0 when it loads such a model (5.23: Youtu)."""
     if hasattr(model, "code_files"):
-        return False  # transformers asks no folder's own code about what is in the files
+        return False  # transformers does not initialize weights of a directory's own code
     row = torch.nn.Embedding(1, 1, padding_idx=0, _weight=torch.ones(1, 1))
     row.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
     kind: Any = type(model)
-    shell = kind.__new__(kind)  # with no weights that a class could set beside the row (xLSTM)
+    shell = kind.__new__(kind)  # without weights, some of which xLSTM would set
     torch.nn.Module.__init__(shell)
     shell.config = model.config
-    with suppress(Exception):  # of a class that looks for those
+    with suppress(Exception):  # a class that needs its weights does not zero the row
         shell._init_weights(row)
     return not row.weight.any()
 
 
 class TransformersLayout(Layout):
-    """The names and shapes in which transformers stores a model, where they are not its parameters' (GPT-NeoX's head;
-    experts one by one): by its own table (5.23, conversion_mapping.py).
+    """How transformers stores a model, by its own table of conversions (5.23, conversion_mapping.py): some models have
+    other names in files than in memory (GPT-NeoX's head), or store experts one by one.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -93,13 +93,17 @@ class TransformersLayout(Layout):
         self._renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
         self._converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
         self._target = cache(self._find_target)
-        self._cleared = model.config.get_text_config().pad_token_id if clears_padding(model) else None
+        self._cleared = model.config.get_text_config().pad_token_id if zeroes_padding_embedding(model) else None
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
-        unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
+        unread = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq$",
+            prediction_layer_pattern(model.config),
+        }
         self._unread = re.compile("|".join(f"(?:{expression})" for expression in unread))
 
     def parameters(self, name: str) -> list[str]:
-        """Return the parameter, perhaps a joint one of all experts; [] if transformers reads no such tensor."""
+        """Return the parameter that a tensor fills or is a part of; [] if transformers does not read it."""
         parameter = self._target(name)[0]
         return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
 
@@ -123,7 +127,7 @@ class TransformersLayout(Layout):
         """Return the parameter that a stored tensor fills, and its index in it."""
         prefix = self._model.base_model_prefix
         parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
-        if parameter not in self._shapes and name in self._shapes:  # a pattern of another one's name
+        if parameter not in self._shapes and name in self._shapes:  # a conversion's pattern matches it by mistake
             parameter, pattern = loading.rename_source_key(name, [], [], prefix, self._shapes)
         if pattern is None or parameter not in self._shapes:
             return parameter, ...
@@ -132,7 +136,7 @@ class TransformersLayout(Layout):
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
         number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
-        # One expert after another along the first dimension, and equal parts (gate and up) beside each other along one.
+        # Supported: experts stacked along the first dimension, and equal parts (gate, up) concatenated along another.
         steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
         parts, is_joint = len(converter.source_patterns), ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step == "Concatenate"]
@@ -153,16 +157,16 @@ class TransformersLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a stored tensor without reading it."""
+    """Metadata of a stored tensor."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Its own precision, which may differ from its neighbours'."""
+    """Precision in the file, which may differ from that of other tensors."""
 
 
 class WeightFiles(dict[str, TensorInfo]):
-    """All tensors of a directory, which has passed `directory.read_config`, by name, in file order."""
+    """Metadata of all tensors of a directory, or of the `listed` files, by name in file order."""
 
     def __init__(self, folder: Path, listed: Iterable[Path] | None = None) -> None:
         super().__init__()
@@ -173,7 +177,7 @@ class WeightFiles(dict[str, TensorInfo]):
 
     @contextmanager
     def open(self, name: str) -> Iterator[torch.Tensor]:
-        """Give one tensor, in its own precision, mapped from its file where the format allows it."""
+        """Yield one tensor in its precision in the file, memory-mapped if the format allows it."""
         file = self[name].file
         if file.suffix != ".safetensors":
             yield self._unpickle(file)[name]
@@ -206,7 +210,7 @@ class WeightFiles(dict[str, TensorInfo]):
         }
 
     def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
-        """Return a pickled shard, mapped; one in torch's format from before 1.6 is read whole, kept until the next."""
+        """Return a pickled shard, memory-mapped; one in the format before torch 1.6 is read and kept until the next."""
         if self._legacy is not None and self._legacy[0] == file:
             return self._legacy[1]
         self._legacy = None
@@ -226,7 +230,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a torch file, nothing executed; `mapped` leaves values in it (from torch 1.6)."""
+    """Return the named tensors of a torch file without executing anything; `mapped` memory-maps them (torch 1.6 on)."""
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -240,8 +244,10 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     return values
 
 
-def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
-    """Return a model with empty parameters, partitioned with `ds_config`, else meta; rotary ones are computed."""
+def build_empty(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    """Return the model that `build` constructs, without values: on the meta device, or with `ds_config` partitioned
+    over ranks by ZeRO-3. Rotary frequencies are computed.
+    """
     device: AbstractContextManager[Any] = torch.device("meta")
     if ds_config is not None:
         import deepspeed
@@ -251,16 +257,16 @@ def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
     with no_init_weights(), device:
         model = build()
     model.tie_weights()
-    # Routers' biases, which a model in half precision has in float32.
+    # Biases of routers stay in float32 in a half-precision model.
     float32_names = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in float32_names:
                 module._buffers[name] = buffer.float()
-    # Frequencies are computed again in float32: the meta device leaves them empty, and zero.Init casts whatever a
-    # constructor makes; in half precision they are noise beyond a few hundred positions.
+    # Frequencies are computed in float32: the meta device leaves them empty, and zero.Init casts them to the model's
+    # precision, in which they are noise beyond a few hundred positions.
     for module in model.modules():
-        # Gemma 3 has those of each kind of layer, under names that end so.
+        # By the end of the name, as Gemma 3 has one for each kind of layer.
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             fresh = type(module)(config=module.config)
             for name, buffer in fresh.named_buffers(recurse=False):
@@ -277,27 +283,27 @@ def read_weights(
     needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> None:
-    """Fill the rows that `needed_rows` returns, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps
-    that of the files; `ready` is called with the name of each parameter that is filled.
+    """Fill an empty model with the values of `files`; see `load.load_model` for `dtype`, `needed_rows` and `ready`.
+    A collective if parameters are partitioned: rank 0 reads, and every rank keeps its part.
     """
-    held = _stored_tensors(model)
-    is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
+    tensors = _stored_tensors(model)
+    is_partitioned = any(hasattr(value, "ds_shape") for value in tensors.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    rows = dict.fromkeys(held, slice(None)) if needed_rows is None else needed_rows(model)
+    rows = dict.fromkeys(tensors, slice(None)) if needed_rows is None else needed_rows(model)
     groups = _names_by_target(files, layout, rows)
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
     with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
         for targets, names in groups.items():
-            partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
-            with full_params(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
+            partitioned = [tensors[target] for target in targets if hasattr(tensors[target], "ds_shape")]
+            with full_params(partitioned, modifier_rank=0):  # all ranks keep what rank 0 writes
                 for name in names:
                     index = layout.index(name)
                     if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
                         with files.open(name) as value:
                             for target, part in zip(targets, layout.split(name, value), strict=True):
                                 if is_partitioned:
-                                    held[target].data[index].copy_(part)
+                                    tensors[target].data[index].copy_(part)
                                 else:
                                     _fill_target(model, target, index, part, rows[target], dtype)
                     advance(num_bytes[name])
@@ -313,7 +319,7 @@ def read_weights(
 
 
 def _is_within(index: Any, rows: slice) -> bool:
-    """Whether what is at an index of a parameter, perhaps one expert, is in some of its rows."""
+    """Whether an index of a parameter (see `Layout.index`), perhaps of one expert, is in its `rows`."""
     if index is ... or rows == slice(None):
         return True
     number = index[0] if isinstance(index, tuple) else index
@@ -323,9 +329,7 @@ def _is_within(index: Any, rows: slice) -> bool:
 def _fill_target(
     model: PreTrainedModel, name: str, index: Any, part: torch.Tensor, rows: slice, dtype: torch.dtype | None
 ) -> None:
-    """Put a stored tensor, or part of one, at `index` into an empty parameter or buffer, of which this process has
-    `rows`; `...` is all of it, a number first is an expert's.
-    """
+    """Write `part` at `index` (see `Layout.index`) into a parameter or buffer of which this process has `rows`."""
     target = model.get_parameter_or_buffer(name)
     if not isinstance(target, torch.nn.Parameter):
         dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
@@ -345,7 +349,7 @@ def _fill_target(
 def stored_values(
     files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `wanted` parameters and stored buffers by name, and those that share a stored tensor with them."""
+    """Yield name and value of the `wanted` parameters and buffers, and of those in the same stored tensors."""
     for targets, names in _names_by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
@@ -362,26 +366,26 @@ def stored_values(
         yield from joint.items()
 
 
-def _names_by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return parameters of the model -> the stored tensors that fill them, without tensors that fill none of `held`."""
+def _names_by_target(files: WeightFiles, layout: Layout, targets: Container[str]) -> dict[tuple[str, ...], list[str]]:
+    """Group stored tensors by the parameters, among `targets`, that they fill; without tensors that fill none."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in files:
-        groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
+        groups.setdefault(tuple(target for target in layout.parameters(name) if target in targets), []).append(name)
     groups.pop((), None)
     return groups
 
 
-def assign(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Make a state's tensors, without copying them, the parameters and buffers of an empty model."""
+def assign_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Set the parameters and buffers of an empty model to the tensors of `state`, without copying them."""
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     compute_buffers(model)
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers of an empty model that no file holds."""
+    """Compute the buffers of a model that are still on the meta device, as no file holds them."""
     computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if computed:  # masks, scales, frequencies by kind of layer: the constructor knows them
+    if computed:  # masks, scales, frequencies by kind of layer, which the constructor computes
         with no_init_weights():  # its parameters are never written to, and so take no memory
             fresh = dict(type(model)(model.config).named_buffers())
         for name in computed:
@@ -389,19 +393,19 @@ def compute_buffers(model: PreTrainedModel) -> None:
             setattr(model.get_submodule(module), leaf, fresh[name])
 
 
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names of parameters that are others under a second name, with the first."""
+def tied_parameter_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return second name -> first name of each tied parameter."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def under_first_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a state that has tied parameters once, under their first names."""
-    tied = tied_names(model)
+    tied = tied_parameter_names(model)
     return {tied.get(name, name): value for name, value in state.items() if tied.get(name) not in state}
 
 
-def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return what a state lacks, has too much or has in another shape than a model's config says; [] if it fits."""
+def state_differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return sentences about tensors that a state lacks, has too many or has in another shape than the model."""
     shapes = shapes_of(model)
     wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
     for name, value in state.items():
@@ -414,21 +418,21 @@ def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> li
 
 
 def shapes_of(model: PreTrainedModel) -> Shapes:
-    """Return the whole shape of every parameter and stored buffer, also of partitioned ones."""
+    """Return the full shape of every parameter and persistent buffer, also of partitioned ones."""
     return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored_tensors(model).items()}
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint must hold, by name: parameters, each once, and persistent buffers."""
-    held, tied = model.state_dict(keep_vars=True), tied_names(model)
+    """Return what a checkpoint must hold, by name: each parameter once, and persistent buffers."""
+    tensors, tied = model.state_dict(keep_vars=True), tied_parameter_names(model)
     stored_names = {name for name, _ in model.named_buffers()}
-    # A model may hold its head before the embedding that it is tied to, by whose name files have it.
-    stored_names |= {tied[name] if tied.get(name) in held else name for name, _ in model.named_parameters()}
-    return {name: value for name, value in held.items() if name in stored_names}
+    # If a model holds its head before the embedding that it is tied to, files have it under the embedding's name.
+    stored_names |= {tied[name] if tied.get(name) in tensors else name for name, _ in model.named_parameters()}
+    return {name: value for name, value in tensors.items() if name in stored_names}
 
 
 def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-    """Make partitioned parameters whole; all ranks keep the changes of `modifier_rank`. A collective if any is."""
+    """Gather partitioned parameters, a collective if there are any; all ranks keep the changes of `modifier_rank`."""
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_shape")]
     if not partitioned:
         return nullcontext()
@@ -439,25 +443,25 @@ def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = 
 
 
 def return_memory() -> None:
-    """Give freed memory back to the system: glibc would keep what was gathered, in all about half the model again."""
+    """Return freed memory to the system; glibc would keep that of gathered parameters, about half the model's size."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def set_value(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Put a value in an empty parameter's or buffer's place."""
+    """Replace an empty parameter or buffer by one with a value."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
         module._buffers[leaf] = value
         return
     empty, parameter = getattr(module, leaf), torch.nn.Parameter(value, requires_grad=value.is_floating_point())
-    parameter.__dict__.update(empty.__dict__)  # what divides it over ranks
+    parameter.__dict__.update(empty.__dict__)  # its marks, such as of division over ranks
     setattr(module, leaf, parameter)
 
 
 def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout) -> None:
-    """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read."""
+    """Raise ModelError unless the files' names and shapes are the model's. Buffers and tied copies may be there too."""
     shapes = shapes_of(model)
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -479,7 +483,7 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
 
 
 def reject_differences(folder: Path, model: PreTrainedModel, **names: Iterable[str]) -> None:
-    """Raise if names are `missing`, `unexpected` or `mismatched`; with the first few of each, and their number."""
+    """Raise ModelError if names are `missing`, `unexpected` or `mismatched`, with the first five of each."""
     wrong = {kind: sorted(listed) for kind, listed in names.items()}
     if any(wrong.values()):
         counts = {kind: f" … ({len(listed)})" if len(listed) > 5 else "" for kind, listed in wrong.items()}

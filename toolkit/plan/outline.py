@@ -293,7 +293,9 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
     experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
-    if experts:  # peft takes their names for the routed experts', but Qwen2 MoE's (adapter_settings.taken_for_experts)
+    if (
+        experts
+    ):  # peft takes their names for the routed experts', but Qwen2 MoE's (adapter_settings.mistaken_for_experts)
         modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)

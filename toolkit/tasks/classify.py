@@ -16,14 +16,14 @@ from toolkit.tasks import language_data, samples
 
 
 class ClassifyTask(samples.ScoreTask):
-    """Trains a model to give texts and conversations labels."""
+    """Trains a model to classify texts and conversations."""
 
     counted = "labels"
     names = ("accuracy",)
     reported = ((schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]),)
 
     def count(self, batch: language_data.Batch) -> int:
-        """Return the samples; the row that stands in for an empty micro-batch is none."""
+        """Return the number of samples, 0 for the filler row of an empty micro-batch."""
         return len(batch["value"])
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
@@ -31,12 +31,12 @@ class ClassifyTask(samples.ScoreTask):
         scores, labels = self._scores(engine, batch)
         right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()
         self._add({"accuracy": torch.stack((right, right.new_full((), len(labels)))).float()})
-        # Of no samples it is 0 and has gradients all the same, which the other ranks wait for.
+        # Without samples the loss is 0, but has gradients, for which other ranks wait.
         return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()
 
     def _scores(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, [N]. Of
-        an empty one the scores are those of its filler, as a loss must have gradients, and there are no labels.
+        """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, int64
+        [N]. For an empty one there are no labels, but the filler's scores, from which the loss gets gradients.
         """
         labels = batch["value"].to(engine.device, non_blocking=True).long()
         scores = classifier.scores(engine, batch)
@@ -45,29 +45,29 @@ class ClassifyTask(samples.ScoreTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, accuracy and macro F1 over the samples of this rank's batches and the others'. A collective."""
         size = len(self.data.report.labels)
-        losses, pairs = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        losses, confusion = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         with probe.evaluating(engine):
-            for _, (scores, labels) in stages.measured(engine, batches, self._scores):
+            for _, (scores, labels) in stages.measure_each(engine, batches, self._scores):
                 if len(labels) and self._is_leader:
                     losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
-                    taken = labels * size + scores.argmax(dim=1)
-                    pairs += torch.bincount(taken.cpu(), minlength=size * size).view(size, size)
-        total, *cells = process_group.sum_over_ranks(torch.cat((losses, pairs.flatten())), engine.device).tolist()
-        return {schema.EVAL_LOSS: total / sum(cells)} | figures_of(torch.tensor(cells).view(size, size))
+                    cells = labels * size + scores.argmax(dim=1)
+                    confusion += torch.bincount(cells.cpu(), minlength=size * size).view(size, size)
+        total, *counts = process_group.sum_over_ranks(torch.cat((losses, confusion.flatten())), engine.device).tolist()
+        return {schema.EVAL_LOSS: total / sum(counts)} | figures_of(torch.tensor(counts).view(size, size))
 
     def _result(self, **values: str) -> str:
         return tr("Validation loss {first} -> {last}, accuracy {before} -> {after}.", **values)
 
 
-def figures_of(pairs: torch.Tensor) -> dict[str, float]:
-    """Return samples, accuracy and F1 of a confusion matrix, [labels, predictions]. F1 is the mean over the labels that
-    samples have or were given.
+def figures_of(confusion: torch.Tensor) -> dict[str, float]:
+    """Return samples, accuracy and macro F1 of a confusion matrix, [labels, predictions]. F1 is the mean over the
+    labels that occur among labels or predictions.
     """
-    right, wanted, predicted = pairs.diagonal(), pairs.sum(dim=1), pairs.sum(dim=0)
-    occurs = (wanted + predicted) > 0
+    right, labelled, predicted = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
+    occurs = (labelled + predicted) > 0
     accuracy, f1 = schema.EVAL_LABELS
     return {
-        SAMPLES: int(pairs.sum()),
-        accuracy: float(right.sum() / pairs.sum()),
-        f1: float((2 * right[occurs] / (wanted + predicted)[occurs]).mean()),
+        SAMPLES: int(confusion.sum()),
+        accuracy: float(right.sum() / confusion.sum()),
+        f1: float((2 * right[occurs] / (labelled + predicted)[occurs]).mean()),
     }

@@ -36,7 +36,7 @@ from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
-from toolkit.models.packable import packing_unsupported
+from toolkit.models.packable import reason_not_to_pack
 from toolkit.tasks import language, language_data
 from toolkit.tasks.distill_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
@@ -155,7 +155,7 @@ class DistillTask(language.LanguageTask):
         """Run the teacher over `samples`, a share on each rank, which writes its likeliest tokens; publish `target`."""
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
-        part, num_parts = language_data.sample_place(cfg, ranks)
+        part, num_parts = language_data.sample_share(cfg, ranks)
         layout = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
         is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
@@ -165,7 +165,7 @@ class DistillTask(language.LanguageTask):
 
         def measure(model: Any, batch: language_data.Batch) -> StoredScores:
             inputs = loss.on_device(model, batch)
-            scores = loss.loss_head(model).scores(model, inputs, inputs["places"])
+            scores = loss.loss_head(model).scores(model, inputs, inputs["target_indices"])
             with weights.full_params([weight for weight in scores[1:] if weight is not None]):
                 return store(scores, vocabulary, top_k)
 
@@ -175,7 +175,7 @@ class DistillTask(language.LanguageTask):
                 probe.evaluating(teacher),
                 phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
             ):
-                for _, stored in stages.measured(teacher, batches, measure):
+                for _, stored in stages.measure_each(teacher, batches, measure):
                     if writer:
                         writer.append(*stored)
                     advance(1)
@@ -222,13 +222,13 @@ class DistillTask(language.LanguageTask):
         these tokens are, [T], those with a teacher first.
         """
         inputs = loss.on_device(engine, batch)
-        places, wanted = inputs["places"], inputs["targets"]
-        count = len(places)
+        indices, wanted = inputs["target_indices"], inputs["targets"]
+        count = len(indices)
         if "taught" in batch:
             taught = batch["taught"].cpu()
-            order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(places.device, non_blocking=True)
-            places, wanted, count = places[order], wanted[order], int(taught.sum())
-        teacher_scores = self._scores(engine, batch, inputs, places[:count])
+            order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(indices.device, non_blocking=True)
+            indices, wanted, count = indices[order], wanted[order], int(taught.sum())
+        teacher_scores = self._scores(engine, batch, inputs, indices[:count])
         vocabulary = len(self.data.tokenizer)
         results: list[Distilled] = []
 
@@ -238,27 +238,27 @@ class DistillTask(language.LanguageTask):
                 results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill))
             return results[0].loss
 
-        total = loss.loss_head(engine).total(engine, inputs, places, compute)
-        return total, results[0], places
+        total = loss.loss_head(engine).total(engine, inputs, indices, compute)
+        return total, results[0], indices
 
     def _scores(
-        self, engine: Any, batch: language_data.Batch, inputs: language_data.Batch, places: torch.Tensor
+        self, engine: Any, batch: language_data.Batch, inputs: language_data.Batch, indices: torch.Tensor
     ) -> loss.Scores | StoredScores:
-        """Return what the teacher says of the tokens at some places, without gradients."""
+        """Return what the teacher says of the tokens at some token indices, without gradients."""
         if "teacher_ids" in inputs:
             return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
         if objective.has_own_teacher(self.cfg):
             # Where all ranks compute together none may be missing.
-            if not (len(places) or "part" in batch or parameters.is_partitioned(engine)):
-                return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
+            if not (len(indices) or "part" in batch or parameters.is_partitioned(engine)):
+                return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
-                return loss.loss_head(engine).scores(engine, inputs, places)
+                return loss.loss_head(engine).scores(engine, inputs, indices)
         with probe.evaluating(self.teacher):
             teacher_inputs = {
                 name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"
             }  # a stage's, of the student
             return loss.loss_head(self.teacher).scores(
-                self.teacher, loss.on_device(self.teacher, teacher_inputs), places
+                self.teacher, loss.on_device(self.teacher, teacher_inputs), indices
             )
 
     # Evaluation
@@ -268,9 +268,9 @@ class DistillTask(language.LanguageTask):
         cross entropies of general samples, to the evaluation's sums.
         """
         with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
-            _, losses, places = self._distil(engine, batch)
+            _, losses, indices = self._distil(engine, batch)
         labels = losses.cross_entropies
-        everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, places - 1, labels)
+        everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, labels)
         general = labels[: 0 if self.cfg.distill.teacher else len(losses.divergences)]
         for index, values in ((0, losses.divergences), (2, general)):
             self._evaluated[index] += float(values.double().sum())
@@ -324,7 +324,7 @@ def model_of(cfg: schema.RunConfig) -> schema.ModelConfig:
 def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError if the teacher has no config.json that can be read, or another tokenizer than the student."""
     folder = cfg.distill.teacher
-    if cfg.model.trust_remote_code and directory.runs_code(folder):
+    if cfg.model.trust_remote_code and directory.has_runnable_code(folder):
         directory.trust_code(folder)
     directory.read_config(folder)
     other = chat.load_tokenizer(folder, family=cfg.model.family)
@@ -350,7 +350,7 @@ def load_teacher(
     ranks over which each sequence is divided.
     """
     packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
-    if packed and (reason := packing_unsupported(model_config, cfg.data.max_length)):
+    if packed and (reason := reason_not_to_pack(model_config, cfg.data.max_length)):
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)
     device = torch.device(get_accelerator().current_device_name())
     with phase(tr("Loading the teacher")):

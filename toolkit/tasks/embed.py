@@ -1,13 +1,13 @@
 """Embeddings: InfoNCE over the pairs of the global batch.
 
-InfoNCE, equation 4 of Oord, Li, Vinyals 2018, https://arxiv.org/abs/1807.03748, with the other positives of a batch in
-place of drawn ones: of a pair i, -log softmax_j(cos(query i, text j) / temperature) at its positive, over all positives
-and hard negatives of the batch, as sentence-transformers' MultipleNegativesRankingLoss has it.
+InfoNCE is equation 4 of Oord, Li, Vinyals 2018, https://arxiv.org/abs/1807.03748, with the other positives of a batch
+as negatives: for pair i, -log softmax_j(cos(query i, text j) / temperature) at its positive, over all positives and
+hard negatives of the batch, as in sentence-transformers' MultipleNegativesRankingLoss.
 
-A pair, a query and its positive with `embed.negatives` hard negatives, is compared with those of all ranks and
-micro-batches. So all are embedded first, without gradients, and each rank computes the gradient of the whole loss by
-each embedding; a second pass carries that of its own into the weights (Gao et al. 2021,
-https://arxiv.org/abs/2101.06983). It is the gradient of one large batch, on any number of ranks.
+A pair, which is a query, its positive and `embed.negatives` hard negatives, is compared with those of all ranks and
+micro-batches. So all texts are embedded first, without gradients, and each rank computes the loss of the global batch
+and its gradient by each embedding; a second pass propagates those of its own texts to the weights (Gao et al. 2021,
+https://arxiv.org/abs/2101.06983). That is the gradient of one large batch, on any number of ranks.
 """
 
 from collections import deque
@@ -29,24 +29,24 @@ from toolkit.tasks import language_data, samples
 from toolkit.train import checkpointer, run_dir
 
 _ROWS = 1024
-"""So many queries are compared at once."""
+"""Queries whose similarities are in memory at once."""
 
 
 def embeddings(engine: Any, batch: attention.Batch, pooling: schema.Pooling) -> torch.Tensor:
     """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
-    segments = attention.whole_segments(batch).cpu()
+    segments = attention.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
     begins = torch.arange(len(lengths)) * segments.size(1)
     counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths
     spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
-    places = torch.cat([torch.arange(begin, end) for begin, end in spans])
-    is_own, own_positions = attention.own_places(batch, places)
-    in_rows = torch.bincount(places[is_own] // segments.size(1), minlength=len(lengths)).tolist()
+    indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
+    is_own, own_positions = attention.part_indices(batch, indices)
+    in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
     head, inputs = loss.loss_head(engine), loss.on_device(engine, batch)
     states = head.states(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
-    # Not index_add, whose order of additions is another one each time on a GPU.
+    # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([of_sample.sum(dim=0) for of_sample in states.split(in_rows)])
-    means = attention.of_whole_rows(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
+    means = attention.sum_over_row_parts(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
     return functional.normalize(means, dim=1)
 
 
@@ -79,22 +79,23 @@ def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor
 
 
 class EmbedTask(samples.ScoreTask):
-    """Trains a model to give the texts of a pair embeddings that find each other."""
+    """Trains a model to give the texts of a pair similar embeddings."""
 
     counted = "pairs"
     names = ("recall_at_1",)
     reported = ((schema.EVAL_EMBED[0], schema.EVAL_EMBED[0]),)
     _pair_results: deque[tuple[torch.Tensor, ...]]
-    """Of each micro-batch of a step that is to come: the losses of its pairs, their gradients by the embeddings, and
-    whether a query's own positive was the most similar one."""
+    """Of each remaining micro-batch of a step: the losses of its pairs, their gradients by the embeddings, and whether
+    a query's own positive is the most similar text.
+    """
 
     def settle(self, cfg: schema.RunConfig) -> None:
-        """Take the settled config; what is counted as a sample is a pair."""
+        """Take the settled config; the samples of an epoch are pairs."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
-        """Raise ModelError if nothing is known of the states before the output layer. A collective."""
+        """Raise ModelError if the inputs of the output layer cannot be taken as embeddings. A collective."""
         super().engine_built(engine, ds, source)
         model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
         path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
@@ -106,7 +107,7 @@ class EmbedTask(samples.ScoreTask):
             )
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
-        """Return also what sentence-transformers reads beside the model."""
+        """Return the model's files with those that sentence-transformers reads."""
         model_files = super().model_files(engine)
         width = stages.unwrap_model(engine.module).config.get_text_config().hidden_size
         longest = self.cfg.data.max_length
@@ -126,33 +127,33 @@ class EmbedTask(samples.ScoreTask):
         return objective.data_unit(self.cfg)[1]
 
     def count(self, batch: language_data.Batch) -> int:
-        """Return the pairs; none are in the row that stands in for an empty micro-batch."""
+        """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
         return int(loss.samples_in_rows(batch).sum()) // self._size
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
-            own_texts = [texts for _, texts in stages.measured(engine, batches, self._embed)]
-        all_texts, begin = self._of_all_ranks(own_texts, engine.device)
+            own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]
+        all_texts, begin = self._gather_texts(own_texts, engine.device)
         all_texts.requires_grad_(True)
         losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
-        slopes = torch.autograd.grad(losses.sum(), all_texts)[0]
+        gradients = torch.autograd.grad(losses.sum(), all_texts)[0]
         is_first = ranks_of(all_texts.detach(), self._size) == 1
         self._pair_results = deque()
         for batch_texts in own_texts:
             end = begin + len(batch_texts)
             pairs = slice(begin // self._size, end // self._size)
-            self._pair_results.append((losses.detach()[pairs], slopes[begin:end], is_first[pairs]))
+            self._pair_results.append((losses.detach()[pairs], gradients[begin:end], is_first[pairs]))
             begin = end
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return the sum of the losses of pairs, whose gradients are those of the whole step."""
+        """Return the sum of the losses of pairs; its gradients are those of the global batch's loss."""
         texts = self._embed(engine, batch)
-        losses, slopes, is_first = self._pair_results.popleft()
+        losses, gradients, is_first = self._pair_results.popleft()
         count = losses.new_full((), len(losses))
         self._add({"recall_at_1": torch.stack((is_first.sum().to(losses), count))})
-        carried = (texts * slopes).sum()
-        return carried + (losses.sum() - carried).detach()
+        surrogate = (texts * gradients).sum()
+        return surrogate + (losses.sum() - surrogate).detach()
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
@@ -161,19 +162,19 @@ class EmbedTask(samples.ScoreTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
-            own_texts = [texts for _, texts in stages.measured(engine, batches, self._embed)]
-        all_texts, _ = self._of_all_ranks(own_texts, engine.device)
-        places = ranks_of(all_texts, self._size)
+            own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]
+        all_texts, _ = self._gather_texts(own_texts, engine.device)
+        indices = ranks_of(all_texts, self._size)
         losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),
-            SAMPLES: len(places),
-            recall: float((places == 1).double().mean()),
-            reciprocal: float((1 / places.double()).mean()),
+            SAMPLES: len(indices),
+            recall: float((indices == 1).double().mean()),
+            reciprocal: float((1 / indices.double()).mean()),
         }
 
-    def _of_all_ranks(self, texts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+    def _gather_texts(self, texts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
         """Return the embeddings of all ranks, those of ranks with parts of the same rows once, and the index at which
         this rank's begin. A collective.
         """

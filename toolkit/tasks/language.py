@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class LanguageTask(task.Task):
-    """Trains a causal language model on conversations and texts; its steps need no data and no run."""
+    """Trains a causal language model on conversations and texts. Its steps work without `load_data` and a run."""
 
     loss_unit = "nats/token"
     names: tuple[str, ...] = ()
-    """Of the figures of a step."""
+    """Names of the figures of a step."""
     reported: tuple[tuple[str, str], ...] = ()
-    """Figures of an evaluation that are reported at the end beside its loss, and what the summary calls each."""
+    """Figures of an evaluation that are reported at the end with its loss, and their names in the summary."""
     cfg: RunConfig
     ranks: Ranks
     data: language_data.LanguageData
@@ -70,40 +70,45 @@ class LanguageTask(task.Task):
         language_data.check_same_data(cfg, self.data)
 
     def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> Any:
-        """Raise what the model's and tokenizer's files show, before rows are tokenized, which may take hours. `toolkit
-        check`, `new` and `prepare` ask the same. Arguments and result: see `language_check.check_model`.
+        """Raise errors that the model's and tokenizer's files show, before hours of tokenization; also for `toolkit
+        check`, `new` and `prepare`. Arguments and result: see `language_check.check_model`.
         """
         if cfg.model.init is Init.random:
             return None
         from toolkit.tasks.language_check import check_model
 
         try:
-            with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
+            with (
+                messages.silent(),
+                warnings.catch_warnings(),
+            ):  # warnings about the model are repeated when it is loaded
                 warnings.simplefilter("ignore")
                 return check_model(cfg, tokenizer)
         except messages.ToolkitError:
             raise
-        except Exception as error:  # of a library on the meta device: with its weights the model may do all the same
+        except Exception as error:  # a library may fail on the meta device alone
             kind = type(error).__name__
             warn("the model could not be tried beforehand: {kind}: {reason}.", kind=kind, reason=error)
             return None
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
-        """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
+        """Seed random generators, and choose the questions of evaluations; DataError, before the model is loaded, if
+        there are none.
+        """
         self.cfg, self.ranks = cfg, ranks
         state_files.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
         self.questions = language_evaluation.choose_prompts(cfg, self.data)
         self.vocab_size = len(self.data.tokenizer)
 
     def settle(self, cfg: RunConfig) -> None:
-        """Take the settled config; sequences of a grouped plan are micro-batches, and are planned again."""
+        """Take the settled config, and plan grouped sequences, which are micro-batches, again if their size changed."""
         planned = with_micro_batch(self.cfg).batch.micro_per_gpu
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = language_data.load_data_with(cfg, self.data.encoder)
         data, members = self.data, self.data.train_plan.members
         self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
         self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
-        # Another tokenizer may give the same samples; it would be exported with a model that has learned other tokens.
+        # The tokenizer counts too: another one may give the same samples, but other tokens than the model has learned.
         self.identity = data.identity | chat.tokenizer_identity(data.tokenizer)
         self.has_validation = data.validation is not None
         self.epoch = schedule.Epoch(
@@ -114,9 +119,8 @@ class LanguageTask(task.Task):
         self._order = language_data.changing_order(cfg, data)
 
     def data_summary(self) -> dict[str, Any]:
-
-        def sizes(store: TokenizedCache) -> dict[str, int]:
-            return {unit: len(store) // size, "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
+        def sizes(cache: TokenizedCache) -> dict[str, int]:
+            return {unit: len(cache) // size, "tokens": cache.num_tokens, "trained_tokens": cache.num_trained_tokens}
 
         data, (unit, size) = self.data, data_unit(self.cfg)
         return {
@@ -165,48 +169,48 @@ class LanguageTask(task.Task):
         return self._order.figures(position) if self._order else {}
 
     def samples_at(self, position: sampler.Position) -> Samples:
-        """Return the samples of a step with their texts, trained tokens apart."""
+        """Return the samples of a step, with texts in which trained tokens are marked."""
         from toolkit.data import preview
 
         store, tokenizer = self.data.train, self.data.tokenizer
 
-        def shown(sample: int) -> dict[str, Any]:
+        def describe(sample: int) -> dict[str, Any]:
             ids, trained = store[sample]
             text = preview.colored_spans(tokenizer, ids.tolist(), trained.tolist())
             counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
             return {"where": store.where(sample), **counts, "text": text}
 
         by_rank = language_data.step_samples(self.cfg, self.data, self.ranks.world_size, position)
-        return [[[shown(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
+        return [[[describe(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
 
     # Model
 
     def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
-        """Load the model, and leave trainable what `tuning` says. A collective."""
+        """Load the model and apply its fine-tuning method. A collective."""
         return language_model.build_model(self.cfg, self.data, ds, source)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
-        """Check the engine, and say what computes the run. A collective."""
+        """Check the engine, and report its attention, loss and optimizer. A collective."""
         language_model.check_engine(engine, self.cfg, self.data)
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
-        """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
+        """Return config, tokenizer and the adapter's settings, read now, as the model's directory may go away."""
         files: dict[str, bytes] = {}
         model = stages.unwrap_model(engine.module)
-        process_group.on_rank0(lambda: files.update(save.describe(model, self.data.encoder)))
+        process_group.on_rank0(lambda: files.update(save.non_weight_files(model, self.data.encoder)))
         if tuned := getattr(engine.module, "tuned", None):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return checkpointer.ModelFiles(files, probe.ids_of(rows, model.config), export_in_background)
+        return checkpointer.ModelFiles(files, probe.probe_ids(rows, model.config), export_in_background)
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
-        """Skip questions whose answers would be too long for the model."""
+        """Set the evaluation up, without questions whose answers would be too long for the model."""
         if self.has_validation:
             self.evaluation = language_evaluation.Evaluation(
                 cfg=run.cfg, prepared=self.data, ranks=run.ranks, questions=self.questions, model=run.engine
             )
-            self.evaluation.leave_out_too_long()
+            self.evaluation.drop_too_long()
 
     def start_lines(self, run: task.RunContext) -> str:
         store, counts = self.data.train, parameters.count_parameters(stages.unwrap_model(run.engine.module))
@@ -252,23 +256,23 @@ class LanguageTask(task.Task):
         return self._with_any_columns(language_data.repeated_batch(self.cfg, self.data, rows, share))
 
     def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
-        """Return a micro-batch of the dry run with what those of the run have beside their tokens."""
+        """Return a micro-batch of the dry run with the further columns that the run's micro-batches have."""
         return batch
 
     def check_evaluation(self, run: task.RunContext) -> None:
-        """Evaluate one batch, and begin an answer."""
+        """Evaluate one batch, and generate two tokens of an answer."""
         cfg = run.cfg.evaluate
         if self.evaluation is not None:
-            self.evaluation.rehearse()
+            self.evaluation.try_once()
         for prompt in cfg.prompts:
             encoded = self.data.encoder.prompt([{"role": "user", "content": prompt}])
             generate.check_length(run.engine.module, len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
             self._answer(run.engine, cfg.prompts[0], min(2, cfg.max_new_tokens))
 
-    def _answer(self, engine: DeepSpeedEngine, prompt: str, most: int) -> str:
+    def _answer(self, engine: DeepSpeedEngine, prompt: str, max_new_tokens: int) -> str:
         in_step = parameters.is_partitioned(engine)
-        return generate.answer(engine.module, self.data.encoder, prompt, most, engine.device, in_step=in_step)
+        return generate.answer(engine.module, self.data.encoder, prompt, max_new_tokens, engine.device, in_step=in_step)
 
     # Steps
 
@@ -277,7 +281,7 @@ class LanguageTask(task.Task):
 
     def sizes(self, batches: list[language_data.Batch]) -> list[int]:
         """Return tokens without padding and with it, pairs of tokens that attend, and trained tokens."""
-        # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+        # Position p of a sample, in a packed row too, attends to p + 1 tokens.
         return [
             sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
             sum(batch["input_ids"].numel() for batch in batches),
@@ -293,18 +297,18 @@ class LanguageTask(task.Task):
         return token_loss_sum(engine, batch)
 
     def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
-        """Add up figures of a micro-batch: sums, and over how many, [2] each."""
+        """Add a micro-batch's figures to the step's: each is a sum and the number of its values, [2]."""
         self._figures = {name: self._figures[name].to(pair, non_blocking=True) + pair for name, pair in figures.items()}
 
     def take_figures(self) -> dict[str, torch.Tensor]:
-        taken, self._figures = self._figures, self._zeros()
-        return taken
+        figures, self._figures = self._figures, self._zeros()
+        return figures
 
     def routers(self, engine: DeepSpeedEngine) -> "Routers | None":
         return getattr(engine.module, "routers", None)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate loss, answers and their scores; the answers are kept in evaluations/."""
+        """Evaluate loss, answers and their scores; the answers are written to evaluations/."""
         assert self.evaluation is not None
         return self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
 
@@ -323,7 +327,7 @@ class LanguageTask(task.Task):
         return samples
 
     def check_export(self, run: task.RunContext) -> None:
-        """See that what will be exported can be read back."""
+        """Raise an error if the export could not be read back."""
         model, files = stages.unwrap_model(run.engine.module), run.files.files
         folder = run.folder / "export"
         if structure.has_adapter(model):
@@ -334,7 +338,7 @@ class LanguageTask(task.Task):
             process_group.on_rank0(lambda: check_exportable(model, files, folder))
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
-        """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
+        """Write export/, and check that it computes the same logits as the run."""
         if is_adapter := structure.has_adapter(run.engine.module):
             from toolkit.export.adapter import export_adapter, prove_adapter
         described = run.files.files.items()
@@ -350,7 +354,7 @@ class LanguageTask(task.Task):
                 gathered = parameters.gathered_parameters(run.engine.module)
                 state = {name: value for name, value in gathered if value.numel()}  # on rank 0, all of the model
                 process_group.on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
-                del state  # before the export is loaded beside it
+                del state  # frees its memory before the export is loaded
         if run.cfg.checkpoint.verify_export:
             with terminal.phase(tr("Comparing the export with the run")):
                 if is_adapter:
@@ -362,12 +366,13 @@ class LanguageTask(task.Task):
                 process_group.on_rank0(lambda: self._require_serving(run.cfg, folder))
 
     def _require_serving(self, cfg: RunConfig, folder: Path) -> None:
+        """Raise an error unless servers would tokenize conversations as training does."""
         serving = import_module("toolkit.extras.serving")
         held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
         serving.require_serving(folder, self.data.encoder, held, cfg.data.train_on)
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return parameters, tokens, what the first and the last evaluation gave, and the losses of n-grams."""
+        """Return numbers of parameters and tokens, figures of the first and the last evaluation, and n-gram losses."""
         counts = parameters.count_parameters(stages.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
             "parameters": sum(count.total for count in counts),
@@ -384,7 +389,7 @@ class LanguageTask(task.Task):
         return summary
 
     def _baselines(self) -> dict[str, float]:
-        """Return the losses of n-grams, of the samples that the loss is measured on: all are of the same tokens."""
+        """Return the losses of n-gram models on the tokens of the validation loss."""
         data = self.data
         assert data.validation is not None
         measured = None if data.validation_plan is None else data.validation_plan.members
@@ -426,8 +431,8 @@ class LanguageTask(task.Task):
 
 
 def _verify_export(folder: Path) -> None:
-    """Compare an export with the run: other weights are a CheckpointError, and it is renamed; other rounding is no
-    reason to lose a model.
+    """Compare an export's logits with the run's. Other weights are a CheckpointError, and the export is renamed; other
+    rounding is a warning.
     """
     try:
         with aside_if_wrong(folder):

@@ -1,4 +1,4 @@
-"""Whether a recipe's model can be trained as the recipe says: built as training does, on the meta device."""
+"""Checks whether a recipe's model can be trained as configured, by building it on the meta device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.engine.recompute import check_recomputes
 from toolkit.messages import ConfigError, NotStreamable
 from toolkit.models import attention, directory, load, probe
-from toolkit.models.packable import division_unsupported
+from toolkit.models.packable import reason_not_to_divide_rows
 from toolkit.models.trainable import check_trains
 from toolkit.tasks.language_model import adapt
 
@@ -18,15 +18,14 @@ from toolkit.tasks.language_model import adapt
 def check_model(
     cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, compared: bool = True
 ) -> PreTrainedModel | None:
-    """Build the model that a recipe trains as training does, but with its parameters on the meta device.
+    """Build the model as training does, but with its parameters on the meta device.
 
-    Of its weights, where these are in its directory, names and shapes are compared. A model that is made from the
-    recipe, or by Python code of its own, is not built.
+    A model with random weights, or with Python code of its own, is not built.
 
     Args:
-        cfg: of a language model; `model.path` is a directory, with config.json at least.
-        tokenizer: None leaves out whether it fits the model.
-        compared: with the headers of the weights, where these are there.
+        cfg: `model.path` is a directory that has at least a config.json.
+        tokenizer: to check against the model; None skips that check.
+        compared: whether to compare the model with the headers of the weight files, if there are any.
 
     Returns:
         The model as it would be trained, None if it was not built.
@@ -35,24 +34,26 @@ def check_model(
         ConfigError, ModelError: what training would raise before its first step.
     """
     parts = cfg.parallel.sequence
-    if parts > 1 and (reason := division_unsupported(cfg.model, cfg.data.max_length)):
+    if parts > 1 and (reason := reason_not_to_divide_rows(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     folder, is_qlora = Path(cfg.model.path), cfg.tuning.method is TuningMethod.qlora
     if cfg.model.init is Init.random or directory.is_trusted(folder):
         return None
     try:
-        model = load.empty(folder, compared=compared and _is_comparable(folder))
+        model = load.load_empty(folder, compared=compared and _is_comparable(folder))
     except NotStreamable:
         if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
             raise
-        model = load.empty(folder)
+        model = load.load_empty(folder)
     check_trains(model, folder, cfg.task.kind)
     if tokenizer is not None:
         load.check_vocabulary(model, tokenizer)
-    labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
+    labels = tuple(score_labels(cfg)) or (
+        () if probe.is_classifier(model) else ("0", "1")
+    )  # of classify from the data: their number does not matter here
     _check_division(model, cfg, len(labels) if cfg.task.has_head else 0)
     if not cfg.task.has_head:
-        load.check_writes(model, folder)
+        load.check_generates_text(model, folder)
     elif labels:
         from toolkit.models import classifier
 
@@ -67,7 +68,7 @@ def check_model(
     else:
         packed = cfg.data.packing is Packing.packed
         attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
-    if is_qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
+    if is_qlora:  # without values nothing can be quantized; LoRA has the same targets
         cfg = replace(cfg, tuning=replace(cfg.tuning, method=TuningMethod.lora))
     adapt(model, cfg, tokenizer, folder)
     if cfg.train.activation_checkpointing.enabled:
@@ -76,6 +77,7 @@ def check_model(
 
 
 def _check_division(model: PreTrainedModel, cfg: RunConfig, num_scores: int) -> None:
+    """Raise an error if the model cannot be divided into stages, experts or tensor-parallel parts as configured."""
     if cfg.parallel.pipeline > 1:
         from toolkit.layouts import pipeline
 
@@ -91,6 +93,6 @@ def _check_division(model: PreTrainedModel, cfg: RunConfig, num_scores: int) -> 
 
 
 def _is_comparable(folder: Path) -> bool:
-    """Whether the weights' headers tell whether they are the model's."""
+    """Whether a directory has safetensors files, whose headers have names and shapes."""
     files = directory.weight_files(folder)
     return bool(files) and all(file.suffix == ".safetensors" for file in files)

@@ -40,28 +40,28 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class LanguageData:
-    """What all ranks of a node read together."""
+    """Encoder, samples and plans of a run; ranks of a node share the files."""
 
     encoder: chat.AnyChatEncoder
     train: TokenizedCache
     validation: TokenizedCache | None
     packing: schema.Packing
-    """How sequences are made; not what the recipe says where the model cannot be trained on packed sequences."""
+    """How samples become sequences: the recipe's setting, or grouped if the model does not support packed ones."""
     layout: Layout
-    """How sequences of the plans become rows of a micro-batch."""
+    """How the plans' sequences become rows of a micro-batch."""
     train_plan: PackingPlan
-    """Sequences of the training split, here called rows."""
+    """Sequences of the training split, called rows in this module."""
     validation_plan: PackingPlan | None
     report: tokenize.PrepareReport
     """What became of the rows of the sources."""
     reference: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """By split, the log-probability of each sample's answer by the reference of pairs, where it is known ahead."""
+    """Split -> log-probability of each sample's answer by the reference model, if computed before training."""
     targets: dict[str, "TokenTargets"] = field(default_factory=dict)
-    """By split, which tokens have a teacher, where that differs, and what it says, where that is stored."""
+    """Split -> which tokens have a teacher, if not all do, and the teacher's scores, if they are stored."""
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return what is the same if a run learns from the same samples in the same rows."""
+        """Return digests of the training samples and of their division into rows."""
         plan = self.train_plan.folder
         return {"store": self.train.content, "rows": plan.name if plan else self.packing.value}
 
@@ -74,7 +74,7 @@ class LanguageData:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows hold samples that share what they begin with."""
+        """Whether rows hold samples that share a prefix."""
         return any(plan is not None and plan.num_shared for plan in (self.train_plan, self.validation_plan))
 
     @property
@@ -89,13 +89,13 @@ class LanguageData:
 
     @property
     def pad_id(self) -> int:
-        """Return the id that fills up; never trained, so any id serves where the tokenizer has no padding token."""
+        """Return the padding token's id, or the end token's without one, as padding is never trained."""
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return int(end if pad is None else pad)
 
 
 def head_of(cfg: schema.RunConfig, data: LanguageData) -> "Head | None":
-    """Return what takes the place of the model's output layer; None where the model is to write."""
+    """Return the classifier's head that the task needs, None for a language model."""
     if not cfg.task.has_head:
         return None
     from toolkit.models.classifier import Head
@@ -104,48 +104,48 @@ def head_of(cfg: schema.RunConfig, data: LanguageData) -> "Head | None":
 
 
 def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None) -> LanguageData:
-    """Open the tokenized caches, building them first if they are not there; print what became of the rows. ModelError
-    or DataError if the tokenizer, or the data, cannot be used. `encoder`: what `build_encoder` returns.
+    """Open the tokenized caches, which are built if they do not exist, and report what became of the rows. ModelError
+    or DataError if the tokenizer or the data cannot be used. `encoder`: of `build_encoder`, the default.
     """
     data = load_data_with(cfg, encoder or build_encoder(cfg))
-    _tell(data.report, cfg.data)
+    _report(data.report, cfg.data)
     if data.packing is not cfg.data.packing:
-        from toolkit.models.packable import tell_grouped
+        from toolkit.models.packable import report_grouped
 
-        tell_grouped(_packing_unsupported(cfg))
+        report_grouped(_reason_not_to_pack(cfg))
     if objective.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
-            reason=_packing_unsupported(cfg),
+            reason=_reason_not_to_pack(cfg),
         )
     if line := sharing_line(cfg, data.train, data.train_plan):
         say(line)
-    most, validation = cfg.evaluate.max_samples, data.validation
-    if validation is not None and 0 < most < len(validation):
+    max_samples, validation = cfg.evaluate.max_samples, data.validation
+    if validation is not None and 0 < max_samples < len(validation):
         say(
             "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; "
             "0 takes all).",
-            count=f"{most:,}",
+            count=f"{max_samples:,}",
             all=f"{len(validation):,}",
         )
     return data
 
 
-def _packing_unsupported(cfg: schema.RunConfig) -> str:
-    from toolkit.models.packable import packing_unsupported
+def _reason_not_to_pack(cfg: schema.RunConfig) -> str:
+    from toolkit.models.packable import reason_not_to_pack
 
-    return packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
+    return reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
 
 
 def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
-    """Open the tokenized caches with an encoder, building them first if they are not there; print nothing."""
+    """Open the tokenized caches, which are built if they do not exist, and plan their rows; without a report."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
     if cfg.preference.loss is schema.PreferenceLoss.kto:
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
-    packing, most = cfg.data.packing, cfg.evaluate.max_samples
+    packing, max_samples = cfg.data.packing, cfg.evaluate.max_samples
     layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
-    if layout is Layout.packed and _packing_unsupported(cfg):
+    if layout is Layout.packed and _reason_not_to_pack(cfg):
         layout = Layout.alone
         packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
     elif objective.shares_prompts(cfg) and attention.computes_segments(cfg):
@@ -161,7 +161,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             classes=sampler.length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,
             sources=sources,
-            most=0 if store is train else most,
+            most=0 if store is train else max_samples,
             size=objective.data_unit(cfg)[1],
             share=cfg.data.share_prefixes and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
@@ -175,20 +175,20 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         validation=validation,
         packing=packing,
         layout=layout,
-        train_plan=plan(train, _shared_out(cfg, train)),
+        train_plan=plan(train, _weighted_sources(cfg, train)),
         validation_plan=None if validation is None else plan(validation, []),
         report=report,
     )
 
 
 def has_targets(cfg: schema.RunConfig) -> bool:
-    """Whether something is known of single tokens beside their labels: whether they have a teacher, or what it says."""
+    """Whether batches have columns of a teacher for each token: whether it teaches the token, or its stored scores."""
     is_distilled = cfg.task.kind is schema.TaskKind.distill
     return is_distilled and (bool(cfg.distill.top_k) or not cfg.distill.teacher)
 
 
-def _shared_out(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.SourceConfig]:
-    """Return the training sources, those marked `general` with the weights that give them their share of an epoch."""
+def _weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.SourceConfig]:
+    """Return the training sources, with weights by which those marked `general` get `distill.general_share`."""
     sources, share = cfg.data.sources, cfg.distill.general_share
     if not share:
         return sources
@@ -200,7 +200,7 @@ def _shared_out(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.Sou
 
 
 def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
-    """Return what turns the recipe's conversations into ids, with a tokenizer that is loaded or trained."""
+    """Return the recipe's chat encoder, with a tokenizer that is loaded, or trained on the data."""
     cache_dir, model = Path(cfg.prepare.dir), cfg.model
     check_no_symlinks(cache_dir, DataError, tokenize.FOLDERS)
     if model.init is schema.Init.pretrained:
@@ -222,8 +222,8 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
     return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 
-def _tell(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
-    """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
+def _report(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
+    """Report what became of the sources' rows, whether the cache is new or reused."""
     if report.is_new:
         say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
     report.tell_limits(data)
@@ -254,20 +254,20 @@ def _tell(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
 
 
 def rows_per_step(cfg: schema.RunConfig, packing: schema.Packing) -> tuple[int, int]:
-    """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
+    """Return the plan's rows in a step of all ranks, and in a micro-batch; a grouped row is a micro-batch."""
     if packing is schema.Packing.grouped:
         return cfg.batch.global_size // micro_rows(cfg), 1
     return cfg.batch.global_size, micro_rows(cfg)
 
 
 def epoch_rows(cfg: schema.RunConfig, prepared: LanguageData) -> int:
-    """Return the rows of one pass over the training data: those of the plan, unless weights change."""
+    """Return the number of rows of an epoch: the plan's, unless the sources' weights change with the steps."""
     order = changing_order(cfg, prepared) if any(source.weights for source in cfg.data.sources) else None
     return order.num_rows if order else len(prepared.train_plan)
 
 
 def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
-    """Return the optimizer steps of one pass over the training data; a ConfigError if a curriculum takes more."""
+    """Return the optimizer steps of an epoch; ConfigError if the curriculum takes more."""
     steps = sampler.steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
     if cfg.data.curriculum.steps > steps:
         raise ConfigError(
@@ -280,8 +280,8 @@ def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
 
 
 def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> "Order | None":
-    """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
-    data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _key(cfg, prepared)
+    """Return the order of rows for a curriculum or scheduled weights, None if rows are shuffled."""
+    data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _order_key(cfg, prepared)
     is_mixture = any(source.weights for source in data.sources)
     if not is_mixture and not data.curriculum.steps:
         return None
@@ -296,7 +296,8 @@ def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> "Order | No
     return orders.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
 
 
-def _key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
+def _order_key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
+    """Return the text that seeds the order of rows."""
     return f"{cfg.run.seed} {prepared.train.content}"
 
 
@@ -307,18 +308,20 @@ def training_batches(
     total_steps: int,
     start: sampler.Position = sampler.BEGINNING,
 ) -> Iterator[Batch]:
-    """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
+    """Yield this rank's micro-batches of `total_steps` steps from a position on, prefetched by a thread."""
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = _sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
-    # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    batches = _with_columns(_loaded(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train")
-    return ahead(map(partial(_part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
+    # iter() here, in the main thread: only then the loader watches its worker processes.
+    batches = _with_columns(
+        _load_batches(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train"
+    )
+    return prefetch(map(partial(_part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
-def _loaded(
+def _load_batches(
     cfg: schema.RunConfig, prepared: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
 ) -> Iterator[Batch]:
-    """Return the micro-batches whose rows of a split `shares` lists, one list for each micro-batch."""
+    """Return an iterator over micro-batches of a split; `shares` lists the rows of each."""
     return iter(
         build_loader(
             *prepared.split(split),
@@ -333,7 +336,7 @@ def _loaded(
 
 
 def _part_of(batch: Batch, mesh: Mesh) -> Batch:
-    """Return this rank's part of a micro-batch: all of it where sequences are not divided over ranks."""
+    """Return this rank's part of a micro-batch if sequences are divided over ranks, else all of it."""
     if mesh.sequence == 1:
         return batch
     from toolkit.layouts.sequence import local_part
@@ -344,14 +347,14 @@ def _part_of(batch: Batch, mesh: Mesh) -> Batch:
 def _with_columns(
     batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield each batch, whose rows `shares` lists, with further columns where there are any: of samples `reference` and
-    `value`, float32 [B]; and of trained tokens those of `TokenTargets.columns`.
+    """Yield each batch, whose rows `shares` lists, with its further columns if it has any: `reference` and `value` of
+    samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
     """
     store, plan = prepared.split(split)
     reference, targets = prepared.reference.get(split), prepared.targets.get(split)
-    is_known = store.has_values or reference is not None or targets is not None
+    has_columns = store.has_values or reference is not None or targets is not None
     for rows, batch in zip(shares, batches, strict=True):
-        samples = [sample for row in rows for sample in plan[row]] if is_known else []
+        samples = [sample for row in rows for sample in plan[row]] if has_columns else []
         columns = targets.columns(samples) if targets is not None else {}
         if reference is not None:
             columns["reference"] = torch.from_numpy(reference[samples])
@@ -363,8 +366,8 @@ def _with_columns(
 def answer_batches(
     cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks
 ) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of a split's answers, row by row, each once over all ranks: the samples of each
-    micro-batch, and these. As many on every rank; those at the end may be empty.
+    """Return this rank's share of a split's answers, each of which is on one data-parallel rank: the samples of each
+    micro-batch, row by row, and an iterator over the micro-batches. Every rank has as many; the last may be empty.
     """
     _, plan = prepared.split(split)
     assert plan.members is not None
@@ -372,45 +375,45 @@ def answer_batches(
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    parts = map(partial(_part_of, mesh=mesh), _loaded(cfg, prepared, split, planned))
-    return [[sample for row in share for sample in plan[row]] for share in planned], ahead(parts, 2)
+    parts = map(partial(_part_of, mesh=mesh), _load_batches(cfg, prepared, split, planned))
+    return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
 
 
 def sample_batches(
     cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
 ) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of some samples of a split, each on a whole row of its own: the samples of each
-    micro-batch, and these. As many on every rank; those at the end may be empty.
+    """Return this rank's share of `samples` of a split, each in a row by itself: the samples of each micro-batch, and
+    an iterator over the micro-batches. Every rank has as many; the last may be empty.
     """
     store, _ = prepared.split(split)
-    shares = sampler.sequential(len(samples), micro_rows(cfg), *sample_place(cfg, ranks))
+    shares = sampler.sequential(len(samples), micro_rows(cfg), *sample_share(cfg, ranks))
     numbers = [samples[share].tolist() for share in shares]
     everything = PackingPlan(store.num_numbers)
     loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
-    return numbers, ahead(iter(loader), 2)
+    return numbers, prefetch(iter(loader), 2)
 
 
-def sample_place(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
-    """Return which part of some samples on whole rows is a rank's, and of how many parts: ranks that hold parts of one
-    model have the same.
+def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
+    """Return this rank's share of samples in undivided rows, and the number of shares; ranks that hold parts of one
+    model have the same share.
     """
     parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
     return ranks.rank // cfg.parallel.tensor % parts, parts
 
 
-def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield the batches; a thread, which alone uses `batches`, prepares `count` ahead. An error there is raised here,
-    in place of its batch.
+def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Yield the batches with their targets, in pinned memory if the device is a GPU. A thread, which alone uses
+    `batches`, prepares `count` in advance; an error in it is raised in place of its batch.
     """
-    on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
+    on_gpu = get_accelerator().device_name() == "cuda"  # False for a run on CPUs of a machine with a GPU
 
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and loss.with_label_positions(batch)
-        return {name: tensor.pin_memory() for name, tensor in loss.with_label_positions(batch).items()}
+            return batch and loss.with_targets(batch)
+        return {name: tensor.pin_memory() for name, tensor in loss.with_targets(batch).items()}
 
-    # A thread begins on the first GPU, whichever is this rank's.
+    # The current device of a new thread is the first GPU.
     own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
     try:
@@ -418,14 +421,14 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         while (batch := waiting.popleft().result()) is not None:
             waiting.append(thread.submit(prepare))
             yield batch
-    finally:  # also when the rest is not wanted, as after a rewind
+    finally:  # also if the generator is closed early, as after a rewind
         thread.shutdown(cancel_futures=True)
 
 
 def step_samples(
     cfg: schema.RunConfig, prepared: LanguageData, world_size: int, start: sampler.Position
 ) -> list[list[list[int]]]:
-    """Return the samples of the step at a position: of each rank, of each micro-batch, their numbers in the split."""
+    """Return the numbers of the samples of the step at a position, by rank and micro-batch."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
     meshes = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
     by_rank = [_sampler(cfg, prepared, mesh, start, 1, order) for mesh in meshes]
@@ -440,14 +443,14 @@ def _sampler(
     num_steps: int,
     order: "Order | None",
 ) -> sampler.GlobalBatchSampler:
-    """Return what yields this rank's rows of the training plan from a position on, in `order` or shuffled."""
+    """Return the sampler of this rank's rows of the training plan from a position on, in `order` or shuffled."""
     global_size, micro = rows_per_step(cfg, prepared.packing)
     store, plan = prepared.train, prepared.train_plan
 
     def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
-        # A planned row of a preference pair: both answers' samples stand at `first` and `first + 1` of the members.
+        # The samples of a preference pair's answers are at `first` and `first + 1` of the members.
         first = plan.offsets[rows]
         chosen, rejected = store.lengths(plan.members[first]), store.lengths(plan.members[first + 1])
         if plan.shared is None:  # each is padded to the longer one
@@ -460,27 +463,29 @@ def _sampler(
         micro_per_gpu=micro,
         rank=mesh.data_rank,
         world_size=mesh.data_ranks,
-        key=_key(cfg, prepared),
+        key=_order_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
-        lengths=lengths if prepared.packing is schema.Packing.none else None,  # planned rows are alike already
+        lengths=lengths
+        if prepared.packing is schema.Packing.none
+        else None,  # rows of other plans have similar lengths already
         order=order,
     )
 
 
 def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's validation micro-batches, each sample once over all ranks, prepared ahead as in training;
-    `sources`, int64 [T]: of each trained token the number of its source.
+    """Yield this rank's validation micro-batches, prefetched; each sample is on one data-parallel rank. `sources`,
+    int64 [T]: number of each trained token's source.
     """
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    return ahead(map(partial(_part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
+    return prefetch(map(partial(_part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
 
 
 @contextmanager
-def shown_evaluation(
+def evaluation_with_progress(
     cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks, alive: Callable[[], object]
 ) -> Iterator[Iterator[Batch]]:
-    """Yield the same batches, and show how far the evaluation has got; `alive` is called after each."""
+    """Yield the same batches with a progress bar; `alive` is called after each."""
     at_once = rows_per_step(cfg, prepared.packing)[1] * mesh_of(cfg, ranks.world_size).data_ranks
     count = -(-len(prepared.split("validation")[1]) // at_once)
     with phase(tr("Evaluating"), count, tr("batches")) as advance:
@@ -495,59 +500,59 @@ def shown_evaluation(
 
 
 def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield what `evaluation_batches` does, not prepared ahead."""
+    """Yield the full batches of `evaluation_batches`, without prefetching."""
     store, plan = prepared.split("validation")
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], mesh.data_rank, mesh.data_ranks)
-    sources, loaded = store.sources(), _loaded(cfg, prepared, "validation", shares)
+    sources, loaded = store.sources(), _load_batches(cfg, prepared, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, prepared, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], prepared.layout)
         # [rows, segments + 1]: the source of each segment; 0 is padding.
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             source_of[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        labelled, by_token = loss.with_label_positions(batch), source_of.gather(1, batch["segment_ids"]).flatten()
-        yield {**labelled, "sources": by_token[labelled["places"]]}
+        labelled, by_token = loss.with_targets(batch), source_of.gather(1, batch["segment_ids"]).flatten()
+        yield {**labelled, "sources": by_token[labelled["target_indices"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:
-    """Return the longest training rows as one micro-batch (never full in a small split), or this rank's part."""
+    """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
     num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
-    return _batch(cfg, prepared, _longest(prepared, -(-per_rank // times)))
+    return _collate(cfg, prepared, _longest(prepared, -(-per_rank // times)))
 
 
 def repeated_batch(cfg: schema.RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
-    """Return a micro-batch of `times` copies of the plan's longest row, its samples cut to `share` of their tokens."""
+    """Return a micro-batch of `times` copies of the longest row, with samples cut to a `share` of their tokens."""
     [samples] = _longest(prepared, 1)
     if share < 1:
-        samples = [_cut(sample, share) for sample in samples]
-    return _batch(cfg, prepared, [samples] * times)
+        samples = [_shortened(sample, share) for sample in samples]
+    return _collate(cfg, prepared, [samples] * times)
 
 
 def _longest(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
     """Return the samples of the plan's rows that take the most memory, the largest row first."""
     plan, store = prepared.train_plan, prepared.train
     lengths = plan.lengths(store)
-    if plan.shared is not None:  # what is shared takes keys and values again, about a sixteenth of a token's memory
+    if plan.shared is not None:  # a shared token's keys and values are copied, about a sixteenth of its memory
         lengths = lengths + plan.shared // 16
     if plan.offsets is not None and prepared.layout is not Layout.alone:
         lengths = np.add.reduceat(lengths, plan.offsets[:-1])
     order = np.argsort(-lengths, kind="stable")
     if plan.offsets is not None and prepared.layout is Layout.alone:
-        # Padded to the longest of a row; of as many tokens, longer samples take more for their attention.
+        # Samples are padded to the longest of a row; with as many tokens, longer samples need more for attention.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
         order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
     rows = PlannedRows(store, plan)
     return [rows[int(row)] for row in order[:count]]
 
 
-def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
-    """Return a `share` of a sample's tokens, consecutive ones, of which the last is trained: the first ones, or if none
-    of these is trained, those up to the first that is, as ChatGLM-6B needs <sop>, at the end of the prompt. A branch
-    stays a branch that shares as much in proportion.
+def _shortened(sample: Sample | Branch, share: float) -> Sample | Branch:
+    """Return a `share` of a sample's tokens, consecutive ones, of which only the last is trained: the first tokens, or
+    those up to the first trained one if that comes later, as ChatGLM-6B needs the <sop> before it. A branch shares the
+    same proportion of its tokens.
     """
     ids, trained = sample[:2]
     length = max(2, int(len(ids) * share))
@@ -559,7 +564,7 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
     return ids[end - length : end], trained
 
 
-def _batch(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
+def _collate(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
     return _part_of(batch, mesh_of(cfg, world_size(), rank()))
 
@@ -568,12 +573,12 @@ _BINS = 40
 
 
 def split_card(store: TokenizedCache) -> dict[str, Any]:
-    """Return counts and a histogram of lengths; bin i holds lengths of more than edges[i], up to edges[i + 1]."""
+    """Return counts and a histogram of lengths; bin i has lengths > edges[i] and <= edges[i + 1]."""
     lengths = store.lengths()
     longest = int(lengths.max(initial=1))
     width = -(-longest // _BINS)
     edges = np.arange(0, longest + width, width)
-    counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
+    counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins include the lower edge instead
     return {
         "fingerprint": store.fingerprint,
         "samples": len(store),
@@ -588,7 +593,7 @@ def split_card(store: TokenizedCache) -> dict[str, Any]:
 
 
 def check_same_data(cfg: schema.RunConfig, prepared: LanguageData) -> None:
-    """Raise DataError on every rank where files of one name differ from node to node. A collective."""
+    """Raise DataError on every rank if the nodes have different data. A collective."""
     identity = prepared.identity
     facts = {
         "data: training samples": f"{len(prepared.train):,} ({identity['store'][:12]})",

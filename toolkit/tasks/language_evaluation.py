@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "list[ValidationQuestion]":
-    """Return the validation samples that the model is to answer for `evaluate.metrics`, [] without metrics. DataError
-    if there are none: so it is called before the model is loaded.
+    """Return the validation samples that the model answers for `evaluate.metrics`, [] without metrics. DataError if
+    none has a question and an answer.
     """
     evaluate = cfg.evaluate
     if prepared.validation is None:
@@ -49,8 +49,8 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "lis
     from toolkit.evaluate.questions import choose_questions
 
     names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
-    most = min((limit for limit in limits if limit), default=0)
-    questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
+    limit = min((limit for limit in limits if limit), default=0)
+    questions, others = choose_questions(prepared.validation, prepared.encoder, names, limit)
     if not questions:
         raise messages.DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
@@ -69,23 +69,23 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "lis
 
 @dataclass(kw_only=True, slots=True)
 class Evaluation:
-    """Evaluates a model as often as wanted, each time in the same way."""
+    """Evaluates a model on the validation split: loss, answers and their scores."""
 
     cfg: RunConfig
     prepared: language_data.LanguageData
-    """The validation split is there."""
+    """With a validation split."""
     ranks: Ranks
     questions: "list[ValidationQuestion]"
     model: DeepSpeedEngine | transformers.PreTrainedModel
-    """The engine, or where there is none the model."""
+    """The engine, or a model without one."""
     adapter: str = ""
-    """Directory of an adapter that was loaded for this; "" in a run."""
+    """Directory of the adapter that `toolkit eval` loaded, "" in a run."""
     measure: Measure = loss.token_losses
 
-    def leave_out_too_long(self) -> None:
-        """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
-        most, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
-        fitting = [question for question in self.questions if len(question.prompt) + new <= most]
+    def drop_too_long(self) -> None:
+        """Drop questions whose answers could exceed the model's positions; ModelError if none is left."""
+        limit, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        fitting = [question for question in self.questions if len(question.prompt) + new <= limit]
         dropped = len(self.questions) - len(fitting)
         if dropped:
             sentence = tr(
@@ -94,7 +94,7 @@ class Evaluation:
                 new=new,
                 count=dropped,
                 all=len(self.questions),
-                most=most,
+                limit=limit,
             )
             if not fitting:
                 raise messages.ModelError(messages.joined(sentence, tr("Set it lower.")))
@@ -102,12 +102,12 @@ class Evaluation:
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Evaluate, and leave model and random generators as they were; return the figures for metrics.jsonl, the same
-        on every rank. A collective. The answers are lines of `file`, settings and figures of all are in the .json
-        beside it; `alive` is called after each batch.
+        """Evaluate and return the figures for metrics.jsonl, the same on every rank; the model and random generators
+        are restored. A collective. Answers are written to `file`, a line each; settings and all figures to the same
+        name with .json. `alive` is called after each batch.
         """
         cfg, prepared = self.cfg, self.prepared
-        with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
+        with language_data.evaluation_with_progress(cfg, prepared, self.ranks, alive) as batches:
             figures = evaluate_loss(
                 self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
             )
@@ -129,10 +129,12 @@ class Evaluation:
                 replica=self._layout.data_rank,
                 num_replicas=self._layout.data_ranks,
             )
-        return figures | process_group.on_rank0(lambda: self._judge(answers, file, figures))
+        return figures | process_group.on_rank0(lambda: self._score_answers(answers, file, figures))
 
-    def rehearse(self) -> None:
-        """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
+    def try_once(self) -> None:
+        """Evaluate one batch and generate two tokens of answers; ModelError if that fails. A collective, after which
+        everything is as before.
+        """
         batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
         names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
         evaluate_loss(self.model, batches, names, device, copies, self.measure)
@@ -157,7 +159,7 @@ class Evaluation:
 
     @property
     def _in_step(self) -> bool:
-        """Whether the model is partitioned over the ranks."""
+        """Whether ranks must generate in step, as the model is partitioned over them."""
         return isinstance(self.model, DeepSpeedEngine) and parameters.is_partitioned(self.model)
 
     @property
@@ -174,8 +176,10 @@ class Evaluation:
             seed=evaluate.seed,
         )
 
-    def _judge(self, answers: "Answers", file: Path, figures: dict[str, float]) -> dict[str, float]:
-        """Score the answers, write them to `file`, and return the scores. What fails is a warning: a run goes on."""
+    def _score_answers(self, answers: "Answers", file: Path, figures: dict[str, float]) -> dict[str, float]:
+        """Score the answers, write them to `file`, and return the scores; failures are warnings, so that a run
+        continues.
+        """
         missing = len(self.questions) - len(answers.ids)
         if missing:
             warn(
@@ -213,7 +217,9 @@ class Evaluation:
 
 
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
-    """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
+    """Load a model, with the adapter of a directory unless `adapter` is "", evaluate it data-parallel, and print the
+    scores; answers are written to `file`. A collective.
+    """
     consistency.check_settings(cfg)
     prepared = language_data.load_data(cfg)
     language_data.check_same_data(cfg, prepared)
@@ -223,10 +229,10 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     device = process_group.start(cfg.distributed)
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
+    warnings.simplefilter("ignore", FutureWarning)  # meant for developers of libraries
     build.use_tf32(cfg.precision)
     packed = prepared.layout is not loader.Layout.alone
-    # Steps are not taken: batch.global_size need not fit these ranks.
+    # There are no steps, so that the recipe's batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
     ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
     model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
@@ -234,17 +240,17 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
         from toolkit.models import adapters, base_model
 
         adapters.load_adapter(model, Path(adapter), base_model.base_of(model, Path(cfg.model.path)), ds_config=ds)
-    # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
+    # Under ZeRO-3 the model is partitioned over ranks as in training, else each rank has a copy.
     loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
-        of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
+        arguments = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
         from toolkit.models.isolation import check_isolation
 
-        check_isolation(*of_model, shared=prepared.shares_prefixes)
+        check_isolation(*arguments, shared=prepared.shares_prefixes)
     evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
-    evaluation.leave_out_too_long()
+    evaluation.drop_too_long()
     figures = evaluation.run(file)
-    say("\n".join(_lines(figures)))
+    say("\n".join(_table_of_figures(figures)))
     if not cfg.evaluate.metrics:
         say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
     elif file.exists():
@@ -252,8 +258,8 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     process_group.stop()
 
 
-def _lines(figures: dict[str, float]) -> list[str]:
-    """Return the figures as a table, with a column for each source where there are several."""
+def _table_of_figures(figures: dict[str, float]) -> list[str]:
+    """Return the lines of a table of figures, with a column for each source if there are several."""
     sources = sorted({name.partition("/")[2] for name in figures} - {""})
     rows = []
     for name in figures:

@@ -1,4 +1,4 @@
-"""The model that a recipe trains, made of the one in its directory, and what is checked of its engine."""
+"""Builds the model that a recipe trains, and checks its engine."""
 
 from functools import partial
 from pathlib import Path
@@ -30,16 +30,16 @@ def adapt(
     base: Path,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Change a model into the one that a recipe trains; where parameters are partitioned, a collective. `base`: see
-    `base_model.base_of`; ConfigError or ModelError for what this model cannot do.
+    """Apply a recipe's changes to a model: loss, routers, fine-tuning method, FP8, NEFTune. A collective if parameters
+    are partitioned. `base`: the model's directory. ConfigError or ModelError for what this model does not support.
     """
     model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
-    wanted = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
-    if structure.routers_in(model) or max(wanted) > 0:
+    settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
+    if structure.routers_in(model) or max(settings) > 0:
         from toolkit.models.router_loss import routers_of
 
         model.routers = routers_of(model, cfg)
-    if cfg.tuning.method is not TuningMethod.full or structure.towers(model):
+    if cfg.tuning.method is not TuningMethod.full or structure.tower_prefixes(model):
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
@@ -56,16 +56,16 @@ def adapt(
 def build_model(
     cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig, source: run_dir.RunSource
 ) -> torch.nn.Module:
-    """Load the model, freeze as `tuning` says; of a pipeline, return this rank's stage as DeepSpeed's engine takes it.
-    ModelError or ConfigError for what this model cannot do. A collective.
+    """Load and adapt the model; for a pipeline return this rank's stage as a PipelineModule. ModelError or ConfigError
+    for what this model does not support. A collective.
     """
     build.use_tf32(cfg.precision)
-    model = _load(cfg, data, ds)
+    model = _load_model(cfg, data, ds)
     model.without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values)
     if hasattr(model, "tuned"):
-        _check_tuned(model, cfg, base, source)
+        _check_base(model, cfg, base, source)
     if cfg.parallel.pipeline == 1:
         return model
     from toolkit.layouts.pipeline import PipelineStage
@@ -74,23 +74,23 @@ def build_model(
 
 
 def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
-    """Check that samples are computed as if alone, and say what computes, balances and freezes the model. A collective
-    that raises ModelError.
+    """Raise ModelError if samples of a row influence each other, and report attention, loss, optimizer, routers and
+    frozen parts. A collective.
     """
     _check_attention(engine, cfg, data)
-    say(_in_use(engine, cfg))
+    say(_describe_computation(engine, cfg))
     model = stages.stage_model(engine.module)
     if model.routers is not None:
-        _tell_routers(model.routers)
+        _report_routers(model.routers)
     if cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
 
-        trainable.tell_towers(model)
-        trainable.tell_untested(model)
+        trainable.report_frozen_towers(model)
+        trainable.report_untested_type(model)
 
 
-def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:
-    """Return the model of a recipe's directory, of divided ones this rank's part. A collective."""
+def _load_model(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:
+    """Return the recipe's model, or this rank's part of a divided one. A collective."""
     mesh = mesh_of(cfg, process_group.world_size(), process_group.rank())
     head, part_of, ready = language_data.head_of(cfg, data), None, None
     if cfg.parallel.pipeline > 1:
@@ -109,40 +109,44 @@ def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConf
     if cfg.tuning.method is TuningMethod.qlora:
         from toolkit.models.lora import quantize_layer
 
-        ready = quantize_layer  # each layer as soon as it is read: a model in 16 bits need not fit into host memory
+        ready = quantize_layer  # each layer as it is read, as a 16-bit model need not fit into host memory
     packed, dtype = data.layout is not loader.Layout.alone, cfg.precision.dtype
     parts = cfg.parallel.sequence
     model = load.create_model(
         cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, part_of, head, ready
     )
-    load.tell_extra(model)  # which a head would have taken the place of
+    load.report_extra_tensors(model)  # which a head would have taken the place of
     return model
 
 
 def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
-    """See that samples of a packed row, and parts of a row on several ranks, are computed as if alone. A collective."""
+    """Raise ModelError if samples of a packed row influence each other, or if rows that are divided over ranks give
+    other logits than full ones. A collective.
+    """
     packed, parts = data.layout is not loader.Layout.alone, cfg.parallel.sequence
     forward = None
-    if stages.is_pipeline(engine):  # the logits of some of the vocabulary tell as much
+    if stages.is_pipeline(engine):  # some of the vocabulary is enough
         forward = partial(stages.forward_logits, engine, pick=lambda logits: logits[..., :1024])
     elif cfg.task.has_head:
         from toolkit.models.classifier import token_scores
 
         forward = partial(token_scores, engine)
-    of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
+    arguments = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
         remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
         from toolkit.models.isolation import check_isolation
 
-        check_isolation(*of_model, forward, data.shares_prefixes, remedy)
+        check_isolation(*arguments, forward, data.shares_prefixes, remedy)
     if parts > 1:
         from toolkit.layouts.sequence import check_sequence_parallel
 
-        check_sequence_parallel(*of_model, forward, packed, data.shares_prefixes)
+        check_sequence_parallel(*arguments, forward, packed, data.shares_prefixes)
 
 
-def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
-    """Reject another base than a checkpoint's; warn of an adapter that cannot be merged later. A collective."""
+def _check_base(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
+    """Raise ModelError if a checkpoint has another base model; warn of an adapter that cannot be merged later. A
+    collective.
+    """
     from toolkit.models import base_model
 
     tuned = model.tuned
@@ -156,8 +160,8 @@ def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run
         process_group.on_rank0(lambda: merge.tell_unmergeable(part))
 
 
-def _tell_routers(routers: "Routers") -> None:
-    """Report how the experts of a mixture are kept in use."""
+def _report_routers(routers: "Routers") -> None:
+    """Report how the load of experts is balanced."""
     if routers.coefficient:
         say(
             "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
@@ -174,26 +178,28 @@ def _tell_routers(routers: "Routers") -> None:
         )
 
 
-def _in_use(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
-    """Return a line about what computes this run. A collective."""
+def _describe_computation(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
+    """Return a line about attention, loss, layers, compilation and optimizer of a run. A collective."""
     model = stages.stage_model(engine.module)
-    ways = {
+    descriptions = {
         loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         loss.LossPath.picked: tr("from the logits of trained tokens"),
         loss.LossPath.all_logits: tr("from all logits"),
     }
-    computes = model if stages.is_pipeline(engine) else engine
+    model_or_engine = model if stages.is_pipeline(engine) else engine
     if probe.is_classifier(model):
-        way = tr("from the scores of last tokens")
+        description = tr("from the scores of last tokens")
     else:
-        way = ways[stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))]
+        description = descriptions[
+            stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model_or_engine))
+        ]
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
     return tr(
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
         attention=model.config._attn_implementation,
-        loss=way,
+        loss=description,
         liger=tr("no, {reason}", reason=model.without_liger) if model.without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
@@ -201,7 +207,7 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
 
 
 def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTrainedModel, folder: Path) -> Path:
-    """Return the folder of the model as it is before training; a random one is written into the run's."""
+    """Return the directory of the base model; a random one of an adapter is written into the run's."""
     if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
         return Path(cfg.model.path)
     from toolkit.export.write import write_folder
@@ -211,7 +217,7 @@ def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTra
 
     def write() -> None:
         if not base.exists():
-            write_folder(model, save.describe(model, data.encoder), base, "hf", None)
+            write_folder(model, save.non_weight_files(model, data.encoder), base, "hf", None)
 
     process_group.on_rank0(write)
     return base

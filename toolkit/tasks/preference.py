@@ -1,16 +1,14 @@
-"""Preferences: a loss of pairs of a chosen and a rejected answer, both in one forward pass.
+"""Preference losses: of pairs of a chosen and a rejected answer, or of answers marked good or bad.
 
-Rows of a plan are pairs, so that sampler, accumulation and `batch` count these; in a micro-batch the answers alternate.
-Where the model can be trained on packed rows, the two are branches of a tree that begins with their prompt.
-The reference is the model before training. With a new LoRA that is the model without its adapter, computed with each
-step; else its log-probabilities are computed before the first step, by the weights that training starts from, and kept
-in the run directory: there is never a second model.
+Rows of a plan are pairs, which sampler, accumulation and `batch` count; in a micro-batch chosen and rejected answers
+alternate. If the model supports packed rows, both are branches of a tree that begins with their prompt.
+The reference is the model before training. With a new LoRA that is the model without its adapter, computed in each
+step; else its log-probabilities are computed before the first step, with the weights that training starts from, and
+stored in the run directory. So there is never a second model.
 
-The losses are of pairs of a chosen and a rejected answer, or of answers marked good or bad.
-
-p, r: log-probabilities of an answer by the model and by the reference, the model before training, summed over the
-answer's tokens; bars: their means; b: beta; e: label_smoothing; S: log sigmoid; D = (p - r of the chosen) - (p - r of
-the rejected). What is added to each, sft_weight x the chosen answer's cross entropy, is a mean over its tokens.
+p, r: log-probabilities of an answer by the model and by the reference, summed over the answer's tokens; bars: their
+means; b: beta; e: label_smoothing; S: log sigmoid; D = (p - r of the chosen) - (p - r of the rejected). To each loss
+sft_weight x the chosen answer's cross entropy, a mean over its tokens, is added.
 
 - sigmoid (DPO): -S(b D), equation 7 of Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; with label smoothing
   -(1 - e) S(b D) - e S(-b D) (conservative DPO, equation 9 of the next), and robust: that minus twice the swapped
@@ -55,7 +53,7 @@ from toolkit.tasks.samples import SampleTask
 from toolkit.train import run_dir
 
 REFERENCE = "reference"
-"""Directory of a run that keeps the reference's log-probabilities."""
+"""Directory in a run's for the reference's log-probabilities."""
 FIGURES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -65,24 +63,24 @@ FIGURES = (
     "logps/rejected",
     "kl",
 )
-"""Of pairs. `kl`, only with a reference: the mean of log p - log r over both answers, nats per answer. It estimates the
-divergence on the data's answers, not on what the model writes itself, and can be below 0."""
+"""Figures of pairs. `kl`, only with a reference: the mean of p - r over both answers, nats per answer. It estimates the
+divergence on the data's answers, not on those that the model would generate, and can be negative."""
 OF_ANSWERS = tuple(name for name in FIGURES if name != "rewards/margins")
-"""The figures of KTO, whose `kl` is its K."""
+"""Figures of KTO, whose `kl` is its K."""
 
 
 class Answers(NamedTuple):
-    """One side of some pairs, float32 [n] each."""
+    """The chosen or the rejected answers of n pairs, float32 [n] each."""
 
     log_probabilities: torch.Tensor
     """Sums over each answer's tokens, nats."""
     tokens: torch.Tensor
     reference: torch.Tensor
-    """Log-probabilities by the reference; unused where the loss needs none."""
+    """Log-probabilities by the reference; unused if the loss needs none."""
 
 
 class PairLosses(NamedTuple):
-    """What some pairs give, float32 [n] each."""
+    """Losses and rewards of n pairs, float32 [n] each."""
 
     losses: torch.Tensor
     chosen_rewards: torch.Tensor
@@ -91,9 +89,9 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(config: schema.PreferenceConfig, chosen: Answers, rejected: Answers) -> PairLosses:
-    """Return the loss of each pair, [pairs], and the rewards of its answers: beta times `_compared`."""
+    """Return the loss of each pair, [pairs], and the rewards of its answers: beta times `_answer_values`."""
     kind, beta = config.loss, config.beta
-    better, worse = (_compared(config, answers) for answers in (chosen, rejected))
+    better, worse = (_answer_values(config, answers) for answers in (chosen, rejected))
     margin = beta * (better - worse)
     if kind is schema.PreferenceLoss.hinge:
         losses = torch.relu(1 - margin)
@@ -121,9 +119,9 @@ def answer_losses(
     )
 
 
-def _compared(config: schema.PreferenceConfig, answers: Answers) -> torch.Tensor:
-    """Return the number of each answer that the loss compares: its log-probability, less the reference's if the loss
-    needs one, and per token for losses that are defined so.
+def _answer_values(config: schema.PreferenceConfig, answers: Answers) -> torch.Tensor:
+    """Return the value of each answer that the loss compares: its log-probability, minus the reference's if the loss
+    needs one, divided by its tokens for ipo, simpo and orpo.
     """
     values = answers.log_probabilities
     if config.needs_reference:
@@ -132,15 +130,16 @@ def _compared(config: schema.PreferenceConfig, answers: Answers) -> torch.Tensor
     return values / answers.tokens if by_token else values
 
 
-def _smoothed(margin: torch.Tensor, swapped: float, is_robust: bool) -> torch.Tensor:
-    as_labelled, other_way = (1 - swapped) * logsigmoid(margin), swapped * logsigmoid(-margin)
+def _smoothed(margin: torch.Tensor, smoothing: float, is_robust: bool) -> torch.Tensor:
+    """Return the loss of DPO with label smoothing, or robust DPO's, for margins [n]."""
+    as_labelled, swapped = (1 - smoothing) * logsigmoid(margin), smoothing * logsigmoid(-margin)
     if is_robust:
-        return (other_way - as_labelled) / (1 - 2 * swapped)
-    return -as_labelled - other_way
+        return (swapped - as_labelled) / (1 - 2 * smoothing)
+    return -as_labelled - swapped
 
 
 def _log_odds(means: torch.Tensor) -> torch.Tensor:
-    """Return log(P / (1 - P)) of P = exp(means); an answer that is certain gets that of the nearest below."""
+    """Return log(P / (1 - P)) of P = exp(means); finite for P = 1 too."""
     means = means.clamp(max=-torch.finfo(means.dtype).eps)
     return means - torch.log(-torch.expm1(means))
 
@@ -155,17 +154,17 @@ class PreferenceTask(SampleTask):
     # Data
 
     def settle(self, cfg: schema.RunConfig) -> None:
-        """Take the settled config; what is counted as a sample is a pair."""
+        """Take the settled config; the samples of an epoch are pairs."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
         if not cfg.preference.needs_reference:
             self.names = tuple(name for name in self.names if name != "kl")
-            self._figures = self._zeros()  # of a pipeline, stages that compute no loss add these to the others'
+            self._figures = self._zeros()  # pipeline stages without a loss contribute zeros of these names
 
     # Model
 
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
-        """Compute what the reference says of all answers: no checkpoint is loaded yet. A collective."""
+        """Compute the reference's log-probabilities if they are needed, before a checkpoint is loaded. A collective."""
         super().engine_built(engine, ds, source)
         if self._is_reference_ahead:
             splits = ["train", "validation"] if self.has_validation else ["train"]
@@ -177,7 +176,9 @@ class PreferenceTask(SampleTask):
         return self.cfg.preference.needs_reference and not objective.has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
-        """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""
+        """Return the reference's log-probability of each answer of a split, float32 [samples], computed unless the run
+        has stored them.
+        """
         store, _ = self.data.split(split)
         # KTO's without "-2" may be of a question with another answer to itself.
         file = folder / REFERENCE / f"{store.fingerprint}-{split}{'-2' * (store.num_numbers > len(store))}.f32"
@@ -190,7 +191,7 @@ class PreferenceTask(SampleTask):
             probe.evaluating(engine),
             terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
-            measured = stages.measured(engine, batches, answer_log_probabilities)
+            measured = stages.measure_each(engine, batches, answer_log_probabilities)
             for samples, (_, (of_answers, _)) in zip(numbers, measured, strict=False):
                 if self._is_leader:
                     values[samples] = of_answers[: len(samples)].float().cpu().numpy()
@@ -210,8 +211,8 @@ class PreferenceTask(SampleTask):
     # Steps
 
     def count(self, batch: language_data.Batch) -> int:
-        """Return the pairs; none are in the row that stands in for an empty micro-batch."""
-        return _answers(batch) // 2
+        """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
+        return _num_answers(batch) // 2
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
@@ -234,24 +235,24 @@ class PreferenceTask(SampleTask):
         from_reference = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
         in_order = (margins > 0).float()
         figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *answers, from_reference)
-        # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
+        # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
 
     def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return the reference's log-probabilities of a micro-batch's answers, [B]; zeros where none are needed."""
+        """Return the reference's log-probabilities of a micro-batch's answers, [answers]; zeros if none are needed."""
         if not self.cfg.preference.needs_reference:
-            return torch.zeros(_answers(batch), device=engine.device)
+            return torch.zeros(_num_answers(batch), device=engine.device)
         if self._is_reference_ahead:
             return batch["reference"].to(engine.device, non_blocking=True)
         with probe.evaluating(engine), lora.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
-        """Return the means over the pairs of this rank's batches and the others'. A collective."""
+        """Return the means over the pairs of all ranks' batches. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
-            for batch, (loss, figures) in stages.measured(engine, batches, self._pairs):
+            for batch, (loss, figures) in stages.measure_each(engine, batches, self._pairs):
                 batch_sums = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
                 sums += self._is_leader * batch_sums.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
@@ -267,9 +268,10 @@ class PreferenceTask(SampleTask):
 
 
 class KtoTask(PreferenceTask):
-    """Trains a causal language model on answers that are marked good or bad (KTO). A row of a plan has two samples: an
-    answer to its question, and another question's answer to it. The mean log-ratio of the latter over the global batch,
-    KTO's divergence, must be known before the first loss of a step.
+    """Trains a causal language model on answers that are marked good or bad (KTO).
+
+    A row of a plan has two samples: a question with its answer, and with another question's answer. The mean log-ratio
+    of the latter over the global batch, KTO's divergence, is needed before the first loss of a step.
     """
 
     counted = "answers"
@@ -277,20 +279,20 @@ class KtoTask(PreferenceTask):
     _divergence: torch.Tensor
 
     def sizes(self, batches: list[language_data.Batch]) -> list[int]:
-        return super().sizes([_rows(batch, 0) for batch in batches])
+        return super().sizes([_every_second_row(batch, 0) for batch in batches])
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
-        """Compute the step's divergence: how far the model is from the reference on others' answers. A collective."""
-        others, sums = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
+        """Compute the step's divergence between model and reference, on mismatched answers. A collective."""
+        others, sums = [_every_second_row(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
-            passes = stages.measured(engine, others, self._ratios)
+            passes = stages.measure_each(engine, others, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
                 sums += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
-        self._divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device))
+        self._divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device))
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of answers, and add up their figures."""
-        answers = _rows(batch, 0)
+        answers = _every_second_row(batch, 0)
         ratios, values = self._ratios(engine, answers)
         is_good = answers["value"].to(engine.device, non_blocking=True)[: self.count(batch)] > 0
         losses, figures = self._losses(ratios[: len(is_good)], values[: len(is_good)], is_good, self._divergence)
@@ -298,7 +300,7 @@ class KtoTask(PreferenceTask):
         return losses.sum() if len(is_good) else 0 * ratios.sum()
 
     def _ratios(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return answers' log-probabilities less the reference's, and by the model alone, [B] each."""
+        """Return the answers' log-probabilities minus the reference's, and without that, [answers] each."""
         reference = self._reference(engine, batch)
         values, _ = answer_log_probabilities(engine, batch)
         return values - reference if len(reference) else 0 * values, values
@@ -306,7 +308,7 @@ class KtoTask(PreferenceTask):
     def _losses(
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each answer, and by name of each figure its sum over the answers and their count, [2]."""
+        """Return the loss of each answer, and figure -> its sum over the answers and their number, [2]."""
         losses = answer_losses(self.cfg.preference, ratios, is_good, divergence)
         rewards, good = self.cfg.preference.beta * ratios.detach(), is_good.float()
         every = torch.ones_like(ratios)
@@ -318,20 +320,22 @@ class KtoTask(PreferenceTask):
         return losses, dict(zip(self.names, pairs, strict=True))
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
-        """Return the means over all ranks' answers; the divergence is that of all of them. A collective."""
+        """Return the means over all ranks' answers, with the divergence over all of them. A collective."""
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)
 
         def measure(model: Any, batch: language_data.Batch) -> tuple[torch.Tensor, ...]:
-            of_others, _ = self._ratios(model, _rows(batch, 1))
-            return *self._ratios(model, _rows(batch, 0)), of_others.sum()
+            mismatched, _ = self._ratios(model, _every_second_row(batch, 1))
+            return *self._ratios(model, _every_second_row(batch, 0)), mismatched.sum()
 
         with probe.evaluating(engine):
-            for batch, (ratios, values, of_others) in stages.measured(engine, batches, measure):
+            for batch, (ratios, values, mismatched) in stages.measure_each(engine, batches, measure):
                 count = self.count(batch)
-                parts.append((ratios[:count].cpu(), values[:count].cpu(), _rows(batch, 0)["value"][:count] > 0))
-                sums += torch.stack((of_others.cpu(), torch.tensor(float(count))))
-        divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
+                parts.append(
+                    (ratios[:count].cpu(), values[:count].cpu(), _every_second_row(batch, 0)["value"][:count] > 0)
+                )
+                sums += torch.stack((mismatched.cpu(), torch.tensor(float(count))))
+        divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
         ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
         totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
@@ -350,25 +354,25 @@ _COLUMNS = (
 )
 
 
-def _answers(batch: language_data.Batch) -> int:
+def _num_answers(batch: language_data.Batch) -> int:
     return int(samples_in_rows(batch).sum())
 
 
-def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
-    """Return a micro-batch of every second row, from the `first` (0: answers, 1: others' answers); a filler, which is a
-    single row, stays as it is.
+def _every_second_row(batch: language_data.Batch, first: int) -> language_data.Batch:
+    """Return a micro-batch of every second row: those with their own answers (`first` 0), or with mismatched ones (1).
+    A filler, which is a single row, is returned unchanged.
     """
     if len(batch["input_ids"]) == 1:
         return batch
     rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
     if "part" in batch:
         length = batch["input_ids"].size(1)
-        row, column = (batch["places"] - 1) // length, (batch["places"] - 1) % length
+        row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
         is_own = row % 2 == first
-        places = row[is_own] // 2 * length + column[is_own] + 1
-        rows |= {"part": batch["part"], "targets": batch["targets"][is_own], "places": places}
+        indices = row[is_own] // 2 * length + column[is_own] + 1
+        rows |= {"part": batch["part"], "targets": batch["targets"][is_own], "target_indices": indices}
     return rows
 
 
-def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:
+def _mean_at_least_zero(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / sums[1]).clamp(min=0).float()

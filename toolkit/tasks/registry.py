@@ -1,4 +1,4 @@
-"""Which task a config asks for; its module alone is imported."""
+"""Chooses a config's task, and imports its module alone."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _OF_KIND = {
 
 
 def task_of(cfg: RunConfig) -> "LanguageTask":
-    """Return the task of a config: `task.kind`, and of language models `preference.loss`."""
+    """Return the task of a config, by `task.kind` and for language models `preference.loss`."""
     name = _OF_KIND[cfg.task.kind]
     if cfg.task.kind is TaskKind.language and cfg.preference.is_on:
         is_single = cfg.preference.loss is PreferenceLoss.kto

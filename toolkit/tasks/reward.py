@@ -1,4 +1,4 @@
-"""Reward models: of pairs of answers they learn a score of conversations that is higher for the chosen one.
+"""Reward models: they learn from pairs of answers to score the chosen answer higher.
 
 The loss is -S(r chosen - r rejected - m) of scores r, S the log sigmoid: equation 1 of Ouyang et al. 2022,
 https://arxiv.org/abs/2203.02155, with the margin m of Touvron et al. 2023 (Llama 2), https://arxiv.org/abs/2307.09288.
@@ -37,6 +37,6 @@ class RewardTask(PreferenceTask, samples.ScoreTask):
         scores_of_sides = chosen.detach(), rejected.detach()
         gains = scores_of_sides[0] - scores_of_sides[1]
         figures = (*scores_of_sides, gains, (gains > 0).float())
-        # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
+        # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = losses.sum() if end else 0 * scores.sum()
         return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}

@@ -1,4 +1,4 @@
-"""What tasks share whose loss is of whole samples and not of their tokens: figures, columns of a batch, evaluation."""
+"""Base classes of tasks whose loss is of samples, in place of tokens: figures, columns of a batch, evaluation."""
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -17,17 +17,17 @@ from toolkit.train import task
 
 
 class SampleTask(language.LanguageTask):
-    """Trains a model on what is known of each sample."""
+    """Trains a model with a loss of each sample."""
 
     loss_unit = ""
 
     @property
     def _is_leader(self) -> bool:
-        """Whether what this rank finds of its samples counts: others that work on the same ones find the same."""
+        """Whether this rank's values count, of the ranks that compute the same samples."""
         return mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).is_leader
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
-        """Nothing is asked of the model."""
+        """Do nothing: the model answers no questions."""
 
     # Dry run
 
@@ -36,7 +36,7 @@ class SampleTask(language.LanguageTask):
         return {**batch, **{name: torch.zeros(int(samples_in_rows(batch).sum())) for name in columns}}
 
     def check_evaluation(self, run: task.RunContext) -> None:
-        """Evaluate one batch, and begin an answer."""
+        """Evaluate one batch, and generate two tokens of an answer."""
         if self.has_validation:
             self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
         super().check_evaluation(run)
@@ -45,11 +45,11 @@ class SampleTask(language.LanguageTask):
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate the validation data."""
-        with language_data.shown_evaluation(run.cfg, self.data, run.ranks, alive) as batches:
+        with language_data.evaluation_with_progress(run.cfg, self.data, run.ranks, alive) as batches:
             return self._evaluate(run.engine, batches)
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
-        """Return the figures of this rank's batches and the others'. A collective."""
+        """Return the figures over all ranks' batches. A collective."""
         raise NotImplementedError
 
     # End
@@ -66,12 +66,12 @@ class SampleTask(language.LanguageTask):
         return [self._result(**losses, before=before, after=after)]
 
     def _result(self, **values: str) -> str:
-        """Return the sentence that reports it: `first` and `last` loss, figure `before` and `after`."""
+        """Return the line about the validation: `first` and `last` loss, the reported figure `before` and `after`."""
         raise NotImplementedError
 
 
 class ScoreTask(SampleTask):
-    """Trains a model that writes no text."""
+    """Trains a model that does not generate text."""
 
     def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
@@ -83,5 +83,5 @@ class ScoreTask(SampleTask):
         return [self._use(folder)]
 
     def _use(self, folder: str) -> str:
-        """Return what can be done with a whole model."""
+        """Return the line about how to use an exported model that is no adapter."""
         return tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)

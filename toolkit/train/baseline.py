@@ -136,7 +136,7 @@ def measure_baseline(
     trained: set[str] = set()
     config, towers = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
-        config, towers = model.config.get_text_config(), structure.towers(model)
+        config, towers = model.config.get_text_config(), structure.tower_prefixes(model)
     for name, parameter in model.named_parameters():
         if name.startswith(towers):
             continue

@@ -36,7 +36,7 @@ def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
     """Return the parameters and buffers of an engine that this rank saves, by their names in the full model."""
     model, full_model = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
-    tied = weights.tied_names(full_model) if is_pipeline(engine) else {}
+    tied = weights.tied_parameter_names(full_model) if is_pipeline(engine) else {}
     named = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
     on_other_stage = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
     persistent = model.state_dict(keep_vars=True)
@@ -71,7 +71,7 @@ class ModelFiles:
     """What a checkpoint holds of the model next to the engine's files."""
 
     files: Mapping[str, bytes]
-    """Of `toolkit.models.save.describe`; rank 0 alone has them."""
+    """Of `toolkit.models.save.non_weight_files`; rank 0 alone has them."""
     probe_ids: torch.Tensor | None
     """Token ids of `toolkit.models.probe`, the same on every rank; None for a custom model with inputs of its own."""
     export: Callable[[Path, Path], None]

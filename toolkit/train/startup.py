@@ -15,7 +15,7 @@ from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files, load, mesh, native_ops, requirements, schema
 from toolkit.launch import environment
 from toolkit.messages import Problems, say, tr
-from toolkit.models.directory import runs_code
+from toolkit.models.directory import has_runnable_code
 from toolkit.plan import machine
 from toolkit.secrets import HidingFilter, hide
 
@@ -26,7 +26,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 def warn_remote_code(model: schema.ModelConfig) -> None:
     """Say, in red on a terminal, that the Python files of a model run, if they do."""
-    if not model.trust_remote_code or not runs_code(model.path):
+    if not model.trust_remote_code or not has_runnable_code(model.path):
         return
     from rich.console import Console
     from rich.text import Text

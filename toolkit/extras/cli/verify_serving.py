@@ -49,7 +49,7 @@ def run(words: list[str]) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_servable(path)
-    load.check_writes(load.empty(folder), folder)
+    load.check_generates_text(load.load_empty(folder), folder)
     programs = _programs(settings.get("programs", "all"), list(serving.ENGINES))
     if recipe is None:
         say(

@@ -139,8 +139,8 @@ def family_of(vocabulary: Path) -> Family:
 def image_tokens(vocabulary: Path) -> int:
     """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months."""
     folder = vocabulary.parent
-    first = directory.read_json(folder / "config.json").get("bos_token_id")
-    named = directory.read_json(folder / "tokenizer_config.json").get("num_image_tokens")
+    first = directory.read_json_or_empty(folder / "config.json").get("bos_token_id")
+    named = directory.read_json_or_empty(folder / "tokenizer_config.json").get("num_image_tokens")
     if first is None:
         return int(named or 0)
     sop = int(load_pieces(vocabulary).piece_to_id("<sop>"))
@@ -231,7 +231,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self.own_template = formats.TEMPLATES[family] if has_chat_format else None
         if family is Family.glm4:
             # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
-            official = directory.read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
+            official = directory.read_json_or_empty(vocab_file.parent / "tokenizer_config.json").get("chat_template")
             self.own_template = (
                 formats.SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
             )
