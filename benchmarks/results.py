@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit import children, disk
 from toolkit.messages import ConfigError, tr
-from toolkit.plan.machine import own_memory
+from toolkit.plan.machine import host_memory_bytes
 from toolkit.train.run_dir import describe_environment
 
 FIGURES = {
@@ -113,7 +113,7 @@ def _machine() -> dict[str, object]:
         gpus = children.run(command, capture_output=True, text=True, timeout=60).stdout
     return {
         "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
-        "memory_bytes": own_memory(),
+        "memory_bytes": host_memory_bytes(),
         "gpus": gpus.splitlines(),
     }
 

@@ -23,7 +23,7 @@ from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import shapes_of_config, tuned
+from toolkit.plan.outline import shapes_of_config, with_tuning
 from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed
 from toolkit.plan.summary import plan_lines
@@ -241,7 +241,7 @@ def test_plan_counts_what_is_added() -> None:
     known = shapes_of_config(published_models()["ChatGLM3-6B"])
     assert known is not None
     plain = loaded_with("zero=stage3 precision=bf16").cfg
-    outline = tuned(*known, plain.tuning)
+    outline = with_tuning(*known, plain.tuning)
     cfg = loaded_with("zero=stage3_hpz precision=bf16").cfg
     added = plan_rank(outline, cfg, 16).peak("step") - plan_rank(outline, plain, 16).peak("step")
     assert abs(added - 2 * outline.num_parameters / 8) <= 8, "a second copy of the weights over 8 ranks"

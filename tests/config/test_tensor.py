@@ -28,7 +28,7 @@ from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
 from toolkit.plan.division import exchanged_bytes, tensor_part
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import shapes_of_config, tuned
+from toolkit.plan.outline import shapes_of_config, with_tuning
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {
@@ -130,7 +130,7 @@ def test_parts_join_to_the_whole(kind: str) -> None:
 def test_the_plan_knows_the_parts() -> None:
     known = shapes_of_config(GLM)
     assert known is not None
-    outline = tuned(*known, TuningConfig())
+    outline = with_tuning(*known, TuningConfig())
     part = tensor_part(outline, 2)
     assert part.vocabulary == outline.vocabulary
     assert part.sizes["heads"] == 2 and part.sizes["keys"] == outline.sizes["keys"] // 2
@@ -145,7 +145,7 @@ def test_the_plan_knows_the_parts() -> None:
     assert exchanged_bytes(outline, 2, 1000, recomputes=True) == (16 * 1000, 16)
     assert exchanged_bytes(outline, 1, 1000, recomputes=True) == (0, 0)
     # Between LoRA's factors, of rank 4, an eighth of the 32 hidden states' width.
-    lora = tuned(*known, TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], rank=4))
+    lora = with_tuning(*known, TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], rank=4))
     assert exchanged_bytes(lora, 2, 1000, recomputes=False) == (12 * 1000 + 12 * 125, 24)
     sizes = tensor_part(lora, 2)
     assert sizes.shapes["model.layers.0.self_attn.o_proj.lora_A.default.weight"] == (4, 16)

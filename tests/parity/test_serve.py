@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise Started
 
     monkeypatch.setattr(os, "execve", become)
-    monkeypatch.setattr(server, "_NEEDED", ())
+    monkeypatch.setattr(server, "_PACKAGES", ())
     return found
 
 
@@ -139,7 +139,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert f"toolkit export-model {adapter} merge=true" in refused(tmp_path / "lora-run")
     model = write_random(tmp_path / "model")
     assert "there is no vllm here:  pip install vllm" in refused(model, "backend=vllm")
-    monkeypatch.setattr(server, "_NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr(server, "_PACKAGES", ("json", "no_such_package"))
     assert "needs packages that are not installed:  pip install no_such_package" in refused(model)
     assert "the @ in" in refused(write_random(tmp_path / "me@home"))
     (model / "chat_template.jinja").unlink()

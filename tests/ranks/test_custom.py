@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from toolkit.cli import main as toolkit_main
 from toolkit.data.sampler import GlobalBatchSampler
 from toolkit.launch.environment import free_port
-from toolkit.tasks.custom import _Rows
+from toolkit.tasks.custom import _MicroBatchReader
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "custom_worker.py")
 EXAMPLES = REPOSITORY / "examples"
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-def alone(batches: list[list[int]], rows: _Rows, epochs: list[int]) -> list[float]:
+def alone(batches: list[list[int]], rows: _MicroBatchReader, epochs: list[int]) -> list[float]:
     """Train in a plain loop on whole global batches, by torch's own mean."""
     torch.manual_seed(42)
     model = plain()
@@ -119,7 +119,9 @@ def test_a_step_is_the_mean_over_the_samples_of_the_global_batch(runs: Path) -> 
     batches = list(sampler)
     assert [len(batch) for batch in batches[:6]] == [8, 8, 8, 8, 5, 8]
     assert sorted(row for batch in batches[:5] for row in batch) == list(range(COUNT))
-    expected = alone(batches, _Rows(Regression(), default_collate, 42), [number // 5 for number in range(STEPS)])
+    expected = alone(
+        batches, _MicroBatchReader(Regression(), default_collate, 42), [number // 5 for number in range(STEPS)]
+    )
     for name in ("zero0", "zero3"):
         assert losses(runs / name) == pytest.approx(expected, rel=2e-5), name
     # What is drawn for a sample depends neither on its micro-batch nor on the process that reads it.
@@ -146,7 +148,7 @@ def test_metrics_are_of_each_sample_once(runs: Path) -> None:
     model = network()
     load_model(model, runs / "map" / "export" / "model.safetensors")
     model.eval()
-    rows_read = _Rows(Regression(), default_collate, 42)
+    rows_read = _MicroBatchReader(Regression(), default_collate, 42)
     with torch.no_grad():
         loss = squares(model, rows_read[-1, list(range(COUNT))].batch).mean().item()
     assert rows[-1]["eval_loss"] == pytest.approx(loss, rel=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ranks import free_port, kill_session, run, start
 
 from tests.unit.speaker import write_random
-from toolkit.evaluate.answer_files import BATCHES
+from toolkit.evaluate.answer_files import BATCHES_IN_WINDOW
 
 
 def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None
         kill_session(process)
     assert process.returncode == 75, output[-3000:]
     answers = (folder / "round-1" / "samples.jsonl").read_bytes()
-    assert len(answers.splitlines()) == 128 > 8 * BATCHES, "each of two processes gave some"
+    assert len(answers.splitlines()) == 128 > 8 * BATCHES_IN_WINDOW, "each of two processes gave some"
 
     finished = run(command, cwd=tmp_path, timeout_s=900)
     assert finished.code == 0, finished.output[-3000:]

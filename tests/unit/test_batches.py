@@ -18,7 +18,7 @@ from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError
-from toolkit.tasks.language_data import ahead
+from toolkit.tasks.language_data import prefetch
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:
@@ -125,7 +125,7 @@ def test_batches_ahead_keep_their_order() -> None:
             taken.append(number)
             yield {"labels": torch.tensor([[number, -100, number]])}
 
-    batches = ahead(source(), 3)
+    batches = prefetch(source(), 3)
     assert not taken, "nothing is prepared before the first batch is asked for"
     first = next(batches)
     assert first["target_indices"].tolist() == [2]
@@ -136,7 +136,7 @@ def test_batches_ahead_keep_their_order() -> None:
 
 def test_a_run_on_cpus_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # calling for it would fail here
-    [batch] = ahead(iter([{"labels": torch.tensor([[1, 1]])}]), 2)
+    [batch] = prefetch(iter([{"labels": torch.tensor([[1, 1]])}]), 2)
     assert batch["target_indices"].tolist() == [1]
 
 
@@ -146,7 +146,7 @@ def test_an_error_comes_where_its_batch_would_have() -> None:
         yield {"labels": torch.tensor([[2, 2]])}
         raise DataError("the disk is gone")
 
-    batches = ahead(source(), 4)
+    batches = prefetch(source(), 4)
     assert [int(next(batches)["labels"][0, 0]) for _ in range(2)] == [1, 2]
     with pytest.raises(DataError, match=r"^the disk is gone$"):
         next(batches)
@@ -161,7 +161,7 @@ def test_what_is_not_wanted_any_more_leaves_no_thread() -> None:
             taken.append(number)
             yield {"labels": torch.tensor([[number]])}
 
-    batches = ahead(source(), 2)
+    batches = prefetch(source(), 2)
     next(batches)
     assert threads()
     del batches  # as the loop does when it goes back to a checkpoint

@@ -569,7 +569,7 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
 def test_what_all_ranks_have_is_written_once_and_whole(length: int, ranks: int) -> None:
     """Whatever the length: without ZeRO each rank writes a share."""
     piece = engine_state.Piece(torch.nn.Parameter(torch.empty(length)), 5, 9, length)
-    shares = [engine_state._share(piece, rank, ranks) for rank in range(ranks)]
+    shares = [engine_state._rank_share(piece, rank, ranks) for rank in range(ranks)]
     written = [number for share in shares for number in range(share.position, share.position + share.length)]
     assert written == [*range(5, 5 + length)]
     assert all(share.offset - share.position == 4 for share in shares)
@@ -611,8 +611,8 @@ def test_what_adafactor_has_of_one_row_is_no_number() -> None:
     tensor = torch.ones(1, 8)
     row, column = torch.ones(1, 1), torch.ones(1, 8)
     states = {"step": torch.tensor(3.0), "row_var": row, "col_var": column}
-    flat = engine_state._Flat(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
-    assert engine_state._states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
+    flat = engine_state._FlatTensor(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
+    assert engine_state._sorted_states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
 
 
 def test_states_by_rank_of_an_earlier_version_are_not_passed_over(tmp_path: Path) -> None:
@@ -1029,10 +1029,10 @@ def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: s
     """PyTorch's fused kernel takes its address for one of the GPU's; "meta" stands for a GPU here."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
-    flat = engine_state._Flat(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
+    flat = engine_state._FlatTensor(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
     found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
     found.numbers.return_value = {"step": 7.0}
-    engine_state._fill(flat, flat.pieces[0], "w", found, bound=False)
+    engine_state._restore_piece(flat, flat.pieces[0], "w", found, bound=False)
     step = flat.state["step"]
     assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 

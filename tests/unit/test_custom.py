@@ -24,13 +24,13 @@ from toolkit.messages import CheckpointError, ConfigError, DataError
 from toolkit.tasks import custom as custom_task
 from toolkit.tasks.custom import (
     CustomSpec,
-    _metrics,
+    _metrics_of_batch,
     cast_inputs,
-    digest,
     evaluate,
     is_map_style,
     losses_of,
     on_device,
+    structure_digest,
 )
 from toolkit.train.schedule import tell_length
 
@@ -284,7 +284,9 @@ def test_a_loss_is_one_number_per_sample() -> None:
 )
 def test_metrics_are_values_per_sample(values: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        _metrics(task([1], metrics=lambda model, batch: values), ENGINE, custom_task.MicroBatch(torch.ones(3), 3))
+        _metrics_of_batch(
+            task([1], metrics=lambda model, batch: values), ENGINE, custom_task.MicroBatch(torch.ones(3), 3)
+        )
 
 
 def test_models_that_cannot_be() -> None:
@@ -295,7 +297,7 @@ def test_models_that_cannot_be() -> None:
     with pytest.raises(SystemExit) as ended:
         custom.train(nn.Linear(1, 1), [1], lambda model, batch: batch, score=dict, words=[])
     assert ended.value.code == 2
-    assert digest(nn.Linear(1, 2)) == digest(nn.Linear(1, 2)) != digest(nn.Linear(2, 1))
+    assert structure_digest(nn.Linear(1, 2)) == structure_digest(nn.Linear(1, 2)) != structure_digest(nn.Linear(2, 1))
 
 
 def test_random_weights_follow_from_the_seed() -> None:
@@ -339,7 +341,7 @@ def test_what_is_drawn_for_a_sample_is_its_own() -> None:
         def __getitem__(self, row: Any) -> Any:
             return torch.rand(1).item()
 
-    rows = custom_task._Rows(Noisy(range(4)), list, 42)
+    rows = custom_task._MicroBatchReader(Noisy(range(4)), list, 42)
     state = torch.random.get_rng_state()
     assert rows[0, [1, 2]].batch == [rows[0, [1]].batch[0], rows[0, [2]].batch[0]]
     assert rows[0, [1]] != rows[1, [1]]

@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.architectures import CONFIGS
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.engine.recompute import _with_gradient
+from toolkit.engine.recompute import _with_input_gradient
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.lora import inject_lora
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
 from toolkit.plan.lookup import published_models
-from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, shapes_of_config, tuned
+from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, shapes_of_config, with_tuning
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5
@@ -89,7 +89,7 @@ def counted(model: Any, checkpointing: bool) -> tuple[int, int]:
         again = partial(checkpoint, use_reentrant=True)  # of whole layers, as DeepSpeed's, which needs a process group
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=again)
         first = next(m for m in model.base_model.layers if any(p.requires_grad for p in m.parameters()))
-        first._gradient_checkpointing_func = partial(_with_gradient, again)
+        first._gradient_checkpointing_func = partial(_with_input_gradient, again)
     model.train()
     with FlopCounterMode(display=False) as forward:
         loss = loss_of(model)
@@ -124,7 +124,7 @@ def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None
         # peft (0.21) takes down_proj for the routed experts' where these were linear layers once.
         ends += ["o_proj"] if "chosen" in sizes else ["down_proj"]
         ends = [end for end in ends if any(one.endswith(end) for one in linear)]
-        planned = tuned(shapes, sizes, TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=ends))
+        planned = with_tuning(shapes, sizes, TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=ends))
         shapes, trained = planned.shapes, set(planned.trained)
         inject_adapter_in_model(LoraConfig(r=RANK, target_modules=ends), model)
         assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -169,7 +169,7 @@ def test_a_saved_module_counts_once() -> None:
     found = shapes_of_config(MODELS["llama"]().config.to_dict())
     assert found
     lora = TuningConfig(method=TuningMethod.lora, save_modules=["lm_head"])
-    planned, plain = tuned(*found, lora), tuned(*found, TuningConfig(method=TuningMethod.lora))
+    planned, plain = with_tuning(*found, lora), with_tuning(*found, TuningConfig(method=TuningMethod.lora))
     with_head, without = (formula(one.shapes, one.sizes, one.trained) for one in (planned, plain))
     assert with_head.forward == without.forward
     head = with_head.backward.per_trained_token
@@ -190,7 +190,7 @@ def test_lora_on_routed_experts_counts_for_the_chosen_ones(name: str) -> None:
     work = Work(ROWS * TOKENS, ROWS * TOKENS**2, ROWS * int(TRAINED.sum()))
     assert counted(model, checkpointing=False) == (expected.forward.flops(work), expected.backward.flops(work))
     lora = TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=[*queries, *experts])
-    planned = tuned(before, sizes, lora)
+    planned = with_tuning(before, sizes, lora)
     assert formula(planned.shapes, sizes, planned.trained) == expected
 
 

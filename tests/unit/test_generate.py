@@ -126,7 +126,7 @@ def test_what_was_stopped_goes_on(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command continues a file, and writes what it would have written in one go; another does not."""
-    monkeypatch.setattr(answer_files, "BATCHES", 2)
+    monkeypatch.setattr(answer_files, "BATCHES_IN_WINDOW", 2)
     asked = write(tmp_path / "in.jsonl", *({"prompt": "the same"} for _ in range(11)))
     drawn = [f"input={asked}", "max_new_tokens=8", "batch_size=2", "temperature=5", "seed=3"]
     ask(random_model, *drawn, f"output={tmp_path}/whole")
@@ -166,7 +166,7 @@ def test_shards_give_the_answers_of_one_process(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Byte by byte, however many there are, of which one was stopped; more of them than there are windows, too."""
-    monkeypatch.setattr(answer_files, "BATCHES", 2)
+    monkeypatch.setattr(answer_files, "BATCHES_IN_WINDOW", 2)
     asked = write(tmp_path / "in.jsonl", *({"prompt": "the same"} for _ in range(11)))
     drawn = [f"input={asked}", "max_new_tokens=8", "batch_size=1", "temperature=5", "samples=2"]
     ask(random_model, *drawn, f"output={tmp_path}/whole")
@@ -208,7 +208,7 @@ def test_several_answers_to_each_question(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line each; the same again by the same command, also where it was stopped."""
-    monkeypatch.setattr(answer_files, "BATCHES", 1)
+    monkeypatch.setattr(answer_files, "BATCHES_IN_WINDOW", 1)
     asked = write(tmp_path / "in.jsonl", *({"prompt": text} for text in ("one", "another", "the third")))
     words = [f"input={asked}", "max_new_tokens=8", "batch_size=4", "temperature=5", "samples=3"]
     ask(random_model, *words, f"output={tmp_path}/whole")

@@ -19,7 +19,7 @@ from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora import choose_targets
 from toolkit.models.structure import trained_names
 from toolkit.models.weights import assign_state
-from toolkit.plan.outline import tuned
+from toolkit.plan.outline import with_tuning
 
 LORA = TuningConfig(method=TuningMethod.lora, rank=4)
 TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
@@ -106,7 +106,7 @@ def test_default_targets_are_what_peft_takes_and_the_plan_counts(name: str, tmp_
     assert (merged - logits).abs().max() < 1e-4 * logits.std()
     measured = outline.outline(base)
     shapes = {key: tuple(shape) for key, shape in measured["shapes"].items()}
-    counted = tuned(shapes, measured["sizes"], LORA, measured["targets"])
+    counted = with_tuning(shapes, measured["sizes"], LORA, measured["targets"])
     trained = {key: tuple(model.get_parameter(key).shape) for key in trained_names(model)}
     assert {key: counted.shapes[key] for key in counted.trained} == trained
 

@@ -11,8 +11,8 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.outline import outline, saved_by_layer
-from toolkit.plan.memory import Rows, layer_bytes, saved_bytes
-from toolkit.plan.outline import shapes_of_config, tuned
+from toolkit.plan.memory import Rows, activation_bytes, layer_activation_bytes
+from toolkit.plan.outline import shapes_of_config, with_tuning
 
 ROWS, LENGTH = 2, 24
 SIZES: dict[str, Any] = {"hidden_size": 96, "vocab_size": 200, "num_attention_heads": 6}
@@ -67,7 +67,7 @@ def test_formula_is_what_is_kept(kind: str, way: str, dtype: torch.dtype, tmp_pa
     if tuning.method is not TuningMethod.full:
         apply_tuning(model, tuning, tmp_path, None, 1, {})
     rows = Rows(ROWS, LENGTH, mask_bytes=width if kind == "chatglm" else 0, on_cpu=True)
-    assert sum(saved_bytes(tuned(*known, tuning), rows, width, tuning.dropout).values()) == kept(model)
+    assert sum(activation_bytes(with_tuning(*known, tuning), rows, width, tuning.dropout).values()) == kept(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -80,12 +80,16 @@ def test_what_is_measured_is_the_formula(kind: str, tmp_path: Path) -> None:
     assert known is not None
     assert {name: tuple(shape) for name, shape in measured["shapes"].items()} == known[0]
     for width, dtype in ((2, torch.bfloat16), (4, torch.float32)):
-        expected = sum(layer_bytes(tuned(*known, TuningConfig()), Rows(1, LENGTH), width, 1).values()) / LENGTH
+        expected = (
+            sum(layer_activation_bytes(with_tuning(*known, TuningConfig()), Rows(1, LENGTH), width, 1).values())
+            / LENGTH
+        )
         assert measured["sizes"][f"saved_{width}"] == saved_by_layer(tmp_path, dtype) == expected
     for drops in (0.0, 0.1):
         lora = TuningConfig(method=TuningMethod.lora, target_modules=["q_proj", "v_proj"], dropout=drops)
-        found = tuned(known[0], known[1] | measured["sizes"], lora)
+        found = with_tuning(known[0], known[1] | measured["sizes"], lora)
         one, other = (
-            sum(layer_bytes(it, Rows(1, LENGTH), 2, 1, drops).values()) for it in (found, tuned(*known, lora))
+            sum(layer_activation_bytes(it, Rows(1, LENGTH), 2, 1, drops).values())
+            for it in (found, with_tuning(*known, lora))
         )
         assert one == other

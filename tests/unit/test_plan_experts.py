@@ -20,8 +20,8 @@ from toolkit.plan.flops import formula
 from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import parse_machine
-from toolkit.plan.memory import Rows, layer_bytes, plan_host, plan_rank, routed_bytes
-from toolkit.plan.outline import BUSIEST, Outline, is_routed, tuned
+from toolkit.plan.memory import Rows, expert_activation_bytes, layer_activation_bytes, plan_host, plan_rank
+from toolkit.plan.outline import BUSIEST, Outline, is_routed, with_tuning
 from toolkit.plan.search import expert_sizes, fastest, layouts, overrides
 from toolkit.plan.speed import Rates, assumed, step_time
 from toolkit.plan.summary import plan_json, plan_lines
@@ -35,7 +35,7 @@ def mixture(name: str, folder: Path, tuning: TuningConfig) -> Outline:
     """Return the outline of a tiny model, measured."""
     architectures.CONFIGS[name]().save_pretrained(folder)
     found = measured(folder)
-    return tuned({one: tuple(shape) for one, shape in found["shapes"].items()}, found["sizes"], tuning)
+    return with_tuning({one: tuple(shape) for one, shape in found["shapes"].items()}, found["sizes"], tuning)
 
 
 def config(*words: str) -> RunConfig:
@@ -125,10 +125,10 @@ def test_tokens_of_other_ranks_count(way: str, tmp_path: Path) -> None:
     part, rows, width = expert_part(whole, 2), Rows(1, tokens), 2
     more = int(tokens * chosen * (BUSIEST - 1) * (3 * inner + (inner + hidden) * (way == "full")) * width)
     sent, received = tokens * chosen, tokens * chosen * BUSIEST
-    assert routed_bytes(whole, rows, width) == (0, sent * hidden * (8 + width))
-    assert routed_bytes(part, rows, width) == (more, sent * hidden * (8 + width))
-    assert routed_bytes(part, rows, 4)[1] == (sent + 2 * received) * hidden * 4  # both copies of what comes
-    apart, together = (layer_bytes(one, rows, width, 0) for one in (part, whole))
+    assert expert_activation_bytes(whole, rows, width) == (0, sent * hidden * (8 + width))
+    assert expert_activation_bytes(part, rows, width) == (more, sent * hidden * (8 + width))
+    assert expert_activation_bytes(part, rows, 4)[1] == (sent + 2 * received) * hidden * 4  # both copies of what comes
+    apart, together = (layer_activation_bytes(one, rows, width, 0) for one in (part, whole))
     assert apart["experts"] == more and "experts" not in together
     rank = {"full": 0, "lora": 0, "lora of experts": 3}[way]
     for one, times in ((apart, received), (together, sent)):  # both matrices' rows, and their product with a factor
@@ -147,7 +147,7 @@ def test_layouts_of_experts_are_candidates(tmp_path: Path) -> None:
     shapes["lm_head.weight"] = (1000, 4096)
     sizes = mixture("qwen3_moe", tmp_path, TuningConfig()).sizes
     sizes |= {"layers": 40, "hidden": 4096, "inner": 1500, "expert_inner": 1500, "experts": 64, "chosen": 8}
-    outline = tuned(shapes, sizes, TuningConfig(method=TuningMethod.lora, target_modules=["q_proj"]))
+    outline = with_tuning(shapes, sizes, TuningConfig(method=TuningMethod.lora, target_modules=["q_proj"]))
     cfg, rates = config("tuning=lora", "precision=bf16", "zero=stage3"), assumed(MACHINE, "bf16")
     found = list(layouts(outline, cfg, MACHINE, rates))
     assert {one.cfg.parallel.expert for one in found} == {1, 2, 4, 8}
@@ -160,7 +160,7 @@ def test_layouts_of_experts_are_candidates(tmp_path: Path) -> None:
     text = "\n".join(plan_lines(outline, MACHINE, rates, found[0], found))
     assert "ZeRO 2, experts over 2 ranks" in text and "ZeRO 2, experts over 4 ranks" not in text
     assert "1.5 times" in text
-    dense = tuned(shapes, {**sizes} | {"chosen": 0}, TuningConfig())
+    dense = with_tuning(shapes, {**sizes} | {"chosen": 0}, TuningConfig())
     del dense.sizes["chosen"]
     assert expert_sizes(dense, 8) == [1]
 

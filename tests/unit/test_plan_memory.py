@@ -22,7 +22,7 @@ from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
-from toolkit.plan.outline import Outline, shapes_of_config, tuned
+from toolkit.plan.outline import Outline, shapes_of_config, with_tuning
 from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
 from toolkit.plan.summary import plan_json, plan_lines
@@ -40,7 +40,7 @@ def model(name: str, method: TuningMethod = TuningMethod.full) -> Outline:
     """Return a published model."""
     known = shapes_of_config(published_models()[name])
     assert known is not None
-    return tuned(*known, TuningConfig(method=method, last_layers=2))
+    return with_tuning(*known, TuningConfig(method=method, last_layers=2))
 
 
 RECIPE = load(["recipe=chatglm", "train.activation_checkpointing.enabled=false", "zero.overlap_comm=false"]).cfg
@@ -347,7 +347,7 @@ def test_logits_count_where_the_loss_is_not_chunked() -> None:
 def test_names_without_layers_are_understood() -> None:
     shapes = {"transformer.h.0.attn.c_attn.weight": (8, 24), "transformer.h.1.attn.c_attn.weight": (8, 24)}
     sizes = {"layers": 2, "hidden": 8, "keys": 8, "heads": 2, "head_size": 4, "inner": 32, "prefix": 32}
-    frozen = tuned(shapes, sizes, TuningConfig(method=TuningMethod.freeze, last_layers=1))
+    frozen = with_tuning(shapes, sizes, TuningConfig(method=TuningMethod.freeze, last_layers=1))
     assert frozen.trained == {"transformer.h.1.attn.c_attn.weight"}
 
 

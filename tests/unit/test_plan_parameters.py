@@ -14,7 +14,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.load import model_class, transformers_config
 from toolkit.plan.flops import formula
 from toolkit.plan.lookup import outline_of, published_models
-from toolkit.plan.outline import active_line, shapes_of_config
+from toolkit.plan.outline import active_parameters_line, shapes_of_config
 
 COMMON = {
     "hidden_size": 48,
@@ -97,7 +97,7 @@ def test_published_experts_are_measured(tmp_path: Path) -> None:
     assert outline.num_parameters - outline.num_trained == 106_852_245_504
     assert {name.split(".")[-4] for name in outline.trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     # "106B total and 12B active" is near the number in layers.
-    assert active_line(outline) == [
+    assert active_parameters_line(outline) == [
         "Mixture of experts: 13,439,950,848 of 106,868,072,448 parameters are active per token, 12,198,432,768 of "
         "those in layers (8 of 128 routed experts in each)."
     ]

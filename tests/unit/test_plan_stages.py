@@ -14,7 +14,7 @@ from toolkit.messages import ModelError
 from toolkit.plan.division import balance_stages, stage_outlines
 from toolkit.plan.lookup import published_models
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import Outline, shapes_of_config, tuned
+from toolkit.plan.outline import Outline, shapes_of_config, with_tuning
 
 WORDS = [
     "recipe=zero1",
@@ -30,7 +30,7 @@ def published(name: str, *words: str) -> Outline:
     """Return the outline of a published model."""
     known = shapes_of_config(published_models()[name])
     assert known is not None
-    return tuned(*known, load([*WORDS, *words]).cfg.tuning)
+    return with_tuning(*known, load([*WORDS, *words]).cfg.tuning)
 
 
 def test_parts_are_those_of_deepspeed() -> None:
@@ -60,7 +60,7 @@ def test_a_stage_has_the_parameters_that_it_will_hold(tied: bool) -> None:
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
     known = shapes_of_config(config)
     assert known is not None
-    parts = stage_outlines(tuned(*known, load(WORDS).cfg.tuning), 3)
+    parts = stage_outlines(with_tuning(*known, load(WORDS).cfg.tuning), 3)
     for stage, part in enumerate(parts):
         names = stage_parameters(model, 3, stage)
         held = sum(one.numel() for name, one in model.named_parameters() if name in names)
@@ -78,9 +78,9 @@ def test_stages_have_what_lora_adds_to_their_layers(tied: bool) -> None:
     known = shapes_of_config(config)
     assert known is not None
     words = ["tuning=lora", "tuning.target_modules=[all-linear]", "tuning.rank=4"]
-    outline = tuned(*known, load([*WORDS, *words]).cfg.tuning)
+    outline = with_tuning(*known, load([*WORDS, *words]).cfg.tuning)
     parts, plain = (
-        stage_outlines(one, 4) for one in (outline, tuned(*known, load([*WORDS, "tuning=full"]).cfg.tuning))
+        stage_outlines(one, 4) for one in (outline, with_tuning(*known, load([*WORDS, "tuning=full"]).cfg.tuning))
     )
     assert sum(part.num_trained for part in parts) == outline.num_trained
     for part, other in zip(parts, plain, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.speaker import write_random
 from toolkit.cli import main
-from toolkit.evaluate.rewards import Reward, pairs_of, read_lines, scored, write_lines
+from toolkit.evaluate.rewards import Reward, best_and_worst_pairs, read_lines, with_rewards, write_lines
 from toolkit.extras import rounds
 from toolkit.extras.cli import rounds as cli
 from toolkit.launch.hostfile import select_gpus
@@ -37,7 +37,7 @@ def row(answer: str, where: str = "p.jsonl:1", **more: Any) -> dict[str, Any]:
 )
 def test_rules(reward: Reward, answer: str, expected: float) -> None:
     reward.check()
-    [found] = scored([row(answer, reference="4"), {"where": "p.jsonl:2", "error": "too long"}], reward)
+    [found] = with_rewards([row(answer, reference="4"), {"where": "p.jsonl:2", "error": "too long"}], reward)
     assert found["reward"] == expected
 
 
@@ -64,11 +64,11 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = Reward(kind="own_rewards:vowels", allow_code=True)
     reward.check()
-    assert [one["reward"] for one in scored([row("pear"), row("sky")], reward)] == [2.0, 0.0]
+    assert [one["reward"] for one in with_rewards([row("pear"), row("sky")], reward)] == [2.0, 0.0]
     with pytest.raises(ConfigError, match="has no attribute 'consonants'"):
-        scored([row("a")], Reward(kind="own_rewards:consonants", allow_code=True))
+        with_rewards([row("a")], Reward(kind="own_rewards:consonants", allow_code=True))
     with pytest.raises(DataError, match=r"p\.jsonl:1: reward=exact_match needs the right answer"):
-        scored([row("a")], Reward(kind="exact_match"))
+        with_rewards([row("a")], Reward(kind="exact_match"))
 
 
 def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path, monkeypatc
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    found = scored([row("a"), row("a longer one")], Reward(kind=str(tmp_path)))
+    found = with_rewards([row("a"), row("a longer one")], Reward(kind=str(tmp_path)))
     for one in found:
         said = [*one["messages"], {"role": "assistant", "content": one["answer"]}]
         ids, _ = chat.chat_encoder(tokenizer).encode(said)
@@ -98,7 +98,7 @@ def test_pairs_are_of_the_best_and_the_worst() -> None:
     rows = [row(answer, reward=value) for answer, value in (("b", 1.0), ("w", -1.0), ("m", 0.0), ("b2", 1.0))]
     rows += [row(answer, "p.jsonl:2", reward=1.0) for answer in ("x", "y")]
     rows += [row("", "p.jsonl:3", reward=-5.0), row("z", "p.jsonl:3", reward=2.0)]  # nothing can be learned of ""
-    [pair], about = pairs_of(rows)
+    [pair], about = best_and_worst_pairs(rows)
     assert (pair["chosen"]["content"], pair["rejected"]["content"]) == ("b", "w")
     assert (pair["chosen_reward"], pair["rejected_reward"]) == (1.0, -1.0)
     assert about == {"prompts": 3, "samples": 8, "mean_reward": 0.0, "best_reward": 4 / 3, "pairs": 1, "ties": 2}
@@ -141,7 +141,7 @@ class Steps:
             self.done.append(f"launch {words['model.path'].rpartition('round')[2]}")
         else:
             spec = json.loads(command[-1])
-            write_lines(Path(spec["output"]), scored(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
+            write_lines(Path(spec["output"]), with_rewards(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
             self.done.append("score")
 
 

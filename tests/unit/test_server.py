@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import BaseHandler
 
-from toolkit.evaluate.server import MOST_BYTES, Bounded, _follow_temperature, bound_tokens, problem
+from toolkit.evaluate.server import MAX_REQUEST_BYTES, BoundedApp, _sample_by_temperature, limit_tokens, request_problem
 
 RESERVED = frozenset({"chat_template", "tokenize"})
 
@@ -31,7 +31,7 @@ def asked(path: str, parts: list[bytes]) -> tuple[int, bytes | None]:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(Bounded(app)({"type": "http", "path": path}, receive, send))
+    asyncio.run(BoundedApp(app)({"type": "http", "path": path}, receive, send))
     if sent[0]["status"] != 200:
         assert set(json.loads(sent[1]["body"])["error"]) == {"message", "type", "param", "code"}
     return sent[0]["status"], got[0] if got else None
@@ -41,8 +41,8 @@ def test_bodies_and_paths() -> None:
     assert asked("/v1/chat/completions", [b" {", b"}"]) == (200, b" {}")
     assert asked("/v1/models", [b""]) == (200, b"")
     part = b"{" * (1 << 20)
-    assert asked("/v1/chat/completions", [part] * (MOST_BYTES >> 20)) == (200, b"{" * MOST_BYTES)
-    assert asked("/v1/chat/completions", [*[part] * (MOST_BYTES >> 20), b"{", b"}"]) == (413, None)
+    assert asked("/v1/chat/completions", [part] * (MAX_REQUEST_BYTES >> 20)) == (200, b"{" * MAX_REQUEST_BYTES)
+    assert asked("/v1/chat/completions", [*[part] * (MAX_REQUEST_BYTES >> 20), b"{", b"}"]) == (413, None)
     assert asked("/v1/chat/completions", [b"NaN"]) == (400, None)
     for path in ("/load_model", "/load_model/", "/reset", "/v1/audio/transcriptions"):
         assert asked(path, [b'{"model": "/etc"}']) == (404, None)
@@ -84,12 +84,12 @@ BAD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", GOOD, ids=repr)
 def test_good_fields(body: dict[str, Any]) -> None:
-    assert problem(body, RESERVED) == ""
+    assert request_problem(body, RESERVED) == ""
 
 
 @pytest.mark.parametrize("body", BAD, ids=lambda body: repr(body)[:40])
 def test_bad_fields(body: dict[str, Any]) -> None:
-    said = problem(body, RESERVED)
+    said = request_problem(body, RESERVED)
     assert next(iter(body)) in said
     assert len(said) < 400
 
@@ -101,16 +101,16 @@ def test_an_answer_ends_with_the_positions() -> None:
 
     for most, room in ((10**9, 7), (None, 7), (3, 3)):
         generation = SimpleNamespace(max_new_tokens=most)
-        assert bound_tokens(model(10), {"input_ids": [1, 2, 3]}, generation) == ""
+        assert limit_tokens(model(10), {"input_ids": [1, 2, 3]}, generation) == ""
         assert generation.max_new_tokens == room
-    assert "10 tokens" in bound_tokens(model(10), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1))
-    assert bound_tokens(model(None), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1)) == ""
+    assert "10 tokens" in limit_tokens(model(10), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1))
+    assert limit_tokens(model(None), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1)) == ""
 
 
 @pytest.mark.parametrize("default", [None, True])
 def test_a_temperature_samples(default: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BaseHandler, "_build_generation_config", BaseHandler._build_generation_config)  # and back
-    _follow_temperature()
+    _sample_by_temperature()
     handler: Any = SimpleNamespace(generation_state=SimpleNamespace(_compile=False))
     for temperature, wanted in ((None, default), (0, False), (0.01, True), (1, True)):
         body = {"temperature": temperature, "top_p": 0.9}
@@ -143,7 +143,7 @@ def test_every_error_has_the_form_of_openais(status: int, parts: list[bytes], me
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(Bounded(app)({"type": "http", "path": "/v1/chat/completions"}, receive, send))
+    asyncio.run(BoundedApp(app)({"type": "http", "path": "/v1/chat/completions"}, receive, send))
     start, body = sent
     assert start["status"] == status and (b"content-length", b"7") not in start["headers"]
     error = {"message": message, "type": kind, "param": None, "code": status}

@@ -1,8 +1,8 @@
-"""Where an engine keeps master weights and optimizer states, whatever wraps its optimizer; fragments of it, and back.
+"""Saving and restoring of an engine's master weights and optimizer states, as fragments of parameters.
 
-Each wrapper of DeepSpeed 0.19.8 keeps *flat* tensors, in which parameters lie one after another, cut up over ranks or
-not; its basic optimizer's states have the form of these. `_flats` says for each which parameter lies where: the one
-place that knows the wrappers.
+Each of DeepSpeed's (0.19.8) optimizer wrappers has *flat* tensors, which hold parameters one after another, partitioned
+over ranks or not; the states of the basic optimizer have the same form. `_flat_tensors` yields them with the offsets of
+their parameters, and is the only function that knows the wrappers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,119 +20,122 @@ from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError
 
 ZENFLOW_SUM = "zenflow_sum"
-"""State under which gradients are saved that ZenFlow has added up since it last updated all columns."""
+"""Name in checkpoints of the gradients that ZenFlow has summed since it last updated all columns."""
 
 _Order = Iterable[tuple[Sequence[torch.nn.Parameter], Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a parameter in a flat tensor."""
+    """A contiguous part of a parameter in a flat tensor."""
 
     parameter: torch.nn.Parameter
     position: int
-    """Of its first number in the flattened parameter, or this rank's part of it."""
+    """Index of its first element in the flattened parameter, or in this rank's part of the parameter."""
     offset: int
-    """In the flat tensor."""
+    """Index of its first element in the flat tensor."""
     length: int
 
 
 @dataclass(slots=True)
-class _Flat:
-    """A tensor that the optimizer updates, and its states."""
+class _FlatTensor:
+    """A tensor that the optimizer updates, with its states."""
 
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer
     pieces: list[Piece]
     shared: bool = False
-    """Whether all ranks of the data-parallel group have all of it."""
-    wholes: dict[int, int] = field(default_factory=dict)
-    """A parameter's id -> where all of it begins in the states, if they have more of it than the tensor."""
-    turns: bool = False
-    """Whether matrices lie in it column by column."""
+    """Whether all data-parallel ranks have a copy."""
+    full_offsets: dict[int, int] = field(default_factory=dict)
+    """A parameter's id -> its offset in the states, if these have all of it, in place of this rank's piece."""
+    is_transposed: bool = False
+    """Whether it holds matrices column by column."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's states of it."""
+        """The optimizer's states for this tensor."""
         return self.optimizer.state[self.tensor]
 
     @property
     def has_8_bits(self) -> bool:
-        """Whether bitsandbytes (0.50) made the optimizer: of large tensors it keeps states as codes of 8 bits."""
+        """Whether the optimizer is of bitsandbytes (0.50), which stores states of large tensors in 8 bits."""
         return type(self.optimizer).__module__.startswith("bitsandbytes")
 
     def turned(self, piece: Piece) -> bool:
-        """Whether a piece is a stretch of a matrix's columns."""
-        return self.turns and piece.parameter.dim() == 2
+        """Whether a piece is of a matrix that is stored column by column."""
+        return self.is_transposed and piece.parameter.dim() == 2
 
-    def in_states(self, piece: Piece) -> Piece:
-        """Return what of a piece's parameter the states have."""
-        begin = self.wholes.get(id(piece.parameter))
+    def piece_in_states(self, piece: Piece) -> Piece:
+        """Return the piece of the same parameter that the states hold."""
+        begin = self.full_offsets.get(id(piece.parameter))
         return piece if begin is None else Piece(piece.parameter, 0, begin, piece.parameter.numel())
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What of a model this rank trains or stores, under the model's names. Tied parameters once."""
+class StoredTensors:
+    """The parameters and buffers that this rank saves, by the model's names; tied parameters once."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     with_frozen: bool
-    """Whether what is not trained is in checkpoints, too."""
-    twice: frozenset[str] = frozenset()
-    """Parameters that another stage of the pipeline saves."""
+    """Whether checkpoints hold frozen parameters too."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """Names of parameters that another pipeline stage saves."""
 
     def frozen(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield what no optimizer has and checkpoints hold all the same."""
+        """Yield name and value of frozen parameters, if checkpoints hold them."""
         for name, parameter in self.parameters.items() if self.with_frozen else ():
             if not is_optimized_parameter(parameter):
                 yield name, parameter
 
 
-def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_Flat]:
-    """Yield this rank's flat tensors. One that is kept on NVMe is in memory only until the next is asked for, and is
-    written back then if `changes`, that is, if the caller changes it.
+def _flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_FlatTensor]:
+    """Yield this rank's flat tensors. One on NVMe is in memory until the next is yielded; with `changes`, which means
+    that the caller changes it, it is written back then.
     """
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        yield from _partitions(optimizer, changes)
+        yield from _zero3_flat_tensors(optimizer, changes)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
         # Not parameters' `_hp_mapping`, which has the wrong order with round_robin_gradients (0.19.8).
         order: _Order = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        for flat in _partitioned(optimizer.single_partition_of_fp32_groups, optimizer, order):
+        for flat in _rank_partitions(optimizer.single_partition_of_fp32_groups, optimizer, order):
             parameters = [piece.parameter for piece in flat.pieces]
-            # Muon's momentum has all of them, also where another rank has the rest (_muon_momentum_buffer).
+            # Muon's momentum has full parameters, even if other ranks have the other pieces (_muon_momentum_buffer).
             if parameters and getattr(parameters[0], "use_muon", False) and not optimizer.cpu_offload:
-                flat.wholes = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
-            flat.turns = optimizer.zenflow
+                flat.full_offsets = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
+            flat.is_transposed = optimizer.zenflow
             yield flat
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         order = ((parameters, _offsets(parameters)) for parameters in optimizer.bf16_groups)
-        yield from _partitioned(optimizer.fp32_groups_flat_partition, optimizer, order)
+        yield from _rank_partitions(optimizer.fp32_groups_flat_partition, optimizer, order)
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
             pieces = _pieces(parameters, _offsets(parameters), 0, flat.numel())
-            yield _Flat(flat, basic, pieces, shared=True)
-    else:  # FP16_UnfusedOptimizer, or none: the masters are the parameters
+            yield _FlatTensor(flat, basic, pieces, shared=True)
+    else:  # FP16_UnfusedOptimizer, or no wrapper: the optimizer updates the parameters themselves
         masters = getattr(optimizer, "fp32_groups", None) or [group["params"] for group in basic.param_groups]
         models = getattr(optimizer, "fp16_groups", masters)
         for master, parameter in zip(chain.from_iterable(masters), chain.from_iterable(models), strict=True):
-            yield _Flat(master, basic, [Piece(parameter, 0, 0, parameter.numel())], shared=True)
+            yield _FlatTensor(master, basic, [Piece(parameter, 0, 0, parameter.numel())], shared=True)
 
 
-def _partitioned(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_Flat]:
-    """Yield this rank's partition of each group; `order`: the group's parameters and their places in all of it."""
+def _rank_partitions(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_FlatTensor]:
+    """Yield this rank's partition of each parameter group; `order`: its parameters, and their offsets in all of it."""
     for flat, group, (parameters, offsets) in zip(flats, optimizer.real_dp_process_group, order, strict=True):
         begin = distributed.get_rank(group) * flat.numel()
-        yield _Flat(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
+        yield _FlatTensor(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
 
 
 def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return the offset of each parameter if they are stored one after another."""
     return list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[Piece]:
-    """Return what of parameters, which begin at `offsets` of a flat tensor, is in its partition from `begin` on."""
+    """Return the pieces of parameters in a partition `begin`:`begin + size` of a flat tensor, in which the parameters
+    begin at `offsets`.
+    """
     pieces = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
@@ -141,8 +144,8 @@ def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], be
     return pieces
 
 
-def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
-    """Do what `_flats` does for ZeRO-3: yield the flat tensor of each sub-group, read from NVMe where it is there."""
+def _zero3_flat_tensors(optimizer: Any, changes: bool) -> Iterator[_FlatTensor]:
+    """Yield the flat tensor of each sub-group of ZeRO-3, read from NVMe if it is there. See `_flat_tensors`."""
     for number, parameters in enumerate(optimizer.fp16_groups):
         is_swapped = optimizer._swappable_optimizer_subgroup(number)
         if is_swapped:
@@ -154,9 +157,9 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
             length = min(size, parameter.ds_numel - position)  # the last partitions are padded
             if length > 0:
                 pieces.append(Piece(parameter, position, offset, length))
-        # Of partly offloaded sub-groups, those on the GPU are another optimizer's.
+        # Under partial offloading the sub-groups on the GPU belong to a second optimizer.
         on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
-        yield _Flat(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
+        yield _FlatTensor(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
         if changes:
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if is_swapped and changes:
@@ -165,38 +168,40 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
             optimizer._release_swap_buffers(number)
 
 
-def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether the optimizer's states are not numbers for each weight: Adafactor's rows and columns."""
+def has_factored_states(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether the optimizer's states are not elementwise: Adafactor's are of rows and columns."""
     return type(engine.basic_optimizer).__name__ == "Adafactor"
 
 
-def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]:
-    """Yield the content of each file that this rank writes, as views of its memory: one file for everything, or with
-    states on NVMe one for each sub-group, as host memory may not hold them all. A collective where frozen parameters
-    that are partitioned are saved.
+def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator[Content]:
+    """Yield the content of each file that this rank writes, as views of its memory: one file, or with states on NVMe
+    one for each sub-group, as host memory may not hold them all. A collective if partitioned frozen parameters are
+    saved.
     """
     names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     is_first = process_group.tensor_rank() == 0
 
     def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank saves what it has of a parameter: of what a tensor group has whole, its first rank does."""
-        return name not in held.twice and (is_first or process_group.is_part(parameter))
+        """Whether this rank saves its part of a parameter; of one that a tensor-parallel group has copies of, the
+        group's first rank saves it.
+        """
+        return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
 
-    fragments = list(_stored(held)) if is_first and rank == 0 else []
-    bound = is_bound(engine)
-    for flat in _flats(engine):
-        states, numbers, rest = _states(flat, bound)
+    fragments = list(_buffer_fragments(held)) if is_first and rank == 0 else []
+    bound = has_factored_states(engine)
+    for flat in _flat_tensors(engine):
+        states, numbers, other_states = _sorted_states(flat, bound)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
-            piece = _share(piece, rank, size) if flat.shared else piece
+            piece = _rank_share(piece, rank, size) if flat.shared else piece
             if is_own(name, piece.parameter):
-                in_states = flat.in_states(piece)
-                begin = in_states.offset + piece.position - in_states.position
+                piece_in_states = flat.piece_in_states(piece)
+                begin = piece_in_states.offset + piece.position - piece_in_states.position
                 values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
                 values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.items()}
                 fragment = _fragment(name, piece.parameter, piece.position, values, numbers)
-                if flat.turns:
+                if flat.is_transposed:
                     from toolkit.checkpoint.zenflow_state import add_to_fragment
 
                     fragment.turned = flat.turned(piece)
@@ -204,9 +209,11 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
                 if flat.has_8_bits:
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
-                    fragment.scales = {name: tensor[block:end] for name, tensor in rest.items() if name in _SCALES}
+                    fragment.scales = {
+                        name: tensor[block:end] for name, tensor in other_states.items() if name in _SCALES
+                    }
                 elif bound and rank == 0:
-                    fragment.bound = rest
+                    fragment.bound = other_states
                 fragments.append(fragment)
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
@@ -214,10 +221,10 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
     for name, parameter in held.frozen():
         if not is_own(name, parameter):
             continue
-        group = _replicas(engine, parameter)
+        group = _ranks_with_copies(engine, parameter)
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            piece = _share(Piece(parameter, 0, 0, parameter.numel()), rank, size)
+            piece = _rank_share(Piece(parameter, 0, 0, parameter.numel()), rank, size)
             value = stretch(parameter, piece.offset, piece.length)
             value = value.clone() if hasattr(parameter, "ds_id") else value
         fragments.append(_fragment(name, parameter, piece.position, {WEIGHT: value}, {}))
@@ -225,40 +232,42 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         yield content_of(fragments)
 
 
-def _replicas(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> distributed.ProcessGroup:
-    """Return the ranks that have the same of a parameter that is not trained."""
+def _ranks_with_copies(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> distributed.ProcessGroup:
+    """Return the group of ranks that have copies of a frozen parameter."""
     if process_group.is_expert_part(parameter):
         return engine.expert_data_parallel_group[parameter.group_name]  # type: ignore[attr-defined]
     return engine.seq_data_parallel_group
 
 
-def _share(piece: Piece, rank: int, size: int) -> Piece:
-    """Return the stretch that this rank writes of one that all ranks have."""
+def _rank_share(piece: Piece, rank: int, size: int) -> Piece:
+    """Return the part of a piece, of which `size` ranks have copies, that rank `rank` writes."""
     begin, end = piece.length * rank // size, piece.length * (rank + 1) // size
     return Piece(piece.parameter, piece.position + begin, piece.offset + begin, end - begin)
 
 
 def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-    """Return a view of so many numbers of a flattened tensor from one on."""
+    """Return a view of the elements `begin`:`begin + length` of a flattened tensor."""
     return tensor.detach().reshape(-1).narrow(0, begin, length)
 
 
-def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
-    """Return the optimizer's states in three dicts by name: those with a number for each weight of the flat tensor,
-    those that are one number for all of it, and the others (with `bound`, all that are no single number).
+def _sorted_states(
+    flat: _FlatTensor, bound: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
+    """Return the optimizer's states in three dicts by name: elementwise ones of the flat tensor, single numbers, and
+    all others. With `bound` no state counts as elementwise.
     """
     values: dict[str, torch.Tensor] = {}
     numbers: dict[str, float] = {}
-    rest: dict[str, torch.Tensor] = {}
+    other_states: dict[str, torch.Tensor] = {}
     for state, value in sorted(flat.state.items()):
         if not isinstance(value, torch.Tensor):
             numbers |= {state: float(value)} if isinstance(value, int | float) else {}
         elif state == "step" or (not bound and value.numel() == 1 < flat.tensor.numel()):
             numbers[state] = float(value)
         else:
-            is_elementwise = flat.wholes or value.numel() == flat.tensor.numel()
-            (values if is_elementwise and not bound else rest)[state] = value
-    return values, numbers, rest
+            is_elementwise = flat.full_offsets or value.numel() == flat.tensor.numel()
+            (values if is_elementwise and not bound else other_states)[state] = value
+    return values, numbers, other_states
 
 
 def _fragment(
@@ -268,25 +277,26 @@ def _fragment(
     return Fragment(name, shape, position, parameter.dtype, process_group.part_of(parameter), values, numbers)
 
 
-def _stored(held: Held) -> Iterator[Fragment]:
+def _buffer_fragments(held: StoredTensors) -> Iterator[Fragment]:
+    """Yield the model's buffers."""
     for name, buffer in held.buffers.items():
         value = buffer.detach().reshape(-1).to("cpu", copy=True)  # it changes in forward passes
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 
 
-def restore(engine: deepspeed.DeepSpeedEngine, held: Held, fragments: Fragments) -> None:
-    """Put weights and optimizer states into an engine; a CheckpointError if anything is missing. A collective."""
+def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: Fragments) -> None:
+    """Restore an engine's weights and optimizer states; CheckpointError if anything is missing. A collective."""
     names = {id(parameter): name for name, parameter in held.parameters.items()}
-    optimizer, bound = engine.optimizer, is_bound(engine)
+    optimizer, bound = engine.optimizer, has_factored_states(engine)
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if partitioned:
         optimizer.checkpoint_event_prologue()
-    for flat in _flats(engine, changes=True):
+    for flat in _flat_tensors(engine, changes=True):
         for piece in flat.pieces:
-            _fill(flat, piece, names[id(piece.parameter)], fragments, bound)
+            _restore_piece(flat, piece, names[id(piece.parameter)], fragments, bound)
         if flat.has_8_bits:
-            _fill_8_bits(flat, 1, names, fragments)
-            _fill_8_bits(flat, 2, names, fragments)
+            _restore_8_bits(flat, 1, names, fragments)
+            _restore_8_bits(flat, 2, names, fragments)
     if partitioned:
         optimizer.checkpoint_event_epilogue()
     elif hasattr(optimizer, "update_lp_params"):
@@ -294,18 +304,20 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, fragments: Fragments)
         if engine.zenflow:
             from toolkit.checkpoint.zenflow_state import restore
 
-            restore(engine.optimizer, [piece for flat in _flats(engine) for piece in flat.pieces], names, fragments)
+            restore(
+                engine.optimizer, [piece for flat in _flat_tensors(engine) for piece in flat.pieces], names, fragments
+            )
     elif hasattr(optimizer, "fp16_groups"):
-        for flat in _flats(engine):
+        for flat in _flat_tensors(engine):
             for piece in flat.pieces:
                 weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
                 piece.parameter.data.copy_(weights.view_as(piece.parameter))
-    _restore_stored(held, fragments)
+    _restore_unoptimized(held, fragments)
 
 
-def _fill(flat: _Flat, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
-    """Copy the saved weights and states of a piece into the flat tensor and its states; states that the optimizer has
-    not made yet are made. CheckpointError if the saved parameter has another shape.
+def _restore_piece(flat: _FlatTensor, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
+    """Copy the saved weights and states of a piece into the flat tensor and its states, which are created if the
+    optimizer has not done so. CheckpointError if the saved parameter has another shape.
     """
     part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
     if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
@@ -321,39 +333,43 @@ def _fill(flat: _Flat, piece: Piece, name: str, fragments: Fragments, bound: boo
     flat.state.update(numbers)
     if bound:
         flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
-    if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
-        counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
-        is_torch = type(counting).__module__.startswith("torch.optim")
-        # What is fused reads it on the device without looking where it is (torch 2.13, fused_adam_utils.cuh).
-        is_fused = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)
-        where = flat.tensor.device if is_fused else torch.device("cpu")
-        step = torch.tensor(numbers["step"], dtype=torch.float32, device=where)
+    if "step" in numbers:  # PyTorch's optimizers have a tensor for it, all others an int
+        adam = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's second one, which counts steps
+        is_torch = type(adam).__module__.startswith("torch.optim")
+        # Fused kernels read it on the device without a check where it is (torch 2.13, fused_adam_utils.cuh).
+        is_fused = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
+        device = flat.tensor.device if is_fused else torch.device("cpu")
+        step = torch.tensor(numbers["step"], dtype=torch.float32, device=device)
         flat.state["step"] = step if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
-            # Of the type that the optimizer would make: the flat tensor's; of Muon, which has all of it, as saved.
-            dtype = fragments.dtype(name, state) if flat.wholes else flat.tensor.dtype
+            # In the type that the optimizer would use: the flat tensor's, and the saved one for Muon's full momentum.
+            dtype = fragments.dtype(name, state) if flat.full_offsets else flat.tensor.dtype
             empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
             size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
-            flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
+            flat.state[state] = empty if not flat.full_offsets else empty.new_zeros(size)
     for state in (WEIGHT, *states):
-        target, into = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
+        target, into = (
+            (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.piece_in_states(piece))
+        )
         value = fragments.read(name, state, into.position, into.length, part, flat.turned(piece))
         if target.is_contiguous():
             target.view(-1).narrow(0, into.offset, into.length).copy_(value)
-        else:  # a parameter alone, in another order of its axes
+        else:  # a single parameter with another memory order of its axes
             target.copy_(value.view(target.shape))
 
 
 _SCALES = ("absmax1", "absmax2")
-"""States of bitsandbytes that have the largest number of each block; its codes are of what is divided by it."""
+"""States of bitsandbytes that hold the largest absolute value of each block, by which 8-bit codes are scaled."""
 
 
-def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
-    """Restore one of bitsandbytes' two states of a flat tensor, whose blocks may be cut differently than when it was
-    saved, and which may have been, or become, too small for 8 bits.
-    A block's new scale is the largest of the saved scales of its numbers (of numbers not saved in 8 bits: the largest
-    absolute value), and each number gets the nearest of the 256 levels. An unchanged scale leaves the codes unchanged.
+def _restore_8_bits(flat: _FlatTensor, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
+    """Restore one of bitsandbytes' two states (`number` 1 or 2) of a flat tensor. Its blocks may have other borders
+    than when it was saved, and the tensor may have been, or may be now, too small for 8 bits.
+
+    A block's scale becomes the largest of the saved scales of its elements (of elements that were not saved in 8 bits
+    the largest absolute value), and each element gets the nearest of the 256 levels. With an unchanged scale the codes
+    are unchanged.
     """
     optimizer: Any = flat.optimizer
     tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
@@ -396,8 +412,8 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: 
         target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
 
 
-def _restore_stored(held: Held, fragments: Fragments) -> None:
-    """Restore stored buffers, as far as they are saved, and frozen parameters."""
+def _restore_unoptimized(held: StoredTensors, fragments: Fragments) -> None:
+    """Restore buffers, if they were saved, and frozen parameters."""
     for name, buffer in held.buffers.items():
         if name in fragments.facts:
             buffer.data.copy_(fragments.whole(name))
@@ -409,12 +425,12 @@ def _restore_stored(held: Held, fragments: Fragments) -> None:
 
 
 COUNTS = "engine.json"
-"""File of what the engine counts: steps, the schedule's place, the loss scale."""
+"""File with the engine's counters: steps, the schedule's state, the loss scaler's."""
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What of a dynamic loss scaler changes while training."""
+"""Attributes of a dynamic loss scaler that change during training."""
 
 
-def _scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
+def _dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
     """Return the engine's dynamic loss scaler, None if it has none."""
     config = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
     if not getattr(config, "dynamic_loss_scale", False):
@@ -423,8 +439,8 @@ def _scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
 
 
 def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """Return what an engine counts, for `restore_counts`: plain values."""
-    scaler, first = _scaler(engine), engine.basic_optimizer.param_groups[0]
+    """Return an engine's counters as plain values, for `restore_counts`."""
+    scaler, first = _dynamic_loss_scaler(engine), engine.basic_optimizer.param_groups[0]
     counts = {
         "global_steps": engine.micro_steps if engine.zenflow else engine.global_steps,
         "global_samples": engine.global_samples,
@@ -441,14 +457,14 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
-    """Set what an engine counts; CheckpointError if a value is missing."""
+    """Set an engine's counters; CheckpointError if a value is missing."""
     try:
         engine.global_steps = int(counts["global_steps"])
         engine.global_samples = int(counts["global_samples"])
         engine.skipped_steps = int(counts["skipped_steps"])
         if engine.lr_scheduler:
             engine.lr_scheduler.load_state_dict(counts["schedule"])
-        scaler = _scaler(engine)
+        scaler = _dynamic_loss_scaler(engine)
         for name, value in counts["loss_scaler"].items() if scaler is not None else ():
             setattr(scaler, name, value)
         if counts["group_step"] is not None:

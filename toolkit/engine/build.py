@@ -93,21 +93,10 @@ def initialize_engine(
     compiling: schema.CompileConfig | None = None,
     optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the engine that trains a model. A collective.
-
-    Args:
-        model: partitioned already under stage 3.
-        ds_config: decides about partitioning and precision alone, and about the optimizer if DeepSpeed has it by name.
-        activation_checkpointing: which function computes the layers again in the backward pass.
-        make_schedule: gets the optimizer and returns its learning-rate schedule.
-        compiling: settings of torch.compile; None does not compile.
-        optim: parameter groups, and the optimizer where DeepSpeed has none of that name; None takes `ds_config`'s.
-
-    Returns:
-        The engine; its `received_config` is the JSON that DeepSpeed got.
-
-    Raises:
-        ConfigError: DeepSpeed rejects the settings, or they are impossible with this model.
+    """Build the engine that trains a model, which is partitioned already under stage 3. A collective; ConfigError if
+    DeepSpeed rejects the settings. `ds_config` alone decides about partitioning and precision, and about the optimizer
+    if DeepSpeed has it by name, else `optim`. `make_schedule` gets the optimizer and returns its learning-rate
+    schedule. The engine's `received_config` is the JSON that DeepSpeed got.
     """
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]

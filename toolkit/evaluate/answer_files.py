@@ -1,4 +1,4 @@
-"""Files of questions in, files of answers out; the same command resumes one, and shards of it may run apart."""
+"""Answers files of questions; the same command resumes an interrupted one, and shards can run separately."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ from toolkit.evaluate.generate import Sampling, check_length, decode_answer, gen
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr
 from toolkit.models import chat
 
-BATCHES = 8
-"""In a window, whose questions are sorted by length and whose answers are written together."""
+BATCHES_IN_WINDOW = 8
+"""Batches in a window: its questions are sorted by length, and its answers are written together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowQuestion:
-    """One row of a data file."""
+    """A question from a row of a data file."""
 
     where: str
     """file:line."""
@@ -38,12 +38,13 @@ class RowQuestion:
     reference: str | None = None
     """The row's own last answer; None if it has none."""
     error: str = ""
+    """Why the row cannot be used."""
     sample: int | None = None
-    """Which of several answers to it is asked for, from 0; None: there is one."""
+    """Number, from 0, of one of several answers to the question; None if it is answered once."""
 
 
 def question_source(path: str, row_format: schema.RowFormat, columns: str) -> schema.SourceConfig:
-    """Return questions as a data source; `columns` is YAML such as `{prompt: question}`."""
+    """Return a data source of questions; `columns` is YAML such as `{prompt: question}`. ConfigError if it is wrong."""
     names = None
     with contextlib.suppress(ConfigError):
         names = files.parse(columns, "columns").values
@@ -56,7 +57,7 @@ def question_source(path: str, row_format: schema.RowFormat, columns: str) -> sc
 
 
 def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
-    """Yield every row of a source in order, unusable ones too; here a row needs no answer."""
+    """Yield every row of a source in order, unusable ones too. Rows need no answer."""
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
     files = [sources.DataFile(path, 0, source.format, dict(source.columns)) for path in readers.files_of(source)]
@@ -67,12 +68,12 @@ def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
         for offset, row in readers.rows_of(block):
             where = f"{file.path}:{block.first + offset}"
             try:
-                yield _question(where, reader.read(formats.parse_row(row)))
+                yield _question_of_row(where, reader.read(formats.parse_row(row)))
             except RowError as error:
                 yield RowQuestion(where=where, error=str(error))
 
 
-def _question(where: str, conversation: formats.Conversation) -> RowQuestion:
+def _question_of_row(where: str, conversation: formats.Conversation) -> RowQuestion:
     """Return a row as a question: its messages up to the last one of the assistant, which becomes the reference."""
     messages: list[formats.Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
@@ -88,7 +89,9 @@ def _question(where: str, conversation: formats.Conversation) -> RowQuestion:
 
 
 class AnswerFile:
-    """JSON lines in OUTPUT.part until all are written, window by window; OUTPUT.part.json holds the `settings`."""
+    """Writes answers as JSON lines to OUTPUT.part, window by window, and renames it at the end; OUTPUT.part.json has
+    the `settings`, by which an interrupted file is resumed.
+    """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
         self.output = output
@@ -118,8 +121,8 @@ class AnswerFile:
                 self.record.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the lines of a window of questions, and flush them to disk: what is complete survives a crash."""
-        # A lone surrogate has no UTF-8.
+        """Write the lines of a window and flush them to disk, so that they survive a crash."""
+        # "backslashreplace" for lone surrogates, which have no UTF-8.
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with self._writing():
             self.file.write(lines.encode("utf-8", "backslashreplace"))
@@ -127,7 +130,7 @@ class AnswerFile:
             os.fsync(self.file.fileno())
 
     def finish(self, is_shard: bool = False) -> None:
-        """Rename the file to its final name; the settings of a shard stay on the disk, for `_merge`."""
+        """Rename the file to its final name; the settings of a shard are kept for `_merge_shards`."""
         with self._writing():
             if self.output.exists():
                 raise ConfigError(
@@ -140,7 +143,9 @@ class AnswerFile:
                 self.record.unlink()
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
-        """Lock the file, cut it after its last complete window, and return how many lines it holds."""
+        """Lock the file, cut it after its last complete window, and return its number of lines; ConfigError if another
+        process writes it, or it was started with other settings.
+        """
         if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
@@ -168,6 +173,7 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
+        """Turn an OSError into a CheckpointError."""
         try:
             yield
         except OSError as error:
@@ -184,13 +190,13 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def shard_of(output: Path, number: int, shards: int) -> Path:
-    """Return the file of one of several shards of an output, numbered from 1."""
+    """Return the file of shard `number`, from 1, of an output."""
     return output.with_name(f"{output.name}.{number}-of-{shards}")
 
 
-def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
-    """Join the shards i/n of `output`, a window of each in turn, which is the order of the questions; return whether
-    there were any. ConfigError if one is missing or has other settings.
+def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> bool:
+    """Join the shards i/n of `output`, if there are any, and return whether there were. Windows of each are taken in
+    turn, which is the order of the questions. ConfigError if a shard is missing or has other settings.
     """
     if output.exists():
         return False
@@ -210,9 +216,9 @@ def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
                     "{file} is a shard of other settings. Move it away, or name another output.", file=path
                 )
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(path.open("rb")) for path in files]
+            answer_file = [stack.enter_context(path.open("rb")) for path in files]
             lines: list[bytes] = []
-            for file in cycle(opened):
+            for file in cycle(answer_file):
                 next_lines = list(islice(file, window))
                 if not next_lines:
                     break
@@ -242,7 +248,7 @@ def answer_rows(
     length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
     seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
     """
-    size, (shard_number, shards) = batch_size * BATCHES, shard
+    size, (shard_number, shards) = batch_size * BATCHES_IN_WINDOW, shard
     remaining = iter(questions)
     for number in count():
         window = list(islice(remaining, size))
@@ -269,7 +275,7 @@ def answer_rows(
                 prompts[index] = prompt
             except (RowError, ModelError) as error:
                 results[index]["error"] = str(error)
-        # The longest first: what does not fit into memory fails at once.
+        # The longest first, so that a lack of memory shows at once.
         order = sorted(prompts, key=lambda index: -len(prompts[index]))
         for begin in range(0, len(order), batch_size):
             batch = order[begin : begin + batch_size]
@@ -285,9 +291,11 @@ def answer_rows(
         yield results
 
 
-def _identified(settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]) -> dict[str, Any]:
-    """Return settings as they are read back from JSON, with hashes of the question files, and sizes and times of the
-    weights: if these are equal, answers can be resumed.
+def _with_file_identities(
+    settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]
+) -> dict[str, Any]:
+    """Return settings with hashes of the question files, and sizes and times of the weight files, in the form in which
+    JSON is read back. Answers can be resumed if all are equal.
     """
     weights = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
@@ -313,26 +321,28 @@ def answer_source(
     settings: Mapping[str, Any],
     shard: tuple[int, int] = (1, 1),
 ) -> None:
-    """Ask a model every question of a source `samples` times, and write a file of answers; resume a partial one. `load`
-    is called once questions are readable and the file is open; `models` are the directories of the weights. `shard`:
-    see `answer_rows`; without one, shards that are there become the file.
+    """Answer every question of a source `samples` times and write the answers to `output`, or resume that. `load` is
+    called after the questions are checked and the file is open; `models`: directories of the weights. `shard`: see
+    `answer_rows`; without it existing shards are joined.
     """
     if samples > 1 and not sampling.temperature:
         raise ConfigError(
             "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
         )
     total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
-    settings = _identified({**settings, "batch_size": batch_size}, source, models)
+    settings = _with_file_identities({**settings, "batch_size": batch_size}, source, models)
     is_shard = shard[1] > 1
     if is_shard:
         output = shard_of(output, *shard)
-    elif _merge(output, settings, batch_size * BATCHES):
+    elif _merge_shards(output, settings, batch_size * BATCHES_IN_WINDOW):
         say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
         return
-    # All ranks of engine=deepspeed compute the same; one writes.
-    opened = AnswerFile(output, settings, batch_size * BATCHES) if rank() == 0 else contextlib.nullcontext()
+    # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
+    answer_file = (
+        AnswerFile(output, settings, batch_size * BATCHES_IN_WINDOW) if rank() == 0 else contextlib.nullcontext()
+    )
     failed = cut = 0
-    with opened as file:
+    with answer_file as file:
         model, encoder = load()
         done = on_rank0(lambda: file.done if file else 0)
         questions = read_questions(source)
@@ -341,7 +351,7 @@ def answer_source(
         windows = answer_rows(
             model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
         )
-        window = batch_size * BATCHES
+        window = batch_size * BATCHES_IN_WINDOW
         total = sum(min(window, total - begin) for begin in range(0, total, window)[shard[0] - 1 :: shard[1]])
         is_quiet = file is None or shard[0] > 1
         with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:

@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal, or through a pipe."""
+"""A chat with a model in the terminal, or through a pipe."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
 
 
 class ChatSession:
-    """One conversation with a model; with `is_terminal` mistakes are reported, else they end the command."""
+    """A chat with a model. In a terminal (`is_terminal`) errors are printed, else they end the command."""
 
     def __init__(
         self,
@@ -33,39 +33,39 @@ class ChatSession:
         self.is_terminal, self.help_text = is_terminal, help_text
         self.system = ""
         self.asked = 0
-        """Questions so far, those that were undone too: each draws from a seed of its own."""
+        """Number of questions so far, undone ones too: each has its own seed."""
         self.history: list[formats.Message] = []
         """Question, answer, question, answer …"""
 
     def talk(self) -> None:
         """Read questions and answer them until the input or the user ends the session."""
         if self.is_terminal:
-            _tell(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
+            _print_notice(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
         for line in self._lines():
-            if not self.take(line):
+            if not self.handle(line):
                 return
 
-    def take(self, line: str) -> bool:
+    def handle(self, line: str) -> bool:
         """Answer a typed question or execute a typed command; return False if the session is to end."""
         try:
             if line.startswith("/"):
-                return self._obey(line)
+                return self._execute(line)
             if line.strip():
                 self._answer(line.strip())
         except (ConfigError, ModelError, RowError) as error:
             if not self.is_terminal:
                 raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
-            _tell(str(error))
+            _print_notice(str(error))
         return True
 
     def set_system(self, text: str) -> None:
-        """Set the system message, "" for none; an error if the model would not see it."""
+        """Set the system message, "" for none; ConfigError if the chat format has none."""
         check_system(self.encoder, text)
         self.system = text
 
     def _lines(self) -> Iterator[str]:
-        """Yield the user's messages: lines that are typed, or what comes through a pipe."""
-        # Half a character, as a terminal may send it, is no reason to end.
+        """Yield the lines that the user types, or that come through a pipe."""
+        # A terminal may send half a character.
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         if not self.is_terminal:
@@ -78,29 +78,29 @@ class ChatSession:
             try:
                 yield input("> ")
             except EOFError:
-                _show("\n")
+                _print("\n")
                 return
             except KeyboardInterrupt:
-                _show("\n")
-                _tell(tr("Ctrl-D ends."))
+                _print("\n")
+                _print_notice(tr("Ctrl-D ends."))
 
-    def _obey(self, line: str) -> bool:
+    def _execute(self, line: str) -> bool:
         """Execute a typed command such as /reset; return False if the session is to end."""
         command, _, text = line.partition(" ")
         if command == "/reset":
             self.history.clear()
-            _tell(tr("Everything that was said is forgotten."))
+            _print_notice(tr("Everything that was said is forgotten."))
         elif command == "/undo":
             if self.history:
-                _tell(tr("Forgotten: {question}", question=self.history[-2]["content"][:60]))
+                _print_notice(tr("Forgotten: {question}", question=self.history[-2]["content"][:60]))
             else:
-                _tell(tr("Nothing has been said yet."))
+                _print_notice(tr("Nothing has been said yet."))
             del self.history[-2:]
         elif command == "/system":
             self.set_system(text.strip())
-            _tell(tr("System message: {text}", text=self.system or "-"))
+            _print_notice(tr("System message: {text}", text=self.system or "-"))
         elif command == "/help":
-            _tell(self.help_text)
+            _print_notice(self.help_text)
         elif command != "/exit":
             reason = tr("unknown command '{command}'.", command=command)
             commands = tr("Known: {commands}.", commands=", ".join(COMMANDS))
@@ -109,25 +109,27 @@ class ChatSession:
 
     def _answer(self, question: str) -> None:
         """Generate an answer, print it as it is generated, and add question and answer to the conversation."""
-        stream = AnswerStream(self.encoder, _show)
+        stream = AnswerStream(self.encoder, _print)
         try:
             prompt = self._prompt(question)
-            drawn = replace(self.sampling, seed=self.sampling.seed + self.asked)
+            sampling = replace(self.sampling, seed=self.sampling.seed + self.asked)
             self.asked += 1
-            [ids] = generate(self.model, self.encoder, [prompt], drawn, self.model.device, streamer=stream)
+            [ids] = generate(self.model, self.encoder, [prompt], sampling, self.model.device, streamer=stream)
             answer = decode_answer(self.encoder, ids)
-            _show("\n")
+            _print("\n")
         except KeyboardInterrupt:
             if not self.is_terminal:
                 raise
             answer = stream.text
-            _show("\n")
-            _tell(tr("Stopped."))
+            _print("\n")
+            _print_notice(tr("Stopped."))
         if answer:
             self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def _prompt(self, question: str) -> list[int]:
-        """Return the prompt, after dropping the oldest turns that have no room; an error if none of them is left."""
+        """Return the prompt, after dropping the oldest turns if the context window is full; ModelError if even the
+        question does not fit.
+        """
         dropped = 0
         while True:
             messages = [*self.history[dropped:], {"role": "user", "content": question}]
@@ -141,13 +143,15 @@ class ChatSession:
                 dropped += 2
         if dropped:
             del self.history[:dropped]
-            _tell(tr("The context window is full: the oldest {count} questions were dropped.", count=dropped // 2))
+            _print_notice(
+                tr("The context window is full: the oldest {count} questions were dropped.", count=dropped // 2)
+            )
         return prompt
 
 
 class AnswerStream(BaseStreamer):
-    """For `generate(…, streamer=…)` with one prompt: `write` gets whole characters. All tokens are decoded again with
-    each one, as their text depends on those around them; that costs nothing next to the model.
+    """A streamer for `generate` with one prompt, which passes complete characters to `write`. All tokens are decoded
+    again with each new one, as their text depends on their neighbours; that is cheap compared with the model.
     """
 
     def __init__(self, encoder: chat.AnyChatEncoder, write: Callable[[str], None]) -> None:
@@ -163,25 +167,25 @@ class AnswerStream(BaseStreamer):
             self._is_prompt = False
             return
         self.ids += [token for token in value.flatten().tolist() if token not in self.encoder.stop_ids]
-        # Half a character is decoded as U+FFFD.
-        self._show(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
+        # An incomplete character is decoded as U+FFFD.
+        self._print(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
 
     def end(self) -> None:
         """Print the rest of the text at the end of generation."""
-        self._show(decode_answer(self.encoder, self.ids))
+        self._print(decode_answer(self.encoder, self.ids))
 
-    def _show(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if len(text) > len(self.text):
             self.write(text[len(self.text) :])
             self.text = text
 
 
-def _show(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
-def _tell(text: str) -> None:
-    """Print what is not an answer, such as a notice."""
+def _print_notice(text: str) -> None:
+    """Print a notice to stderr, apart from answers on stdout."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

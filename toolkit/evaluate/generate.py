@@ -16,18 +16,18 @@ from toolkit.models import chat, probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen, and how many are."""
+    """How tokens are sampled, and the longest answer."""
 
     max_new_tokens: int = 64
     """Longest answer in tokens, its end token included."""
     temperature: float = 0.0
-    """0: greedy, the likeliest token; else the logits are divided by it and a token is drawn."""
+    """0: greedy decoding; else logits are divided by it, and tokens are sampled."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that hold this share of the probability together."""
+    """Sample from the likeliest tokens with this probability together."""
     top_k: int = 0
-    """Draw among so many tokens; 0 among all."""
+    """Sample from so many of the likeliest tokens; 0: from all."""
     seed: int = 0
-    """Of what is drawn: the same seed and batch give the same answers."""
+    """The same seed and batch give the same answers."""
 
 
 def generate(
@@ -47,7 +47,7 @@ def generate(
         encoder: its `stop_ids` end an answer.
         prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
-        in_step: of a partitioned model: a collective, every rank with as many batches, until the last ends.
+        in_step: needed for a partitioned model: a collective in which ranks continue until the last answer ends.
         **options: for `transformers`' generate, such as `streamer`.
     """
     longest = max(map(len, prompts))
@@ -59,10 +59,10 @@ def generate(
     if first := getattr(model, "first_position", 0):  # transformers (5.23) would count from 0, as its forward does not
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     drawn: dict[str, Any] = {}
-    if sampling.temperature > 0:  # with greedy decoding, transformers warns of them
+    if sampling.temperature > 0:  # not for greedy decoding, at which transformers would warn
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    models_config = model.generation_config
-    # In its place, as transformers takes from it whatever a config that is passed leaves out.
+    original_config = model.generation_config
+    # Replaced, as transformers takes values that a passed config omits from the model's.
     model.generation_config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=bool(drawn),
@@ -72,12 +72,16 @@ def generate(
         **drawn,
     )
     try:
-        eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled again
-        with probe.evaluating(model), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        without_compiling = torch.compiler.set_stance("force_eager")  # each new token would be compiled again
+        with (
+            probe.evaluating(model),
+            without_compiling,
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:
-        model.generation_config = models_config
+        model.generation_config = original_config
     stops = set(encoder.stop_ids)
     return [until_stop(row, stops) for row in output[:, longest:].tolist()]
 
@@ -91,8 +95,8 @@ def answer(
     *,
     in_step: bool,
 ) -> str:
-    """Return the model's greedy answer to one question, which all ranks ask of a partitioned model, `in_step`: GPUs may
-    round differently, so one rank's answer may be longer than another's.
+    """Return the model's greedy answer to a question. `in_step`: see `generate`; the answers of ranks may differ in
+    length, as GPUs may round differently.
     """
     prompt = encoder.prompt([{"role": "user", "content": question}])
     [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device, in_step=in_step)
@@ -106,7 +110,7 @@ def decode_answer(encoder: chat.AnyChatEncoder, ids: Sequence[int]) -> str:
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
     """Raise a ModelError if prompt and answer could be longer than the model's positions."""
-    most = most_tokens(model)
+    most = max_context_tokens(model)
     if prompt_tokens + max_new_tokens > most:
         raise ModelError(
             "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the model "
@@ -118,8 +122,8 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         )
 
 
-def most_tokens(model: PreTrainedModel) -> float:
-    """Return how many tokens prompt and answer may have together: the model's positions, infinite where it has none."""
+def max_context_tokens(model: PreTrainedModel) -> float:
+    """Return how many tokens prompt and answer may have together: the model's positions, inf without a limit."""
     return context_length.position_limit(model.config.to_dict()) or math.inf
 
 
@@ -129,14 +133,14 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
 
 
 def with_system(messages: Sequence[formats.Message], system: str) -> list[formats.Message]:
-    """Return a conversation with a system message, if one is wanted and it has none."""
+    """Return a conversation with `system` as its system message, unless that is "" or the conversation has one."""
     if not system or (messages and messages[0]["role"] == "system"):
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
 
 
 def has_system_role(encoder: chat.AnyChatEncoder) -> bool:
-    """Return whether a system message changes the prompt."""
+    """Whether a chat format has a system message: it changes the prompt."""
     asked = [{"role": "user", "content": "?"}]
     try:
         return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)
@@ -145,7 +149,7 @@ def has_system_role(encoder: chat.AnyChatEncoder) -> bool:
 
 
 def check_system(encoder: chat.AnyChatEncoder, system: str) -> None:
-    """Reject a system message that the model would not see."""
+    """Raise ConfigError for a system message that the chat format does not support."""
     if system and not has_system_role(encoder):
         family = getattr(encoder.tokenizer, "family", None)
         raise ConfigError(

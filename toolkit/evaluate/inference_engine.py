@@ -1,4 +1,4 @@
-"""DeepSpeed's inference engine: a model that several ranks answer with together, each with a part of the weights."""
+"""DeepSpeed's inference engine: generation with a model whose weights are split over ranks."""
 
 import contextlib
 import io
@@ -12,12 +12,13 @@ from toolkit.messages import ModelError, tr
 from toolkit.models import structure
 
 FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
-"""Of which a test shows that two ranks answer as one does; DeepSpeed 0.19.8 splits others too, some of them wrongly."""
+"""Model types for which a test shows that two ranks give the same answers as one; DeepSpeed 0.19.8 splits others too,
+some of them wrongly."""
 
 
 def split_inference(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a full model after `deepspeed.init_inference`, on this rank's device. A collective; the model is changed.
-    DeepSpeed 0.19.8 has kernels of its own for none of the families.
+    """Split a full model over all ranks by `deepspeed.init_inference`, in place, and return it on this rank's device. A
+    collective. DeepSpeed 0.19.8 has kernels for none of these model types. ModelError if the model cannot be split.
     """
     import deepspeed
 
@@ -42,12 +43,12 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
             groups=groups,
             ranks=ranks,
         )
-    exact = [(name, value.clone()) for name, value in model.named_buffers() if value.dtype is torch.float32]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints which layers it takes
+    float32_buffers = [(name, value.clone()) for name, value in model.named_buffers() if value.dtype is torch.float32]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the layers that it splits
         engine = deepspeed.init_inference(model, dtype=model.dtype, tensor_parallel={"tp_size": ranks})
     split_model: PreTrainedModel = engine.module
-    # It casts buffers too; rotary frequencies are right in float32 alone.
-    for name, value in exact:
-        owner, _, leaf = name.rpartition(".")
-        setattr(split_model.get_submodule(owner), leaf, value.to(split_model.device))
+    # It casts buffers too, but rotary frequencies must stay float32.
+    for name, value in float32_buffers:
+        owner, _, attribute = name.rpartition(".")
+        setattr(split_model.get_submodule(owner), attribute, value.to(split_model.device))
     return split_model

@@ -15,7 +15,7 @@ from toolkit.models import probe, stages
 from toolkit.models.loss import token_losses
 
 SAMPLES, PAIRS = "eval_samples", "eval_pairs"
-"""How many samples (pairs) an evaluation of a custom model (of preferences) is of; a language model's counts tokens."""
+"""Figures with the number of samples of a custom model's, or pairs of a preference task's, evaluation."""
 Measure = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -31,7 +31,7 @@ def evaluate_loss(
 
     Args:
         model: the engine, or the model without one; left in its mode.
-        micro_batches: this rank's part, CPU tensors `[B, S]`, as many on every rank; `sources`: of trained tokens.
+        micro_batches: this rank's, CPU tensors `[B, S]`, as many on every rank; `sources`, [T]: of trained tokens.
         names: of the sources, by number.
         device: where the model computes.
         copies: how many ranks have the same sequences.
@@ -46,7 +46,7 @@ def evaluate_loss(
         for batch, by_position in stages.measure_each(
             model, micro_batches, lambda *arguments: measure(*arguments).cpu()
         ):
-            # A token's loss stands before it.
+            # A token's loss is at the position before it.
             losses = by_position.flatten()[batch["target_indices"] - 1]
             for number in batch["sources"].unique().tolist():
                 is_of_source = batch["sources"] == number
@@ -58,7 +58,7 @@ def evaluate_loss(
         by_name[name] = by_name.get(name, 0) + total
     total_loss, tokens = (float(value) for value in totals.sum(dim=0))
     loss = total_loss / tokens
-    perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that it overflows
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows beyond that
     figures = {EVAL_LOSS: loss, "eval_perplexity": perplexity, "eval_tokens": int(tokens)}
     parts = {name: float(total[0] / total[1]) for name, total in sorted(by_name.items()) if total[1]}
     if len(parts) > 1:

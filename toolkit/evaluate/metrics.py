@@ -25,15 +25,15 @@ class Scores:
     """One metric's scores of some answers."""
 
     value: float
-    """Of all answers together."""
+    """Score of all answers together."""
     each: list[float]
-    """Of each answer by itself, for a look at single ones: the mean of BLEU's, for example, is not BLEU."""
+    """Score of each answer by itself; their mean is not always `value`, as for BLEU."""
     signature: str = ""
-    """How exactly it was computed, where the library says so."""
+    """The library's description of how it was computed."""
 
 
 def tokenization(references: Iterable[str]) -> str:
-    """Return zh where a reference holds a Chinese character, else sacrebleu's 13a, for which a sentence is one word."""
+    """Return sacrebleu's tokenization: zh if a reference has a Chinese character, else 13a, which splits at spaces."""
     return "zh" if any(_CHINESE.search(reference) for reference in references) else "13a"
 
 
@@ -42,7 +42,7 @@ def score(metric: Metric, answers: Sequence[str], references: Sequence[str], tok
     return _METRICS[metric](answers, references, tokenize)
 
 
-def _by_sacrebleu(metric: Metric, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
+def _sacrebleu_scores(metric: Metric, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
     from sacrebleu.metrics import BLEU, CHRF
 
     if metric is Metric.bleu:
@@ -53,7 +53,7 @@ def _by_sacrebleu(metric: Metric, answers: Sequence[str], references: Sequence[s
     return Scores(corpus.corpus_score(answers, [references]).score, each, str(corpus.get_signature()))
 
 
-def _mean(
+def _mean_score(
     score_of: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str], tokenize: str
 ) -> Scores:
     """Return the mean of a score over all answers, and the score of each against its reference."""
@@ -63,18 +63,18 @@ def _mean(
 
 def _rouge_n(n: int, answer: str, reference: str) -> float:
     """Return ROUGE-N of an answer, F1 over the n-grams of its characters without white space."""
-    ours, theirs = (Counter(_ngrams(_BLANKS.sub("", text), n)) for text in (answer, reference))
-    return _f1((ours & theirs).total(), ours.total(), theirs.total())
+    in_answer, in_reference = (Counter(_ngrams(_BLANKS.sub("", text), n)) for text in (answer, reference))
+    return _f1((in_answer & in_reference).total(), in_answer.total(), in_reference.total())
 
 
 def _rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L of an answer: F1 of the longest common subsequence of characters, without white space."""
-    ours, theirs = (_BLANKS.sub("", text) for text in (answer, reference))
-    return _f1(_common_subsequence(ours, theirs), len(ours), len(theirs))
+    in_answer, in_reference = (_BLANKS.sub("", text) for text in (answer, reference))
+    return _f1(_common_subsequence(in_answer, in_reference), len(in_answer), len(in_reference))
 
 
-def _f1(common: int, ours: int, theirs: int) -> float:
-    return 200 * common / (ours + theirs) if common else 0.0
+def _f1(common: int, in_answer: int, in_reference: int) -> float:
+    return 200 * common / (in_answer + in_reference) if common else 0.0
 
 
 def _common_subsequence(left: str, right: str) -> int:
@@ -126,24 +126,24 @@ def _chatglm_rouge(name: str, answer: str, reference: str) -> float:
 @cache
 def _chatglm_libraries() -> tuple[Any, Any]:
     jieba = importlib.import_module("jieba")
-    jieba.setLogLevel("WARNING")  # it tells on stderr where it keeps its dictionary
+    jieba.setLogLevel("WARNING")  # else it prints the path of its dictionary
     return jieba, importlib.import_module("rouge_chinese").Rouge()
 
 
 _METRICS: dict[Metric, Callable[[Sequence[str], Sequence[str], str], Scores]] = {
-    Metric.bleu: partial(_by_sacrebleu, Metric.bleu),
-    Metric.chrf: partial(_by_sacrebleu, Metric.chrf),
-    Metric.rouge_1: partial(_mean, partial(_rouge_n, 1)),
-    Metric.rouge_2: partial(_mean, partial(_rouge_n, 2)),
-    Metric.rouge_l: partial(_mean, _rouge_l),
-    Metric.exact_match: partial(_mean, lambda answer, reference: 100.0 * (answer.strip() == reference.strip())),
+    Metric.bleu: partial(_sacrebleu_scores, Metric.bleu),
+    Metric.chrf: partial(_sacrebleu_scores, Metric.chrf),
+    Metric.rouge_1: partial(_mean_score, partial(_rouge_n, 1)),
+    Metric.rouge_2: partial(_mean_score, partial(_rouge_n, 2)),
+    Metric.rouge_l: partial(_mean_score, _rouge_l),
+    Metric.exact_match: partial(_mean_score, lambda answer, reference: 100.0 * (answer.strip() == reference.strip())),
     Metric.distinct_1: partial(_distinct, 1),
     Metric.distinct_2: partial(_distinct, 2),
-    Metric.length: partial(_mean, lambda answer, reference: float(len(answer))),
-    Metric.chatglm_bleu_4: partial(_mean, _chatglm_bleu_4),
-    Metric.chatglm_rouge_1: partial(_mean, partial(_chatglm_rouge, "rouge-1")),
-    Metric.chatglm_rouge_2: partial(_mean, partial(_chatglm_rouge, "rouge-2")),
-    Metric.chatglm_rouge_l: partial(_mean, partial(_chatglm_rouge, "rouge-l")),
+    Metric.length: partial(_mean_score, lambda answer, reference: float(len(answer))),
+    Metric.chatglm_bleu_4: partial(_mean_score, _chatglm_bleu_4),
+    Metric.chatglm_rouge_1: partial(_mean_score, partial(_chatglm_rouge, "rouge-1")),
+    Metric.chatglm_rouge_2: partial(_mean_score, partial(_chatglm_rouge, "rouge-2")),
+    Metric.chatglm_rouge_l: partial(_mean_score, partial(_chatglm_rouge, "rouge-l")),
 }
 
 
@@ -152,7 +152,7 @@ class Results:
     """The scores of an evaluation."""
 
     values: dict[str, float] = field(default_factory=dict)
-    """As in metrics.jsonl: eval_METRIC, eval_METRIC/SOURCE where there are several, eval_answers, eval_tokens_per_s."""
+    """As in metrics.jsonl: eval_METRIC, eval_METRIC/SOURCE if there are several, eval_answers, eval_tokens_per_s."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One for each answer, in the order of the questions."""
     tokenize: str = ""
@@ -165,7 +165,7 @@ class Results:
 def score_answers(
     questions: Sequence[ValidationQuestion], answers: Answers, metrics: Sequence[Metric], encoder: chat.AnyChatEncoder
 ) -> Results:
-    """Score the answers to some questions, at least one; a metric that fails is left out."""
+    """Score the answers to at least one question; a metric that fails is in `failures`."""
     numbers = sorted(answers.ids)
     asked = [questions[number] for number in numbers]
     texts = [decode_answer(encoder, answers.ids[number]) for number in numbers]

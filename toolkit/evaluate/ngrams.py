@@ -1,4 +1,4 @@
-"""Losses of n-grams, which a model's validation loss is compared with."""
+"""Losses of n-gram models, as a baseline for a model's validation loss."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def ngram_baselines(
 
 
 def _pairs(store: TokenizedCache, samples: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the token before each trained one of this split, and the trained one, int64 each."""
+    """Return the preceding token and the token of each trained position of a split, int64 [T] each."""
     member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)
     member[store.members if samples is None else store.members[samples]] = True
     end = int(store.offsets[-1])

@@ -1,4 +1,4 @@
-"""Questions from validation splits, and the answers to them; questions of similar length share a batch."""
+"""Questions from a validation split, and generation of their answers on all ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ class ValidationQuestion:
     """A validation sample up to its last answer, and that answer."""
 
     prompt: list[int]
-    """Ids, exactly those before the answer in training."""
+    """Ids before the answer, the same as in training."""
     answer: list[int]
-    """Ids, without the token that ends it."""
+    """Ids of the answer, without the token that ends it."""
     source: str
     """Name of its source, as in `toolkit show`."""
     where: str
@@ -45,15 +45,15 @@ def choose_questions(
 def split_sample(
     ids: Sequence[int], trained: Sequence[bool], encoder: chat.AnyChatEncoder
 ) -> tuple[list[int], list[int]] | None:
-    """Return prompt and answer of a sample; None if only special tokens precede what is trained. The answer is the last
-    trained stretch, after the last token that makes the assistant speak.
+    """Return prompt and answer of a sample, None if only special tokens precede the trained ones. The answer is the
+    last run of trained tokens, after the last of the encoder's `answer_ids` in it.
     """
     end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
     begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
     starts = {int(token) for token in encoder.answer_ids}
     begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in starts), begin)
     prompt = list(ids[:begin])
-    # The first token of a sample is never trained: alone it is the beginning of a text, or of a piece of one.
+    # The first token of a sample is never trained; alone it is the beginning of a plain text.
     if len(prompt) < 2 or set(prompt) <= set(encoder.tokenizer.all_special_ids):
         return None
     return prompt, until_stop(list(ids[begin:end]), set(encoder.stop_ids))
@@ -106,7 +106,7 @@ def generate_all(
     for first in range(0, len(batches), at_once):
         number = first + replica
         has_batch = number < len(batches)
-        # A rank without a batch takes part in the others' forward passes all the same, with the shortest prompt.
+        # A rank without a batch takes part in the others' forward passes with the shortest prompt.
         batch = batches[number] if has_batch else order[:1]
         if has_batch or in_step:
             try:
@@ -115,11 +115,11 @@ def generate_all(
                 answered |= dict(zip(batch, answers, strict=True)) if has_batch else {}
             except Stopped:
                 raise
-            except Exception as error:  # whatever it is, most likely a lack of memory: no reason to end a training run
+            except Exception as error:  # most likely out of memory; a training run must go on
                 if in_step:
                     raise
                 failures.add(f"{type(error).__name__}: {error}".splitlines()[0])
-        barrier()  # no rank gets so far behind that the others' next collective times out
+        barrier()  # so that no rank falls behind until the others' next collective times out
         alive()
     result = Answers(seconds=time.perf_counter() - started)
     for ids, reasons in gather((answered, failures)):

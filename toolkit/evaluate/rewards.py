@@ -1,4 +1,4 @@
-"""Rewards of generated answers: by a rule, a reward model, or a function that was allowed; and pairs made of them."""
+"""Rewards of generated answers, by a rule, a reward model or a function; and preference pairs of the answers."""
 
 import json
 import re
@@ -22,20 +22,21 @@ Score = Callable[[Sequence[Row]], list[float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """What an answer is worth."""
+    """How rewards of answers are computed."""
 
     kind: str
     """A rule, the directory of a reward model, or module:function."""
     pattern: str = ""
-    """regex: the reward is 1 where it is found in the answer, else 0."""
+    """regex: the reward is 1 if it matches in the answer, else 0."""
     least: int = 0
-    """length: characters of the shortest answer that gets 0; a character less costs 1."""
+    """length: smallest number of characters with a reward of 0; each character less subtracts 1."""
     most: int = 0
-    """length: of the longest; 0: any."""
+    """length: largest number of characters with a reward of 0; 0: no limit."""
     allow_code: bool = False
+    """Whether a function may be imported."""
 
     def check(self) -> None:
-        """Raise a ConfigError if this reward's configuration cannot be computed."""
+        """Raise ConfigError if this reward cannot be computed."""
         is_function = ":" in self.kind and not Path(self.kind).exists()
         if is_function and not self.allow_code:
             raise ConfigError(
@@ -62,9 +63,9 @@ class Reward:
             raise ConfigError(tr("reward=length needs least=N or most=N, and least no larger than most."))
 
     def score(self) -> Score:
-        """Return what computes the rewards of rows that have answers."""
+        """Return a function that computes the rewards of rows with answers; ConfigError if it cannot be imported."""
         if self.kind in RULES:
-            return lambda rows: [self._by_rule(row) for row in rows]
+            return lambda rows: [self._rule_reward(row) for row in rows]
         if ":" in self.kind and not Path(self.kind).exists():
             module, _, name = self.kind.partition(":")
             try:
@@ -72,10 +73,10 @@ class Reward:
             except (ImportError, AttributeError) as error:
                 raise ConfigError("reward = {kind} cannot be used: {reason}.", kind=self.kind, reason=error) from error
             return lambda rows: [float(function(row)) for row in rows]
-        return _by_model(Path(self.kind))
+        return _reward_model(Path(self.kind))
 
-    def _by_rule(self, row: Row) -> float:
-        """Return an answer's reward by `kind`: characters beyond the bounds, negative, or 1 for a match and 0 else."""
+    def _rule_reward(self, row: Row) -> float:
+        """Return an answer's reward by a rule: minus the characters beyond the limits, or 1 for a match, else 0."""
         answer = str(row["answer"])
         if self.kind == "length":
             longer = len(answer) - self.most if self.most else 0
@@ -96,7 +97,7 @@ class Reward:
         return float(answer.strip() == str(row["reference"]).strip())
 
 
-def _by_model(folder: Path) -> Score:
+def _reward_model(folder: Path) -> Score:
     """Return the function that scores rows by a reward model."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -111,7 +112,7 @@ def _by_model(folder: Path) -> Score:
     @torch.no_grad()
     def score(rows: Sequence[Row]) -> list[float]:
         scores = []
-        for row in rows:  # alone: no padding, of which model families think differently
+        for row in rows:  # one by one, as models treat padding in different ways
             conversation = [*row["messages"], {"role": "assistant", "content": row["answer"]}]
             ids, _ = encoder.encode(conversation, row.get("tools"))
             scores.append(float(model(input_ids=torch.tensor([ids], device=device)).logits[0, 0]))
@@ -120,7 +121,7 @@ def _by_model(folder: Path) -> Score:
     return score
 
 
-def scored(rows: Iterable[Row], reward: Reward) -> list[Row]:
+def with_rewards(rows: Iterable[Row], reward: Reward) -> list[Row]:
     """Return the rows that have an answer, each with the key `reward` added."""
     answered = [row for row in rows if "error" not in row]
     rewards = reward.score()(answered)
@@ -129,9 +130,9 @@ def scored(rows: Iterable[Row], reward: Reward) -> list[Row]:
     return [{**row, "reward": value} for row, value in zip(answered, rewards, strict=True)]
 
 
-def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
-    """Return a pair of each prompt's best and worst answer, unless their rewards are equal, and figures of all rows.
-    `rows`: see `scored`. An empty answer, from which nothing can be learned, is in no pair.
+def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
+    """Return a preference pair of each prompt's best and worst answer, unless their rewards are equal, and figures of
+    all rows. `rows`: of `with_rewards`. Empty answers, from which nothing can be learned, are skipped.
     """
     prompts: dict[str, list[Row]] = {}
     for row in rows:
@@ -147,7 +148,7 @@ def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
             pair[name] = {"role": "assistant", "content": row["answer"]}
             pair[f"{name}_reward"] = row["reward"]
         pairs.append(pair)
-    about = {
+    figures = {
         "prompts": len(prompts),
         "samples": len(rows),
         "mean_reward": fmean(row["reward"] for row in rows) if rows else None,
@@ -155,7 +156,7 @@ def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
         "pairs": len(pairs),
         "ties": len(prompts) - len(pairs),
     }
-    return pairs, about
+    return pairs, figures
 
 
 def read_lines(file: Path) -> list[Row]:
@@ -170,14 +171,14 @@ def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(file, lines.encode("utf-8", "backslashreplace"))
 
 
-def command(reward: Reward, samples: Path, output: Path) -> list[str]:
-    """Return the command that scores a file: in a process of its own, which gives a GPU back, and runs others' code."""
+def scoring_command(reward: Reward, samples: Path, output: Path) -> list[str]:
+    """Return the command that scores a file in a separate process, which frees the GPU, and isolates imported code."""
     spec = {"reward": asdict(reward), "samples": str(samples), "output": str(output)}
     return [sys.executable, "-m", "toolkit.evaluate.rewards", json.dumps(spec)]
 
 
 def _main(spec: Mapping[str, Any]) -> int:
-    write_lines(Path(spec["output"]), scored(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
+    write_lines(Path(spec["output"]), with_rewards(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
     return 0
 
 

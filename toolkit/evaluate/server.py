@@ -1,10 +1,10 @@
-"""Which program serves a model over HTTP, and transformers' own server with one model and bounds on requests.
+"""The choice of a server program, and transformers' server with one model and limits on requests.
 
 python -m toolkit.evaluate.server NAME serve DIRECTORY [--option-of-the-server …]
 
-transformers 5.23 takes a local path for the model's name, answers a malformed request with a traceback, bounds neither
-tokens nor bodies, takes templates and all options of `generate` from a request, and loads any model directory that a
-request names at /load_model.
+transformers' server (5.23) takes a local path as the model's name, answers a malformed request with a traceback, limits
+neither tokens nor request bodies, accepts templates and all options of `generate` in a request, and loads any model
+directory that a request names at /load_model.
 """
 
 import importlib.util
@@ -24,15 +24,15 @@ from toolkit.config.context_length import position_limit
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.directory import read_object, saved_template
 
-_NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+_PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
-_OF_EXPERTS = {"gate_up_proj", "down_proj"}
-MOST_BYTES = 16 << 20
-"""Of a request: several times what a context of a million tokens takes."""
+_EXPERT_MATRICES = {"gate_up_proj", "down_proj"}
+MAX_REQUEST_BYTES = 16 << 20
+"""Largest body of a request; a context of a million tokens takes a fraction of it."""
 _FIRST_ERROR, _FIRST_OF_SERVER = 400, 500
-"""Status codes."""
-_CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
+"""HTTP status codes: the first of errors, the first of server errors."""
+_BLOCKED_PATHS = ("/load_model", "/reset", "/v1/audio/transcriptions")
 """Paths that load another model, or unload the served one."""
 _RANGES: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 2),
@@ -43,26 +43,26 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "max_output_tokens": (int, 1, math.inf),
     "seed": (int, 0, 2**63 - 1),
 }
-"""Field -> its type, and the least and greatest value; null counts as absent."""
-_LEAST_TEMPERATURE = 0.01
+"""Field -> its type, smallest and largest value; null counts as absent."""
+_MIN_TEMPERATURE = 0.01
 """Below it, and above 0, logits divided by the temperature overflow."""
 _MOST_STOPS, _LONGEST_STOP = 4, 256
-"""Strings that end an answer: each is compared with the whole vocabulary."""
+"""Number and length of strings that end an answer, as each is compared with the whole vocabulary."""
 _REQUEST_ERRORS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""Raised by transformers where a field has an unexpected type or value."""
+"""Raised by transformers for a field of an unexpected type or value."""
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def server_program(backend: str) -> list[str]:
-    """Return the program that serves and its first arguments; an error if it is not installed."""
+    """Return the command that starts a server, without its options; ConfigError if the server is not installed."""
     vllm = shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if vllm and backend != "transformers":
         return [vllm]
     if backend == "vllm":
         raise ConfigError(tr("backend = vllm, but there is no vllm here:  pip install vllm"))
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             "transformers' server needs packages that are not installed:  pip install {packages}",
@@ -72,7 +72,9 @@ def server_program(backend: str) -> list[str]:
 
 
 def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list[str]:
-    """Return the options by which vLLM loads a LoRA adapter under a name, with its own template and stop tokens."""
+    """Return the options for vLLM to serve a LoRA adapter as `name`, with its own template and stop tokens; ConfigError
+    if the server does not support it.
+    """
     if not is_vllm:
         raise ConfigError(
             tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
@@ -93,9 +95,9 @@ def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list
         options += ["--generation-config", str(adapter.resolve())]
     if not (experts := {parameter.rpartition(".")[2] for parameter in config.get("target_parameters") or ()}):
         return [*options, "--lora-modules", f"{name}={adapter.resolve()}"]
-    # Adapters of experts that are one tensor must be declared, or vLLM (its pull request 42242, in 0.25) computes with
-    # what it takes for something else; and where one of the two is missing, it leaves experts without either.
-    if missing := _OF_EXPERTS - experts:
+    # Adapters of stacked experts must be declared, or vLLM misreads them (its pull request 42242, in 0.25); if one of
+    # the two matrices is missing, vLLM applies neither.
+    if missing := _EXPERT_MATRICES - experts:
         raise ConfigError(
             "{folder} adds to {found} of the experts, and not to {missing}. vLLM takes both or none: merge the adapter "
             "(toolkit export-model {folder} merge=true output=DIR), and serve that.",
@@ -103,36 +105,38 @@ def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list
             found=" ".join(sorted(experts)),
             missing=" ".join(sorted(missing)),
         )
-    declared = {"name": name, "path": str(adapter.resolve()), "is_3d_lora_weight": True}
-    return [*options, "--enable-mixed-moe-lora-format", "--lora-modules", json.dumps(declared)]
+    declaration = {"name": name, "path": str(adapter.resolve()), "is_3d_lora_weight": True}
+    return [*options, "--enable-mixed-moe-lora-format", "--lora-modules", json.dumps(declaration)]
 
 
-class Bounded:
-    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, no `_CLOSED` paths, and every error in the
-    form of OpenAI's, which clients show: FastAPI's is `{"detail": …}`.
+class BoundedApp:
+    """Wraps an ASGI application: only JSON objects of at most `MAX_REQUEST_BYTES`, no `_BLOCKED_PATHS` paths, and every
+    error in the form of OpenAI's, which clients show: FastAPI's is `{"detail": …}`.
     """
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on once all of it is here."""
+        """Answer a request with an error, or pass it on once it is complete."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if scope["path"].rstrip("/") in _CLOSED:
-            return await _answer(send, 404, tr("{path} is not available: one model is served.", path=scope["path"]))
-        body, is_whole = bytearray(), False
-        while not is_whole:
+        if scope["path"].rstrip("/") in _BLOCKED_PATHS:
+            return await _send_error(send, 404, tr("{path} is not available: one model is served.", path=scope["path"]))
+        body, is_complete = bytearray(), False
+        while not is_complete:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            if len(body) <= MOST_BYTES:  # the rest is read and dropped: most clients listen once all is sent
+            if len(body) <= MAX_REQUEST_BYTES:  # more is read and dropped, as most clients listen after sending all
                 body += message.get("body", b"")
-            is_whole = not message.get("more_body", False)
-        if len(body) > MOST_BYTES:
-            return await _answer(send, 413, tr("the request is larger than {limit} MiB.", limit=MOST_BYTES >> 20))
-        if body.lstrip()[:1] not in (b"", b"{"):  # FastAPI repeats it in its answer, and fails if it is NaN
-            return await _answer(send, 400, tr("the request must be a JSON object."))
+            is_complete = not message.get("more_body", False)
+        if len(body) > MAX_REQUEST_BYTES:
+            return await _send_error(
+                send, 413, tr("the request is larger than {limit} MiB.", limit=MAX_REQUEST_BYTES >> 20)
+            )
+        if body.lstrip()[:1] not in (b"", b"{"):  # FastAPI would repeat the body in its answer, and fail if it is NaN
+            return await _send_error(send, 400, tr("the request must be a JSON object."))
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def read() -> dict[str, Any]:
@@ -140,7 +144,7 @@ class Bounded:
 
         status, error = 0, bytearray()
 
-        async def translated(message: dict[str, Any]) -> None:
+        async def send_translated(message: dict[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -148,14 +152,14 @@ class Bounded:
                 return await send(message)
             error.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                await _answer(send, status, _sentence(bytes(error)))
+                await _send_error(send, status, _error_message(bytes(error)))
             return None
 
-        return await self.app(scope, read, translated)
+        return await self.app(scope, read, send_translated)
 
 
-def _sentence(body: bytes) -> str:
-    """Return the message in an error response of FastAPI."""
+def _error_message(body: bytes) -> str:
+    """Return the message in the body of an error response of FastAPI."""
     text = body.decode(errors="replace")
     with suppress(ValueError, RecursionError):
         answer = json.loads(text)
@@ -164,7 +168,7 @@ def _sentence(body: bytes) -> str:
     return text
 
 
-async def _answer(send: Send, status: int, sentence: str) -> None:
+async def _send_error(send: Send, status: int, sentence: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     kind = "invalid_request_error" if status < _FIRST_OF_SERVER else "server_error"
     error = {"message": sentence, "type": kind, "param": None, "code": status}
@@ -172,8 +176,10 @@ async def _answer(send: Send, status: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
-def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
-    """Return what is wrong with the fields of a request, else ""; `reserved` may not be in `chat_template_kwargs`."""
+def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
+    """Return what is wrong with the fields of a request, else "". `reserved`: names that `chat_template_kwargs` may not
+    have.
+    """
     for name, (kind, least, greatest) in _RANGES.items():
         value = body.get(name)
         is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
@@ -197,15 +203,15 @@ def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
             length=_LONGEST_STOP,
         )
     options = body.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or (taken := sorted(reserved.intersection(options))):
-        name = taken[0] if isinstance(options, dict) else type(options).__name__
+    if not isinstance(options, dict) or (forbidden := sorted(reserved.intersection(options))):
+        name = forbidden[0] if isinstance(options, dict) else type(options).__name__
         return tr("chat_template_kwargs must be an object of the template's own names, without {name}.", name=name)
-    return _problem_of_messages(body.get("messages"))
+    return _messages_problem(body.get("messages"))
 
 
-def _problem_of_messages(messages: Any) -> str:
-    """Return which message says nothing, else "": a template writes none, and the model would answer what is left. An
-    assistant's may have calls or reasoning alone.
+def _messages_problem(messages: Any) -> str:
+    """Return which message has no content, else "": a template would drop it, and the model would answer the others. An
+    assistant's message may have calls or reasoning alone.
     """
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -215,9 +221,9 @@ def _problem_of_messages(messages: Any) -> str:
     return ""
 
 
-def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
-    """Let an answer end where the model's positions end (`generation` changes); return what is wrong if the prompt
-    fills them, else "". `inputs` hold `input_ids`, `[1, S]` or a list.
+def limit_tokens(model: Any, inputs: Any, generation: Any) -> str:
+    """Limit `generation.max_new_tokens` to the model's remaining positions; return an error message if there are none,
+    else "". `inputs` has `input_ids`, `[1, S]` or a list.
     """
     positions = position_limit(model.config.to_dict())
     ids = inputs["input_ids"]
@@ -235,21 +241,21 @@ def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Serve a model over HTTP. `words`: its name, then arguments of the command line of `transformers serve`."""
+    """Serve a model over HTTP. `words`: its name, then the arguments of `transformers serve`."""
     from transformers.cli.transformers import app
 
     from toolkit.models.sandbox import bound_templates
 
-    _bound_requests()
-    _follow_temperature()
+    _install_limits()
+    _sample_by_temperature()
     bound_templates()
-    _keep_text()
-    _serve_one(name=words[0], folder=words[2])
+    _sanitize_messages()
+    _serve_one_model(name=words[0], folder=words[2])
     app(words[1:])
 
 
-def _bound_requests() -> None:
-    """Put `Bounded`, `problem` and `bound_tokens` in front of transformers' server, in this process."""
+def _install_limits() -> None:
+    """Patch transformers' server in this process with `BoundedApp`, `request_problem` and `limit_tokens`."""
     from fastapi import HTTPException
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerBase
@@ -266,9 +272,9 @@ def _bound_requests() -> None:
         handle = handler.handle_request
 
         async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
-            reject_if(problem(body, reserved))
+            reject_if(request_problem(body, reserved))
             if body.get("temperature"):
-                body["temperature"] = max(body["temperature"], _LEAST_TEMPERATURE)
+                body["temperature"] = max(body["temperature"], _MIN_TEMPERATURE)
             try:
                 return await handle(self, body, request_id)
             except (*_REQUEST_ERRORS, TemplateError) as error:
@@ -282,7 +288,7 @@ def _bound_requests() -> None:
         generate = getattr(manager, name)
 
         def bounded(self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-            reject_if(bound_tokens(model, inputs, gen_config))
+            reject_if(limit_tokens(model, inputs, gen_config))
             return generate(self, model, processor, inputs, gen_config, **options)  # a coroutine, if not streaming
 
         setattr(manager, name, bounded)
@@ -297,11 +303,13 @@ def _bound_requests() -> None:
     for manager in (utils.GenerateManager, utils.CBGenerateManager):
         limit(manager, "generate_streaming")
         limit(manager, "generate_non_streaming")
-    server.build_server = lambda *arguments, **named: Bounded(build(*arguments, **named))
+    server.build_server = lambda *arguments, **named: BoundedApp(build(*arguments, **named))
 
 
-def _follow_temperature() -> None:
-    """Sample if a request's temperature is above 0: transformers (5.23) does only if the export does by default."""
+def _sample_by_temperature() -> None:
+    """Make transformers' server sample if a request's temperature is above 0; in 5.23 it samples only if the export's
+    generation_config.json says so.
+    """
     from transformers.cli.serving.utils import BaseHandler
 
     build = BaseHandler._build_generation_config
@@ -315,9 +323,9 @@ def _follow_temperature() -> None:
     BaseHandler._build_generation_config = sampled
 
 
-def _keep_text() -> None:
-    """Keep control strings in messages text, as in training. transformers (5.23) does so on request, but unless the
-    control tokens are named it would also take `<think>` and `<tool_call>` in an earlier answer for text.
+def _sanitize_messages() -> None:
+    """Make control strings in messages stay text, as in training. transformers (5.23) has an option for that, but
+    unless the control tokens are listed it treats `<think>` and `<tool_call>` in earlier answers as text too.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -337,8 +345,8 @@ def _keep_text() -> None:
     PreTrainedTokenizerBase.apply_chat_template = with_text
 
 
-def _serve_one(name: str, folder: str) -> None:
-    """Let the server list one model, and find it by its name and its path."""
+def _serve_one_model(name: str, folder: str) -> None:
+    """Make the server list one model, and accept its name or path in requests."""
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import BaseHandler
 
@@ -350,7 +358,7 @@ def _serve_one(name: str, folder: str) -> None:
             body["model"] = folder
         return by_path(self, body)
 
-    for listing in ("get_gen_models", "list_models"):  # as it is called before transformers 5.24, and since
+    for listing in ("get_gen_models", "list_models"):  # its names before transformers 5.24, and since
         setattr(ModelManager, listing, staticmethod(lambda cache_dir=None: [listed]))
     BaseHandler._resolve_model = by_name
 

@@ -147,8 +147,8 @@ def _sample_and_pair(
             _run_processes(commands, requests, [_visible_gpus(plan.devices[n]) for n in missing])
         _run_process(generate, requests, plan.devices[0])  # joins the shards; without any, it generates
     if not scored.exists():
-        _run_process(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
-    answer_pairs, about = rewards.pairs_of(rewards.read_lines(scored))
+        _run_process(rewards.scoring_command(plan.reward, samples, scored), requests, ",".join(plan.devices))
+    answer_pairs, about = rewards.best_and_worst_pairs(rewards.read_lines(scored))
     if not pairs.exists():
         rewards.write_lines(pairs, answer_pairs)
     return about

@@ -29,7 +29,7 @@ from toolkit.messages import set_language
 from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.outline import busiest
+from toolkit.plan.outline import load_of_busiest_rank
 from toolkit.tasks import language
 from toolkit.train import schedule
 from toolkit.train.step import StepGuard, train_step
@@ -87,7 +87,10 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             cfg.optim,
         )
     batch = loss.with_targets(_longest_batch(cfg, outline, model))
-    sent, most = batch["input_ids"].numel() * outline.sizes.get("chosen", 0), busiest(cfg.model.expert_capacity)
+    sent, most = (
+        batch["input_ids"].numel() * outline.sizes.get("chosen", 0),
+        load_of_busiest_rank(cfg.model.expert_capacity),
+    )
     experts.rows_exchanged = partial(_assumed_rows, sent, most)
     task, guard = _Task(len(batch["target_indices"])), StepGuard(engine, cfg.train)
     with mode, watch:

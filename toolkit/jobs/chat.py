@@ -50,7 +50,7 @@ def main(path: str) -> None:
         while line := sys.stdin.readline():
             with suppress(KeyboardInterrupt):  # of an answer that had just ended
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                if not session.take(json.loads(line)):
+                if not session.handle(json.loads(line)):
                     return
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             ends.write("")

@@ -14,7 +14,7 @@ from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import Outline, active_line
+from toolkit.plan.outline import Outline, active_parameters_line
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 if TYPE_CHECKING:  # tokenizers take seconds to import
@@ -72,7 +72,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         model_outline, rank_outline = outlines
         trained, total = f"{model_outline.num_trained:,}", f"{model_outline.num_parameters:,}"
         say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-        for line in active_line(model_outline):
+        for line in active_parameters_line(model_outline):
             say(line)
         if rank_outline is not model_outline:
             say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from toolkit.config import mesh, schema
 from toolkit.messages import ConfigError, ModelError
-from toolkit.plan.outline import HEAD, Outline, Shapes, busiest, is_routed, layer_of
+from toolkit.plan.outline import HEAD, Outline, Shapes, is_routed, layer_of, load_of_busiest_rank
 from toolkit.plan.tuning_targets import SCORE
 
 
@@ -142,7 +142,7 @@ def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
     }
     # The tokens of as many ranks meet these experts, so that those of one rank cost what they did.
     sizes = outline.sizes | {"experts": outline.sizes.get("experts", 0) // size, "expert_ranks": size}
-    return replace(outline, shapes=outline.shapes | parts, sizes=sizes, received=busiest(capacity))
+    return replace(outline, shapes=outline.shapes | parts, sizes=sizes, received=load_of_busiest_rank(capacity))
 
 
 def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:

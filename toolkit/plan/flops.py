@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from toolkit.plan.outline import Shapes, is_routed, layer_of, met_by_token
+from toolkit.plan.outline import Shapes, elements_used_by_token, is_routed, layer_of
 
 _HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
 _ORDER = (
@@ -112,7 +112,7 @@ def formula(
     first = min((_order_of(name, layers) for name in names), default=(layers + 1, 0))
     # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
     costs = {
-        name: 2 * met_by_token(name, math.prod(shape), sizes)
+        name: 2 * elements_used_by_token(name, math.prod(shape), sizes)
         for name, shape in shapes.items()
         if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)
         and not name.startswith(("prefix_encoder.", "soft_prompt."))

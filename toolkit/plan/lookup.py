@@ -18,7 +18,7 @@ from typing import Any
 from toolkit import children, disk
 from toolkit.config import files, objective, schema
 from toolkit.messages import ConfigError, ModelError, file_bytes, parsed_json, say, tr
-from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, Targets, shape_of_random, shapes_of_config, tuned
+from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, Targets, shapes_of_config, shapes_of_random, with_tuning
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 _MEASURE_S = 300
@@ -43,7 +43,7 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
     """Return what `outline_of` does, but without measuring: None for a model that needs it and was not measured yet."""
     model = cfg.model
     if model.init is schema.Init.random:
-        return _taught(cfg, _tuned(cfg, *shape_of_random(vocab_size or model.shape.vocab_size, model.shape)))
+        return _taught(cfg, _tuned(cfg, *shapes_of_random(vocab_size or model.shape.vocab_size, model.shape)))
     config = config_of(cfg)
     try:
         by_formula = shapes_of_config(config)
@@ -83,7 +83,7 @@ def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets
         # Labels that only the data know are taken for two: the head is next to nothing.
         head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
         shapes, sizes = rest | {SCORE: head}, sizes | {"logits_change": 0}
-    return tuned(shapes, sizes, tuning_of(cfg), targets)
+    return with_tuning(shapes, sizes, tuning_of(cfg), targets)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The machines that a run is planned for, and what their GPUs can do by datasheet (gpus.yaml). No torch."""
+"""The machines that a run is planned for, and datasheets of their GPUs (gpus.yaml). No torch."""
 
 import difflib
 import functools
@@ -13,23 +13,23 @@ from toolkit.messages import ConfigError, read_table
 
 GIB = 1 << 30
 RESERVE = 0.05
-"""Of a card's memory that fragments of what has been freed take."""
+"""Fraction of a GPU's memory that is lost to fragmentation."""
 CONTEXT_BYTES = GIB
-"""What CUDA, cuBLAS and NCCL take of a card; 0.5 to 1.5 GiB by what others report, not measured here."""
-_SIZE_OFF = 0.1
-"""Of a GPU's memory by which the size in a name may differ: an L40S with its 45 GiB is sold as one of 48 GB."""
+"""GPU memory of CUDA, cuBLAS and NCCL; 0.5 to 1.5 GiB by others' reports, not measured here."""
+_SIZE_TOLERANCE = 0.1
+"""Relative difference allowed between the size in a name and the memory: an L40S with 45 GiB is sold as 48 GB."""
 _QUALIFIERS = {"d", "laptop", "max", "mig", "super", "ti"}
-"""Words that make a name mean another GPU."""
+"""Words in a name that make it another GPU."""
 _BF16, _FP8 = 8.0, 8.9
-"""The least compute capability."""
+"""Smallest compute capability with bf16, with FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU's datasheet; what is 0 is not known."""
+    """Datasheet of a GPU; 0 is unknown."""
 
     name: str
-    """The words by which it is found."""
+    """Name in gpus.yaml, whose words `find_gpu` searches."""
     memory_bytes: int
     """As nvidia-smi shows it."""
     capability: float = 0.0
@@ -41,7 +41,7 @@ class Gpu:
     memory_bytes_per_s: float = 0.0
     """Bandwidth of its memory."""
     link_bytes_per_s: float = 0.0
-    """To the other GPUs of a server, one direction."""
+    """Bandwidth to the other GPUs of a node, in one direction."""
 
     @property
     def lacks_bf16(self) -> bool:
@@ -49,52 +49,52 @@ class Gpu:
         return 0 < self.capability < _BF16
 
     def flops(self, dtype: str) -> float:
-        """Return the peak of `bf16`, `fp16` or `fp32`, FLOP/s; 0: it cannot, or it is not known."""
+        """Return the peak FLOP/s of `bf16`, `fp16` or `fp32`; 0 if unsupported or unknown."""
         bf16_flops = 0.0 if self.lacks_bf16 else self.half_flops
         return {"bf16": bf16_flops, "fp16": self.half_flops, "fp32": self.fp32_flops}[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Machines that are alike, and their GPUs."""
+    """The nodes of a run, which are alike, and their GPUs."""
 
     ranks: int
-    """Of each machine: GPUs, or processes on CPUs."""
+    """Ranks of a node: GPUs, or processes on CPUs."""
     memory_bytes: int
-    """Of a GPU; on CPUs a rank's share of the machine's."""
+    """Memory of a GPU; on CPUs a rank's share of the node's."""
     card: Gpu | None
     """The GPU's datasheet, None if it is not known."""
     nodes: int = 1
     host_bytes: int = 0
-    """Memory of a machine; 0 is not known."""
+    """Host memory of a node; 0: unknown."""
     on_cpu: bool = False
     context_bytes: int = CONTEXT_BYTES
-    """Of a GPU's memory that is not there for tensors at all."""
+    """Part of a GPU's memory that is never available for tensors."""
     uneven_ranks: int = 0
-    """Ranks in all, where machines have different numbers of them; 0 where they are alike."""
+    """Total number of ranks if nodes have different numbers of them, else 0."""
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.uneven_ranks or self.ranks * self.nodes
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take of a rank's memory."""
+        """Part of a rank's memory that is available for tensors."""
         if self.on_cpu:
             return self.memory_bytes
         return int(self.memory_bytes * (1 - RESERVE)) - self.context_bytes
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Description for users, such as `2 x 8 x A100 80GB`."""
         gpu = "CPU" if self.on_cpu else self.card.name if self.card else ""
         memory = "" if gpu.endswith("GB") or "GB " in gpu else f"{self.memory_bytes / GIB:.0f} GiB"
         return " ".join(filter(None, [f"{self.nodes} x {self.ranks} x", gpu, memory]))
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Return the bytes of `80GB`, `1.5TB`; a K is 1024, as memory is sold."""
+    """Return the bytes of a size such as `80GB` or `1.5TB`, in powers of 1024. `key`: for the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not match:
         raise ConfigError("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text)
@@ -102,35 +102,37 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
-    """Return the machines of `gpus` per node (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); a `host_memory` of "" is unknown."""
+    """Return `nodes` nodes with `gpus` each (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); `host_memory` "": unknown."""
     host = parse_bytes(host_memory, "host_memory") if host_memory else 0
     counted = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
-    ranks, what = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
-    card = find_gpu(what)
+    ranks, gpu_name = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
+    card = find_gpu(gpu_name)
     if not ranks or not (counted or card):
         raise ConfigError(
             "gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus
         )
-    if what.lower() == "cpu":
-        host = host or own_memory()
+    if gpu_name.lower() == "cpu":
+        host = host or host_memory_bytes()
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)
     if card:
         return Machine(ranks, card.memory_bytes, card, nodes, host)
-    if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", what, re.IGNORECASE):
-        return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
+    if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", gpu_name, re.IGNORECASE):
+        return Machine(ranks, parse_bytes(gpu_name, "gpus"), None, nodes, host)
     names = {gpu.name.lower(): gpu.name for gpu in known_gpus()}
-    similar = [name for name in names if _words(what) <= _words(name)]  # "A100" without its memory
+    similar = [
+        name for name in names if _identifying_words(gpu_name) <= _identifying_words(name)
+    ]  # "A100" without its memory
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
-        card=what,
-        known=", ".join(names[name] for name in similar or difflib.get_close_matches(what.lower(), names, 5, 0)),
+        card=gpu_name,
+        known=", ".join(names[name] for name in similar or difflib.get_close_matches(gpu_name.lower(), names, 5, 0)),
     )
 
 
 def this_machine(nodes: int = 1) -> Machine | None:
     """Return this machine as nvidia-smi describes it; None without an NVIDIA GPU."""
     try:
-        ran = children.run(
+        completed = children.run(
             ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -139,14 +141,14 @@ def this_machine(nodes: int = 1) -> Machine | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    rows = [[cell.strip() for cell in line.split(",")] for line in ran.stdout.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in completed.stdout.splitlines()]
     cards = [row for row in rows if len(row) == 3 and row[1].isdecimal()]
     if not cards:
         return None
     least = min(int(mib) for _, mib, _ in cards) << 20
     kinds = {(name, capability) for name, _, capability in cards}
-    card = gpu_of(least, *kinds.pop()) if len(kinds) == 1 else None
-    return Machine(len(cards), least, card, nodes, own_memory())
+    card = gpu_by_driver(least, *kinds.pop()) if len(kinds) == 1 else None
+    return Machine(len(cards), least, card, nodes, host_memory_bytes())
 
 
 def check_precision(card: Gpu | None, precision: PrecisionConfig) -> None:
@@ -186,8 +188,8 @@ def known_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def gpu_of(memory_bytes: int, name: str, capability: str = "") -> Gpu:
-    """Return a GPU by what its driver says; without a datasheet here that is all that is known of it."""
+def gpu_by_driver(memory_bytes: int, name: str, capability: str = "") -> Gpu:
+    """Return a GPU by what its driver reports, with its datasheet if there is one."""
     number = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
     return find_gpu(name) or Gpu(name, memory_bytes, number)
 
@@ -195,28 +197,28 @@ def gpu_of(memory_bytes: int, name: str, capability: str = "") -> Gpu:
 def find_gpu(name: str) -> Gpu | None:
     """Return a GPU by the name that torch or nvidia-smi gives it, such as "NVIDIA A100-SXM4-80GB"; None if unknown.
 
-    A part of a GPU (MIG, vGPU), a notebook's and the like are unknown: they are slower than what they are named after.
-    So is one with another size of memory.
+    Parts of a GPU (MIG, vGPU), notebooks' GPUs and the like are unknown, as they are slower than the GPU of that name;
+    so are GPUs with another size of memory.
     """
-    words = _words(name)
-    also = words | {f"{word}b" for word in words if re.fullmatch(r"\d+g", word)}  # A100-80G
-    named = [gpu for gpu in known_gpus() if _words(gpu.name) <= also]
-    best = max(named, key=lambda gpu: len(_words(gpu.name)), default=None)
-    rest = words - _words(best.name) if best else words
+    words = _identifying_words(name)
+    words_and_sizes = words | {f"{word}b" for word in words if re.fullmatch(r"\d+g", word)}  # A100-80G
+    named = [gpu for gpu in known_gpus() if _identifying_words(gpu.name) <= words_and_sizes]
+    best = max(named, key=lambda gpu: len(_identifying_words(gpu.name)), default=None)
+    rest = words - _identifying_words(best.name) if best else words
     sizes = [int(word[:-2]) * GIB for word in rest if re.fullmatch(r"\d+gb", word)]
     is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in rest)  # a vGPU: A10-24Q
     if best is None or is_part or rest & _QUALIFIERS:
         return None
-    return None if any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes) else best
+    return None if any(abs(size / best.memory_bytes - 1) > _SIZE_TOLERANCE for size in sizes) else best
 
 
-def _words(name: str) -> set[str]:
-    """Return what tells a GPU from others: `RTX4090`, `rtx 4090` and `NVIDIA GeForce RTX 4090` have the same."""
+def _identifying_words(name: str) -> set[str]:
+    """Return the words that identify a GPU, the same for `RTX4090`, `rtx 4090` and `NVIDIA GeForce RTX 4090`."""
     name = re.sub(r"nvidia|geforce|rtx|ascend", " ", name.lower()).replace(" gb", "gb")
     name = re.sub(r"(?<=\d{4})(?=[a-z])|(?<=pro)(?=\d)|(?<=\d)(?=sxm|pcie|nvl)", " ", name)
     return set(re.findall(r"[a-z0-9]+", name))
 
 
-def own_memory() -> int:
+def host_memory_bytes() -> int:
     """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

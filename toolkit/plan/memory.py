@@ -1,13 +1,12 @@
-"""Bytes of one rank and of a node in every phase of a run, from the shapes of the model's parameters. No torch.
+"""Memory in bytes of a rank and of a node in each phase of a run, from the shapes of the model's parameters. No torch.
 
-P are the model's parameters, X the trained ones, N the ranks, w the bytes of a weight, g those of an added-up gradient
-(4, or 2 in fp16), s those of the optimizer's states per parameter (8 for Adam). A function for each ZeRO stage has its
-formulas (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5); what DeepSpeed 0.19.8 holds besides was
-read in its code and measured, tensor by tensor, on two and four ranks (docs/planning.md).
+P: number of the model's parameters; X: of trained ones; N: ranks; w: bytes of a weight; g: of an accumulated gradient
+(4, or 2 in fp16); s: of the optimizer's states per parameter (8 for Adam). Each ZeRO stage has a function with its
+formulas (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5). What DeepSpeed 0.19.8 allocates besides
+is from its code, and was measured tensor by tensor on two and four ranks (docs/planning.md).
 
-Activations, which the forward pass keeps for the backward pass, are written down from what the models' operations save
-(transformers 5.23, torch 2.13; `tests/unit/test_plan_activations.py` holds it against the real models): H hidden width,
-I inner width, A width of all heads.
+Formulas of activations, which are saved for the backward pass, follow the models' operations (transformers 5.23, torch
+2.13); `tests/unit/test_plan_activations.py` compares them with the real models. H: hidden width; I: inner width.
 
 - RMSNorm: the input in float32 and one float32 per token, the normed states (w H) if its weight is trained.
 - A linear layer: its input, once for those that share it, if its weight is trained or LoRA is added to it. LoRA also
@@ -28,71 +27,75 @@ from toolkit.plan.outline import Outline, is_routed, layer_of
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one forward pass gets."""
+    """The shape of a micro-batch, and how its rows are computed."""
 
     rows: int
     """B."""
     length: int
-    """S, tokens of each, padding included."""
+    """S, tokens of a row, padding included."""
     prefix: int = 0
     """Learned keys and values before each row (P-Tuning v2), or embeddings (prompt tuning)."""
     mask_bytes: int = 0
-    """Of a number of the attention mask; 0 without a mask."""
+    """Bytes of an element of the attention mask; 0 without a mask."""
     mask_per_layer: bool = False
-    """Whether each layer keeps the mask again: PyTorch converts a boolean one to numbers at each call."""
+    """Whether each layer saves a copy of the mask, as PyTorch converts a boolean one at each call."""
     varlen: bool = False
-    """Whether attention is computed for each sample of a packed sequence alone."""
+    """Whether attention computes each sample of a packed sequence by itself."""
     keeps_inputs: bool = False
-    """Whether frozen linear layers keep their inputs too, as DeepSpeed's own linear function does under ZeRO-3."""
+    """Whether frozen linear layers save their inputs too, as DeepSpeed's linear function does under ZeRO-3."""
     on_cpu: bool = False
-    """There dropout's mask has numbers instead of truth values."""
+    """On CPUs dropout's mask has the activations' type instead of bool."""
     parts: int = 1
-    """Ranks that divide the tokens of each row; this one has a part."""
+    """Number of ranks that each row is divided over."""
     mlp_pieces: int = 1
-    """In which feed-forward layers take them; of more than one only what goes in is kept."""
+    """Number of pieces in which feed-forward layers take the tokens; with several, only their inputs are saved."""
 
     @property
     def tokens(self) -> int:
-        """Of one rank, in all."""
+        """Tokens of one rank."""
         return self.rows * -(-self.length // self.parts)
 
     def key_copies(self, heads: int) -> int:
-        """Return how often each of so many heads of keys is there, over the ranks that divide rows."""
+        """Return how many copies of each of `heads` heads of keys the ranks that share a row have."""
         return self.parts // math.gcd(heads, self.parts)
 
 
-def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
-    """Return the bytes by kind: norms, attention, mlp, lora, mask. `width`: bytes of a number; `dropout`: LoRA's."""
+def activation_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
+    """Return the bytes of a model's activations by kind (norms, attention, mlp, lora, mask, or layers of a measured
+    model). `width`: bytes of an element; `dropout`: LoRA's.
+    """
     sizes: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):
-        sizes.update(layer_bytes(outline, rows, width, layer, dropout))
-    # Beside the layers: the mask that all share, cosines and sines, the ids, the last norm.
+        sizes.update(layer_activation_bytes(outline, rows, width, layer, dropout))
+    # Outside the layers: the mask that all share, cosines and sines, the ids, the last norm.
     hidden, tokens, rotary = outline.sizes["hidden"], rows.tokens, outline.sizes["rotary"]
     if outline.is_v1:
-        sizes["norms"] += tokens * (width * hidden + 2 * _statistic(rows, width))
+        sizes["norms"] += tokens * (width * hidden + 2 * _layernorm_statistic_bytes(rows, width))
     else:
         trained = width * hidden if "model.norm.weight" in outline.trained else 0
         sizes["norms"] += tokens * (4 * hidden + 4 + trained)
-    sizes["mask"] += 0 if rows.mask_per_layer else _mask(rows)
+    sizes["mask"] += 0 if rows.mask_per_layer else _mask_size(rows)
     sizes["attention"] += 2 * tokens * width * rotary if rotary == outline.sizes["head_size"] else 0
     sizes["attention"] += 8 * tokens if any("embed" in name for name in outline.trained) else 0
     return dict(sizes)
 
 
-def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0) -> dict[str, int]:
-    """Return the same of one layer. Arguments as above."""
+def layer_activation_bytes(
+    outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0
+) -> dict[str, int]:
+    """Return the same for one layer."""
     if f"saved_{width}" in outline.sizes:
         return _measured_bytes(outline, rows, width, layer, dropout)
-    return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).bytes)
+    return dict((_ChatGLM6BLayer if outline.is_v1 else _DecoderLayer)(outline, rows, width, layer, dropout).bytes)
 
 
 def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> dict[str, int]:
-    """Return the same of a model that was measured on equally many tokens for each expert: all of it being trained, or
-    with LoRA none of it, and what LoRA keeps besides: a rank's output and the input of each matrix, but one input for
-    all of a module that are as wide.
+    """Return the same for a layer of a model without formulas, by `toolkit.models.outline`'s measurement, in which each
+    expert gets equally many tokens: of a trained model, or with LoRA of a frozen one and what LoRA saves. That is the
+    output of each first factor, and the inputs, of which equally wide ones of a module count once.
     """
     if not outline.targets or rows.keeps_inputs:
-        routed = routed_bytes(outline, rows, width)[0]
+        routed = expert_activation_bytes(outline, rows, width)[0]
         return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens, **({"experts": routed} if routed else {})}
     inputs: dict[tuple[str, int], int] = {}
     sizes: Counter[str] = Counter({"layers": outline.sizes[f"frozen_{width}"] * rows.tokens})
@@ -104,112 +107,116 @@ def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropou
         if is_routed(name):
             rank, count = factor[0] // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
         sizes["lora"] += int(rows.tokens * count * width * rank)
-        is_apart = dropout > 0  # each has its own input, and which of its numbers are left
+        is_apart = dropout > 0  # then each has its own input, and a mask
         key = (name if is_apart else name.rpartition(".")[0], factor[1])
         inputs[key] = int(rows.tokens * count * factor[1] * (width + is_apart * (width if rows.on_cpu else 1)))
     sizes["lora"] += sum(inputs.values())
-    sizes["experts"] += routed_bytes(outline, rows, width)[0]
+    sizes["experts"] += expert_activation_bytes(outline, rows, width)[0]
     return {kind: size for kind, size in sizes.items() if size}
 
 
 def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
-    """Return of how many rows a rank's tokens are for experts, and how many its own experts get."""
+    """Return the number of rows that a rank sends to experts for its tokens, and the number that its own receive."""
     sent = tokens * outline.sizes["chosen"]
     return sent, sent * outline.received
 
 
-def routed_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
-    """Return what the routed experts of a layer keep beyond what was measured, and what more is there at one moment.
-    R rows are sent and N come (`Outline.received`), of H numbers; I are an expert's inner width. Kept are N gates, ups
-    and activated gates, if experts are trained also their inputs and what goes into the second matrix. At one moment:
-    the received rows, and again in the order of their experts, beside those that are sent; or in the backward pass two
-    gradients in float32 and one in the rows' type, as routers weigh in float32.
+def expert_activation_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
+    """Return the bytes that a layer's routed experts save beyond the measured ones, and those of temporary tensors.
+
+    R rows of width H are sent and N received (`Outline.received`); I is an expert's inner width. Saved are N gates, ups
+    and activated gates, and if experts are trained their inputs and those of the second matrix. Temporary are the sent
+    rows, and the received ones twice, as they are sorted by experts; or in the backward pass two gradients in float32,
+    as routers' weights are float32, and one in the rows' type.
     """
     if "chosen" not in outline.sizes:
         return 0, 0
     hidden, inner = outline.sizes["hidden"], outline.sizes["expert_inner"]
     sent, received = _rows_of_experts(outline, rows.tokens)
     saved_width = 3 * inner + (hidden + inner if not outline.targets else 0)
-    moment = max(sent * hidden * (8 + width), (sent + 2 * received) * hidden * width)
-    return int((received - sent) * saved_width * width), int(moment)
+    temporary = max(sent * hidden * (8 + width), (sent + 2 * received) * hidden * width)
+    return int((received - sent) * saved_width * width), int(temporary)
 
 
-def _statistic(rows: Rows, width: int) -> int:
-    """Return the bytes of LayerNorm's mean of a token: on CPUs it has the states' precision."""
+def _layernorm_statistic_bytes(rows: Rows, width: int) -> int:
+    """Return the bytes of a token's mean in LayerNorm, which has the states' precision on CPUs."""
     return width if rows.on_cpu else 4
 
 
-def _mask(rows: Rows) -> int:
+def _mask_size(rows: Rows) -> int:
     return rows.rows * rows.length * (rows.length + rows.prefix) * rows.mask_bytes
 
 
 class _Layer:
-    """Adds up what one layer keeps for its backward pass, bytes by kind; `width`: bytes of an activation's number."""
+    """Adds up the bytes that a layer saves for its backward pass, by kind; `width`: bytes of an element."""
 
     def __init__(self, outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> None:
         self.outline, self.rows, self.width, self.dropout = outline, rows, width, dropout
         self.size = outline.sizes
         self.bytes: Counter[str] = Counter()
         self.at = f"{'transformer' if outline.is_v1 else 'model'}.layers.{layer}."
-        # Whether the states that come in have a gradient: something before is trained.
+        # Whether the layer's input has a gradient, as something before it is trained.
         before = (name for name in outline.trained if not name.startswith(("lm_head", "score.")) and "norm" not in name)
         self.has_gradient = any(layer_of(name) < layer for name in before)
         self.run()
 
     def run(self) -> None:
+        """Add the layer's operations in the order of the forward pass."""
         raise NotImplementedError
 
-    def keep(self, kind: str, per_token: int) -> None:
+    def save(self, kind: str, per_token: int) -> None:
+        """Add saved bytes per token."""
         self.bytes[kind] += self.rows.tokens * per_token
 
     def trains(self, module: str) -> bool:
+        """Whether a module's weight is trained."""
         return f"{self.at}{module}.weight" in self.outline.trained
 
     def linear(self, kind: str, modules: tuple[str, ...], width_in: int, is_kept: bool = False) -> None:
-        """Add linear layers that share one input of `width_in` numbers per token; `is_kept`: it is counted already."""
+        """Add linear layers that share one input of `width_in` elements per token; `is_kept`: it is counted already."""
         with_lora = [name for name in modules if self.at + name in self.outline.targets]
         drops, mask_width = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
         trains = any(self.trains(name) for name in modules)
         needs_input = trains or (with_lora and not drops) or (self.rows.keeps_inputs and self.has_gradient)
         if needs_input and not is_kept:
-            self.keep(kind, self.width * width_in)
+            self.save(kind, self.width * width_in)
         for name in with_lora:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]
-            self.keep("lora", self.width * rank + ((self.width + mask_width) * width_in if drops else 0))
+            self.save("lora", self.width * rank + ((self.width + mask_width) * width_in if drops else 0))
         self.has_gradient = self.has_gradient or bool(with_lora) or trains
 
     def attention(self, keys: int, values: int) -> None:
-        """Add a fused kernel: queries, outputs, `keys` and `values` numbers per token, and a float32 for each head."""
+        """Add a fused kernel: queries, outputs, `keys` and `values` elements per token, and a float32 per head."""
         rows, query_width = self.rows, self.size["heads"] * self.size["head_size"]
-        self.keep("attention", self.width * (2 * query_width + keys + values) + 4 * self.size["heads"])
+        self.save("attention", self.width * (2 * query_width + keys + values) + 4 * self.size["heads"])
         self.bytes["attention"] += rows.rows * rows.prefix * self.width * (keys + values)
         if rows.mask_per_layer:
-            self.bytes["mask"] += _mask(rows)
+            self.bytes["mask"] += _mask_size(rows)
         self.has_gradient = True
 
     def mlp(self, first: tuple[str, ...], last: str, inner_copies: int) -> None:
-        """Add a feed-forward layer, which keeps `inner_copies` of its inner states, or in pieces only its input."""
+        """Add a feed-forward layer, which saves `inner_copies` of its inner states, or in pieces its input alone."""
         if self.rows.mlp_pieces > 1:
             names = (*first, last)
             self.has_gradient |= any(self.trains(name) or self.at + name in self.outline.targets for name in names)
             if self.has_gradient:
-                self.keep("mlp", self.width * self.size["hidden"])
+                self.save("mlp", self.width * self.size["hidden"])
             return
         self.linear("mlp", first, self.size["hidden"])
         if self.has_gradient:
-            self.keep("mlp", inner_copies * self.width * self.size["inner"])
+            self.save("mlp", inner_copies * self.width * self.size["inner"])
         self.linear("mlp", (last,), self.size["inner"])
 
 
-class _Dense(_Layer):
-    """A layer of transformers' decoders."""
+class _DecoderLayer(_Layer):
+    """A decoder layer of transformers' Llama, GLM and their kind."""
 
     def norm(self, name: str, wide: int = 0, groups: int = 1) -> None:
         wide, trains = wide or self.size["hidden"], self.trains(name)
         if self.has_gradient:
-            self.keep("norms", 4 * wide + 4 * groups)
+            self.save("norms", 4 * wide + 4 * groups)
         if trains:
-            self.keep("norms", self.width * wide)
+            self.save("norms", self.width * wide)
         self.has_gradient = self.has_gradient or trains
 
     def run(self) -> None:
@@ -222,12 +229,12 @@ class _Dense(_Layer):
             self.norm("self_attn.k_norm", size["keys"], groups)
         partial = size["rotary"] < size["head_size"]
         if self.has_gradient and partial:  # cosines and sines, repeated in each layer
-            self.keep("attention", 2 * self.width * size["rotary"])
+            self.save("attention", 2 * self.width * size["rotary"])
         had = self.has_gradient or bool(rows.prefix)
         if had:
             keys = wide if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(groups)
             self.attention(keys, keys)
-        # Heads that are put together of a turned and an unturned half leave attention in an order that is copied.
+        # With partial rotation the output of attention has another memory layout, so that it is copied.
         self.linear("attention", ("self_attn.o_proj",), wide, is_kept=had and (rows.varlen or not partial))
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
@@ -237,12 +244,12 @@ class _Dense(_Layer):
             self.norm("post_mlp_layernorm")
 
 
-class _V1(_Layer):
+class _ChatGLM6BLayer(_Layer):
     """A layer of ChatGLM-6B."""
 
     def norm(self, name: str) -> None:
         if self.has_gradient or self.trains(name):
-            self.keep("norms", self.width * self.size["hidden"] + 2 * _statistic(self.rows, self.width))
+            self.save("norms", self.width * self.size["hidden"] + 2 * _layernorm_statistic_bytes(self.rows, self.width))
             self.has_gradient = True
 
     def run(self) -> None:
@@ -251,7 +258,7 @@ class _V1(_Layer):
         self.linear("attention", ("attention.query_key_value",), hidden)
         had = self.has_gradient or bool(self.rows.prefix)
         if had:
-            # The values stay where query, key and value were computed together; with a prefix they are copied.
+            # The values are a view of query, key and value in one tensor; with a prefix they are copied.
             self.attention(hidden, hidden if self.rows.prefix else 3 * hidden)
         self.linear("attention", ("attention.dense",), hidden, is_kept=had)
         self.norm("post_attention_layernorm")
@@ -259,28 +266,28 @@ class _V1(_Layer):
 
 
 CHUNK_BYTES = 128 * 2**20
-"""Of the logits in float32 that the loss computes at once: models/loss.py's constant of this name, as a test checks."""
+"""Bytes of the float32 logits of a chunk: the constant in models/loss.py, as a test checks."""
 _CHUNK_COPIES = 2.5
-"""Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
+"""Factor of a chunk's bytes: logits, probabilities, and their gradient in the model's type."""
 _DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
-"""Beside a teacher chunks are a fourth (distill_losses.py), and so many times their bytes are held."""
+"""With a teacher chunks are a fourth (distill_losses.py), and take this factor of their bytes."""
 _ALL_REDUCE = 500_000_000
-"""Elements that DeepSpeed flattens at once where ZeRO does not (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
+"""Elements that DeepSpeed flattens at once without ZeRO (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
 """Bytes of a weight."""
 
 PROCESS_BYTES = int(0.7 * GIB)
 """Private memory of a rank with torch, DeepSpeed, transformers and peft imported."""
 CUDA_BYTES = 2 * GIB
-"""What CUDA adds to it in host memory; by what others report, not measured here."""
+"""Host memory that CUDA adds to a process; by others' reports, not measured here."""
 HEAP_SHARE = 0.3
-"""Of what comes and goes within a step, what the heap of a CPU rank keeps beyond it: glibc takes blocks of up to 32 MiB
+"""Fraction of a step's temporary tensors by which the heap of a CPU rank is larger: glibc takes blocks of up to 32 MiB
 from one heap, whose holes fit no larger block. Measured with SmolLM2-135M on two ranks: packed rows in float32 and bf16
 under ZeRO 2, rows apart under ZeRO 0, preference pairs, reward LoRA: processes took 0.84 to 1.02 of what is planned.
 """
 _RESIDENT = ("weights", "second weights", "optimizer")
 WORKER_BYTES = int(0.3 * GIB)
-"""Of a data-loader process."""
+"""Memory of a data-loader process."""
 
 Parts = dict[str, int]
 """Bytes by kind: weights, gradients, optimizer, buckets, gathered, activations by kind, loss."""
@@ -288,12 +295,12 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What one rank holds."""
+    """Memory of one rank."""
 
     device: dict[str, Parts]
     """Bytes of device memory in each phase: load, step, evaluation, save, export."""
     host: Parts
-    """Bytes of host memory, beside what the process itself takes: offloaded states, and the buffers for them."""
+    """Bytes of host memory besides the process's own: offloaded states, and the buffers for them."""
     stages: tuple[int, ...] = ()
     """Peaks of each pipeline stage's ranks, of which this is the largest; () without stages."""
 
@@ -308,14 +315,15 @@ class RankMemory:
 
 
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
-    """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
+    """Return the memory of one rank on the longest rows that the config allows; on CPUs host memory is in `device`."""
     if (stages := cfg.parallel.pipeline) == 1:
-        return _Rank(division.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
-    # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
+        return _RankPlanner(division.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
+    # Stages alternate forward and backward passes; earlier stages wait longer for their first backward pass.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = (division.rank_part(part, cfg) for part in division.stage_outlines(outline, stages))
     ranks = [
-        _Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in zip(parts, held, strict=True)
+        _RankPlanner(part, cfg, world_size, on_cpu, in_flight).memory()
+        for part, in_flight in zip(parts, held, strict=True)
     ]
     peaks = tuple(rank.peak(rank.worst) for rank in ranks)
     return replace(ranks[peaks.index(max(peaks))], stages=peaks)
@@ -330,7 +338,7 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     learned = cfg.tuning.method in (schema.TuningMethod.ptuning_v2, schema.TuningMethod.prompt)
     has_mask = learned and cfg.parallel.sequence == 1
     return Rows(
-        # Of a pair both answers, in one row where they share a mask.
+        # A pair has two rows, or one if its answers share a mask.
         rows=mesh.micro_rows(cfg) * (1 if blocks else objective.data_unit(cfg)[1]),
         length=cfg.data.max_length * (objective.data_unit(cfg)[1] if blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
@@ -344,9 +352,9 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     )
 
 
-class _Rank:
-    """The memory of one rank, by kind and phase. `outline`: the part of the model that it has; `world`: all ranks;
-    `in_flight`: micro-batches whose activations it holds at once, as stages of a pipeline do.
+class _RankPlanner:
+    """Computes the memory of one rank, by kind and phase. `outline`: its part of the model; `world`: number of ranks;
+    `in_flight`: micro-batches whose activations it holds at once, several in a pipeline stage.
     """
 
     def __init__(self, outline: Outline, cfg: schema.RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
@@ -358,7 +366,7 @@ class _Rank:
         self.own_all, self.own_trained = sum(-(-size // over) for size, _, over in groups), sum(self.own_groups)
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
-        # Bytes of a number of an added-up gradient, and of the optimizer's states of a trained parameter.
+        # g and s: bytes of an accumulated gradient's element, and of the optimizer's states per trained parameter.
         self.grad = 2 if cfg.precision.dtype is schema.Dtype.fp16 else 4
         self.states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes
         self.largest = max((math.prod(outline.shapes[name]) for name in outline.trained), default=0)
@@ -371,39 +379,39 @@ class _Rank:
         self.bucket = 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
 
     def part(self, elements: int) -> int:
-        """Return a rank's share of what all have."""
+        """Return a rank's share of so many elements."""
         return -(-elements // self.ranks)
 
     def memory(self) -> RankMemory:
-        """Return the bytes at the peak of each phase; a CPU rank's host memory is part of its device's."""
+        """Return the peak bytes of each phase; a CPU rank's host memory is in `device`."""
         stage = _STAGES[self.cfg.zero.stage](self)
         stage = replace(stage, at_rest=stage.at_rest | self.teacher())
         forward = self.forward(stage)
-        moments = [_sum(stage.at_rest, parts) for parts in (forward, forward | stage.first_gradient)]
-        moments += [_sum(stage.at_rest, parts) for parts in (stage.backward, stage.update)]
+        moments = [_add_parts(stage.at_rest, parts) for parts in (forward, forward | stage.first_gradient)]
+        moments += [_add_parts(stage.at_rest, parts) for parts in (stage.backward, stage.update)]
         device = {
             "load": stage.load,
             "step": max(moments, key=lambda parts: sum(parts.values())),
-            "evaluation": _sum(stage.at_rest, self.evaluation()),
-            "save": _sum(stage.at_rest, self.gathered()),  # a checkpoint's probe is a forward pass
-            "export": _sum(
+            "evaluation": _add_parts(stage.at_rest, self.evaluation()),
+            "save": _add_parts(stage.at_rest, self.gathered()),  # a checkpoint's probe is a forward pass
+            "export": _add_parts(
                 stage.at_rest, {"gathered": self.weight * self.largest_of_all} if self.cfg.zero.stage == 3 else {}
             ),
         }
-        if self.outline.teacher and self.cfg.distill.top_k:  # it is there and gone before the student
+        if self.outline.teacher and self.cfg.distill.top_k:  # it is freed before the student is loaded
             device = {"teacher": self.teacher(is_ahead=True), **device}
         host = self.host()
         if not self.on_cpu:
             return RankMemory(device=device, host=host)
-        # DeepSpeed copies the weights while those that are read, or made in float32, are still there.
+        # DeepSpeed copies weights while the ones that were read, or created in float32, still exist.
         if self.cfg.model.init is schema.Init.random:
-            device["load"] = _sum(stage.load, {"weights": max(0, 4 * self.all - sum(stage.load.values()))})
+            device["load"] = _add_parts(stage.load, {"weights": max(0, 4 * self.all - sum(stage.load.values()))})
         else:
             device["load"] = stage.load | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
         loaded = dict(host)
         if "optimizer" in host:
             loaded["optimizer"] = int(host["optimizer"] * 4 / (4 + self.states))
-        device = {phase: _sum(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
+        device = {phase: _add_parts(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
         return RankMemory(device=device, host={})
 
     def teacher(self, is_ahead: bool = False) -> Parts:
@@ -427,18 +435,18 @@ class _Rank:
         """
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
-        small = sum(in_4_bits(self.outline))
+        small = sum(quantized_sizes(self.outline))
         stacks = (
             math.prod(shape) for name, shape in self.outline.shapes.items() if len(shape) == 3 and is_routed(name)
         )
         return self.weight * (self.all - small + max(stacks, default=0)) + small // 2 + small // 64
 
-    def forward(self, stage: "_Stage") -> Parts:
-        """Return the bytes when all is kept for the backward pass, or of stage 3 while it gathers, if that is more."""
+    def forward(self, stage: "_StageMemory") -> Parts:
+        """Return the bytes at the end of a forward pass, or in stage 3 while layers are gathered, if that is more."""
         parts = self.activations() | {"loss": self.loss()}
         zero = self.cfg.zero
         if zero.stage == 3 and self.all <= zero.stage3_max_live_parameters:
-            # Everything is fetched once and stays: no more is on its way when the activations are there.
+            # All weights are gathered once and stay: nothing is being prefetched at the end.
             coming, staying = self.gathered(), self.gathered(ahead=False)
             extra = sum(coming.values()) - sum(staying.values())
             parts = coming if extra > sum(parts.values()) else parts | staying
@@ -456,24 +464,24 @@ class _Rank:
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
 
     def activations(self) -> Parts:
-        """Return the bytes of activations by kind: those kept for the backward pass, and those of one layer in it."""
+        """Return the bytes of activations by kind: saved ones, and those of one layer's backward pass."""
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
-        routed = routed_bytes(self.outline, rows, self.weight)[1]
+        routed = expert_activation_bytes(self.outline, rows, self.weight)[1]
         # Of a piece also what it keeps.
         computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed)}
         if self.cfg.precision.fp8 is not schema.Fp8.none:
             computed["fp8"] = self.scaled()
         if not self.cfg.train.activation_checkpointing.enabled:
-            saved = saved_bytes(self.outline, rows, self.weight, dropout)
+            saved = activation_bytes(self.outline, rows, self.weight, dropout)
             return {kind: self.in_flight * size for kind, size in saved.items()} | computed
-        last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
+        last = layer_activation_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
         inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
         return {"layer inputs": inputs, **last, **computed}
 
     def scaled(self) -> int:
-        """Return the bytes of an FP8 product with the largest matrix: both factors, and the larger one in float32
-        (torch.compile does without).
+        """Return the bytes of an FP8 product with the largest matrix: both factors in FP8, and the larger one in
+        float32, which torch.compile avoids.
         """
         matrices = [shape for name, shape in self.outline.shapes.items() if layer_of(name) >= 0 and len(shape) == 2]
         rows, columns = max(matrices, key=math.prod)
@@ -481,11 +489,11 @@ class _Rank:
         return 5 * max(sizes) + min(sizes)
 
     def loss(self, with_gradients: bool = True) -> int:
-        """Return the bytes of output layer and loss, computed in chunks except as models/loss.py says."""
+        """Return the bytes of output layer and loss, with chunks where models/loss.py uses them."""
         rows, (vocab, hidden) = self.rows, self.outline.vocabulary
         has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
         if self.cfg.kernels.loss is schema.LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
-            # Logits as they are, in float32, their probabilities, and gradients.
+            # Logits in the model's type and in float32, probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
         is_distilled = self.cfg.task.kind is schema.TaskKind.distill
@@ -503,13 +511,13 @@ class _Rank:
         return inputs + matrix + logits + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
 
     def evaluation(self) -> Parts:
-        """Return the bytes of an evaluation: of a forward pass over rows as large as in training, which keeps nothing,
-        or of generating answers, if that takes more.
+        """Return the bytes of an evaluation: a forward pass over rows as in training, without saved activations, or
+        generation of answers if that takes more.
         """
         rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
         single_token = replace(rows, rows=1, length=1, parts=1)
-        layer = max(layer, routed_bytes(self.outline, single_token, self.weight)[1])
+        layer = max(layer, expert_activation_bytes(self.outline, single_token, self.weight)[1])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
         if asked.metrics:
             tokens = asked.batch_size * (rows.length + rows.prefix + asked.max_new_tokens)
@@ -522,7 +530,7 @@ class _Rank:
         return parts | self.gathered()
 
     def host(self) -> Parts:
-        """Return the bytes of host memory for what is offloaded, by kind."""
+        """Return the bytes of host memory for offloaded states, by kind."""
         zero, part = self.cfg.zero, self.own_trained
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is schema.Device.cpu:
@@ -545,58 +553,65 @@ class _Rank:
         return {kind: count for kind, count in parts.items() if count}
 
     def page_locked(self) -> Parts:
-        """Return the bytes that page-locked blocks take beyond what is in them: torch 2.13 rounds each up to a power of
-        two and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
-        Blocks of DeepSpeed 0.19.8: below stage 3 of each group (those of one rate and decay taken for all) the master
-        weights, their gradients and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); under
-        stage 3 all gradients, those of a tile, each offloaded weight, and then all trained ones (stage3.py).
+        """Return the bytes by which pinned blocks are larger than their content: torch 2.13 rounds each up to a power
+        of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
+
+        DeepSpeed 0.19.8 pins, below stage 3, for each parameter group (one is assumed) master weights, their gradients
+        and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients,
+        those of a tile, each offloaded weight, and then all trained ones (stage3.py).
         """
         zero, weight, own_numbers = self.cfg.zero, self.weight, self.own_trained
         sizes = {name: math.prod(shape) for name, shape in self.outline.shapes.items()}
         trained, parts = [size for name, size in sizes.items() if name in self.outline.trained], Counter[str]()
         if self.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
-            parts["optimizer"] = _rounding(4, *self.own_groups)
-            accumulated = _rounding(weight, *trained) * own_numbers // max(self.trained, 1)
-            parts["gradients"] = parts["optimizer"] + _rounding(weight, *self.own_groups) + accumulated
+            parts["optimizer"] = _rounding_bytes(4, *self.own_groups)
+            accumulated = _rounding_bytes(weight, *trained) * own_numbers // max(self.trained, 1)
+            parts["gradients"] = parts["optimizer"] + _rounding_bytes(weight, *self.own_groups) + accumulated
         elif self.offloads and zero.offload_optimizer.pin_memory:
             tiles = [0]
             for size in map(self.part, trained):
                 tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
             tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
             is_there = zero.offload_optimizer.device is schema.Device.cpu
-            parts["gradients"] = _rounding(self.grad, own_numbers) + (_rounding(4, *tiles) if is_there else 0)
+            parts["gradients"] = _rounding_bytes(self.grad, own_numbers) + (
+                _rounding_bytes(4, *tiles) if is_there else 0
+            )
         if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
-            parts["weights"] = weight * own_numbers + _rounding(weight, own_numbers, *map(self.part, sizes.values()))
+            parts["weights"] = weight * own_numbers + _rounding_bytes(
+                weight, own_numbers, *map(self.part, sizes.values())
+            )
         return parts
 
 
-def _rounding(width: int, *sizes: int) -> int:
-    """Return how much larger blocks are than so many numbers of `width` bytes, as powers of two."""
+def _rounding_bytes(width: int, *sizes: int) -> int:
+    """Return the bytes by which blocks grow, each of so many elements of `width` bytes, as powers of two."""
     return sum((1 << (width * size - 1).bit_length()) - width * size for size in sizes if size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
-    """What a ZeRO stage holds in the moments of a run, beside activations and gathered layers."""
+class _StageMemory:
+    """Bytes of a ZeRO stage at several points of a run, without activations and gathered layers."""
 
     load: Parts
-    """Before the first step, which makes the optimizer's states."""
+    """Before the first step, which creates the optimizer's states."""
     at_rest: Parts
+    """Between two steps. The next ones are in addition to it."""
     accumulated: Parts = field(default_factory=dict)
-    """In a forward pass, from the second micro-batch on; this and what follows, beyond `at_rest`."""
+    """In a forward pass from the second micro-batch on."""
     first_gradient: Parts = field(default_factory=dict)
-    """When the first gradient is there and activations are not freed yet."""
+    """With the first gradient, before activations are freed."""
     backward: Parts
     """At the end of the backward pass, when gradients are complete and reduced."""
     update: Parts
+    """During the optimizer's update."""
 
 
-def _stage0(rank: _Rank) -> _Stage:
+def _stage0(rank: _RankPlanner) -> _StageMemory:
     """Weights w P, states s X, gradients w X; half precision: (4 + s) X, and 8 X while gradients become float32."""
     weight, trained = rank.weight, rank.trained
     states = int(((4 if rank.is_half else 0) + rank.states) * trained)
     at_rest = {"weights": rank.weights(), "optimizer": states}
-    return _Stage(
+    return _StageMemory(
         load=at_rest | {"optimizer": states - int(rank.states * trained)},
         at_rest=at_rest,
         accumulated={"gradients": weight * trained},
@@ -605,7 +620,7 @@ def _stage0(rank: _Rank) -> _Stage:
     )
 
 
-def _stage1(rank: _Rank) -> _Stage:
+def _stage1(rank: _RankPlanner) -> _StageMemory:
     """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced.
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
@@ -614,14 +629,14 @@ def _stage1(rank: _Rank) -> _Stage:
     at_rest = _at_rest_below_3(rank)
     if rank.cfg.precision.dtype is schema.Dtype.bf16 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
-        return _Stage(
+        return _StageMemory(
             load=_before_states(rank, at_rest, is_flattened=False),
             at_rest=at_rest,
             accumulated={"gradients": weight * trained},
             backward={"gradients": weight * trained, "buckets": weight * trained},
             update={"gradients": weight * trained},
         )
-    return _Stage(
+    return _StageMemory(
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
@@ -630,7 +645,7 @@ def _stage1(rank: _Rank) -> _Stage:
     )
 
 
-def _stage2(rank: _Rank) -> _Stage:
+def _stage2(rank: _RankPlanner) -> _StageMemory:
     """Weights w P, states (4 + s) X / N, gradients g X / N."""
     cfg, weight, part = rank.cfg, rank.weight, rank.own_trained
     is_bf16, bucket = cfg.precision.dtype is schema.Dtype.bf16, weight * rank.bucket
@@ -638,20 +653,20 @@ def _stage2(rank: _Rank) -> _Stage:
     flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
     backward = {"gradients": gradients, "buckets": bucket + flush}
     if is_bf16 and not rank.offloads and rank.trained > cfg.zero.reduce_bucket_size:
-        # A bucket is flattened and sent while the next gradient is there, in bf16 and in float32; one that is larger
-        # goes past the buckets. What layers are computed again from is kept to the end of the pass.
+        # A bucket is flattened and sent while the next gradient exists, in bf16 and in float32; a gradient larger than
+        # a bucket bypasses them. Inputs of recomputed layers are kept to the end of the pass.
         sent = 0 if rank.largest > cfg.zero.reduce_bucket_size else weight * cfg.zero.reduce_bucket_size
         flush = sent + (weight + 4) * rank.largest
         inputs = rank.activations().get("layer inputs", 0)
         backward |= {"buckets": bucket + flush} | ({"layer inputs": inputs} if inputs else {})
-    if not rank.offloads and not is_bf16:  # a micro-batch's beside those before it; bf16 adds up in one buffer
+    if not rank.offloads and not is_bf16:  # this micro-batch's and the sum so far; bf16 sums in one buffer
         backward["buckets"] = bucket + max(flush, rank.grad * part + weight * rank.largest)
-        if mesh.accumulation(cfg, rank.world) == 1:  # none are before it
+        if mesh.accumulation(cfg, rank.world) == 1:  # there is no sum so far
             backward["gradients"] = 0
     vocab, hidden = rank.outline.vocabulary
     at_rest = _at_rest_below_3(rank)
     update = 4 * part + 4 * rank.largest // 2 if is_bf16 else (rank.grad + 4) * part
-    return _Stage(
+    return _StageMemory(
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": gradients},
@@ -661,7 +676,7 @@ def _stage2(rank: _Rank) -> _Stage:
     )
 
 
-def _stage3(rank: _Rank) -> _Stage:
+def _stage3(rank: _RankPlanner) -> _StageMemory:
     """Weights w P / N, states (4 + s) X / N, gradients g X / N; and the layers that are gathered."""
     zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
@@ -672,7 +687,7 @@ def _stage3(rank: _Rank) -> _Stage:
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
         at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
     flush = weight * min(rank.trained, zero.reduce_bucket_size) + weight * rank.largest // 2
-    return _Stage(
+    return _StageMemory(
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
@@ -683,8 +698,8 @@ def _stage3(rank: _Rank) -> _Stage:
 _STAGES = (_stage0, _stage1, _stage2, _stage3)
 
 
-def _at_rest_below_3(rank: _Rank) -> Parts:
-    """Return what stages 1 and 2 hold between two steps."""
+def _at_rest_below_3(rank: _RankPlanner) -> Parts:
+    """Return the bytes of stages 1 and 2 between two steps."""
     if not rank.offloads:
         return {"weights": rank.weights(), "optimizer": int((4 + rank.states) * rank.own_trained)}
     parts = {"weights": rank.weights(), "buckets": (rank.weight + rank.grad) * rank.largest // 2}
@@ -694,8 +709,8 @@ def _at_rest_below_3(rank: _Rank) -> Parts:
     return parts
 
 
-def _before_states(rank: _Rank, at_rest: Parts, is_flattened: bool = True) -> Parts:
-    """Return the bytes before the optimizer's states exist; a copy of the weights, for flattening, is freed by then."""
+def _before_states(rank: _RankPlanner, at_rest: Parts, is_flattened: bool = True) -> Parts:
+    """Return the bytes before the optimizer's states exist, with a copy of the weights if they are flattened."""
     if rank.offloads:
         return at_rest
     optimizer = at_rest["optimizer"] - int(rank.states * rank.own_trained)
@@ -703,14 +718,12 @@ def _before_states(rank: _Rank, at_rest: Parts, is_flattened: bool = True) -> Pa
     return at_rest | {"optimizer": optimizer, "weights": at_rest["weights"] + copy}
 
 
-def _sum(first: Parts, second: Parts) -> Parts:
+def _add_parts(first: Parts, second: Parts) -> Parts:
     return dict(Counter(first) + Counter(second))
 
 
-def in_4_bits(outline: Outline) -> list[int]:
-    """Return the numbers of each matrix that QLoRA has in 4 bits: those of layers and of experts that are not
-    trained.
-    """
+def quantized_sizes(outline: Outline) -> list[int]:
+    """Return the number of elements of each matrix that QLoRA quantizes: frozen ones of layers and of experts."""
     return [
         math.prod(shape)
         for name, shape in outline.shapes.items()
@@ -719,33 +732,33 @@ def in_4_bits(outline: Outline) -> list[int]:
 
 
 def heap_bytes(memory: RankMemory) -> int:
-    """Return what the heap of a CPU rank keeps beyond its tensors."""
+    """Return the bytes by which the heap of a CPU rank is larger than its tensors."""
     return int(HEAP_SHARE * sum(size for kind, size in memory.device["step"].items() if kind not in _RESIDENT))
 
 
 def process_bytes(memory: RankMemory) -> int:
-    """Return the memory of a CPU rank: the process, its tensors, and what the heap keeps."""
+    """Return the bytes of a CPU rank: the process, its tensors, and the rest of the heap."""
     return PROCESS_BYTES + memory.peak(memory.worst) + heap_bytes(memory)
 
 
 def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory: RankMemory) -> dict[str, Parts]:
-    """Return the bytes of one node by kind in the phases load, step and export; without the pages of the tokenized
-    data, which give way to anything else.
+    """Return the bytes of a node's host memory by kind, in the phases load, step and export; without cached pages of
+    the tokenized data, which the system frees if needed.
     """
     ranks, width = machine.ranks, WIDTHS[cfg.precision.dtype]
     always: Parts = {"processes": ranks * (PROCESS_BYTES + (0 if machine.on_cpu else CUDA_BYTES))}
     if cfg.data.num_workers:
         always["loaders"] = ranks * cfg.data.num_workers * WORKER_BYTES
-    steps = _sum(always, {kind: ranks * size for kind, size in memory.host.items()})
+    steps = _add_parts(always, {kind: ranks * size for kind, size in memory.host.items()})
     if machine.on_cpu:
         steps |= {"tensors": ranks * memory.peak("step"), "heap": ranks * heap_bytes(memory)}
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
-    # What a rank has in host memory before it goes to its device.
-    model_of_rank = division.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
+    # Weights of a rank in host memory before they are moved to its device; it reads its own experts alone.
+    model_of_rank = division.expert_part(outline, cfg.parallel.expert)
     weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
-        small = in_4_bits(model_of_rank)  # which leave the host one after another
+        small = quantized_sizes(model_of_rank)  # which are moved one after another
         weights -= width * (sum(small) - max(small)) - (sum(small) // 2 if machine.on_cpu else 0)
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
@@ -771,6 +784,6 @@ def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
 
 
 def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
-    """Return the bytes of what is exported: the model, or what was added to it."""
+    """Return the bytes of the export: the model, or its adapter."""
     is_whole = cfg.tuning.method.value in ("full", "freeze")
     return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if is_whole else outline.num_trained)

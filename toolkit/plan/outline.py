@@ -1,6 +1,6 @@
-"""The outline of a model: its parameters by name and shape, what tuning adds and trains. No torch.
+"""The outline of a model: names and shapes of its parameters, with those of its fine-tuning method. No torch.
 
-Known by formula are ChatGLM-6B's own class and, of transformers, GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3.
+There are formulas for ChatGLM-6B and transformers' GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3.
 """
 
 import math
@@ -16,10 +16,10 @@ from toolkit.plan.tuning_targets import ALL_LINEAR, SCORE, check_matches, defaul
 
 Shapes = dict[str, tuple[int, ...]]
 Targets = Mapping[str, list[str]]
-"""What the model itself says that LoRA is added to, by `tuning.target_modules`: all-linear, or "" where it is empty."""
+"""`tuning.target_modules`, all-linear or "" for an empty list -> the layers that a measured model gets LoRA in."""
 Sizes = dict[str, int]
-"""layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
-begins), norms (in a layer), rotary (dimensions of a head that turn with the position); and `flop_sizes`."""
+"""layers, hidden, inner, heads, head_size, keys (width of a token's keys), prefix (width of P-Tuning's embedding before
+its MLP), norms (in a layer), rotary (dimensions of a head that are rotated); and `flop_sizes`."""
 HEAD = "lm_head.weight"
 TOWERS = "towers."
 """How names begin of what only images and sounds go through: held by every run, and left as it is."""
@@ -35,10 +35,10 @@ one tensor, and num_experts_per_tok of them compute a token."""
 def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
     """Return parameters and sizes by a config.json, official ChatGLM or transformers; None for an unknown model."""
     if "inner_hidden_size" in config:
-        return _v1(config)
+        return _chatglm_6b_shapes(config)
     if "padded_vocab_size" in config:
         is_grouped = config.get("multi_query_attention")
-        return _dense(
+        return _decoder_shapes(
             {
                 "model_type": "glm",
                 "vocab_size": config["padded_vocab_size"],
@@ -52,19 +52,17 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
             }
         )
     is_known = config.get("model_type") in _DENSE and "quantization_config" not in config
-    return _dense(config) if is_known else None
+    return _decoder_shapes(config) if is_known else None
 
 
 def flop_sizes(read: Callable[[str], Any]) -> Sizes:
-    """Return what FLOPs depend on besides shapes, by the values of a config: layers, heads, head_size; of latent
-    attention value_size, and cached (numbers of a token and layer); of MIXTURES experts, chosen ones of a token, and
-    expert_inner, the inner width of one.
-
-    {} for a model whose attention is not known.
+    """Return the sizes that FLOPs depend on besides shapes; `read` returns a config's value. They are layers, heads and
+    head_size; for latent attention value_size and cached (elements of a token and layer); for MIXTURES experts, chosen
+    (experts of a token) and expert_inner, their inner width. {} for a model whose attention is not known.
     """
     try:
         sizes = _flop_sizes(read)
-    except Exception:  # whatever an odd config raises where it is read, as transformers' of values of each layer (5.23)
+    except Exception:  # reading an odd config may fail, as transformers' (5.23) with values of each layer
         return {}
     return sizes if all(type(size) is int for size in sizes.values()) else {}
 
@@ -85,27 +83,27 @@ def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
 
 
 BUSIEST = 1.5
-"""Assumed, not measured: of the mean, how many rows the rank gets that gets the most, where ranks divide experts."""
+"""Assumed, not measured: rows of the busiest rank, as a multiple of the mean, if experts are divided over ranks."""
 
 
-def busiest(capacity: float) -> float:
-    """Return that number, where experts take no more than a capacity says (`model.expert_capacity`; 0: all)."""
+def load_of_busiest_rank(capacity: float) -> float:
+    """Return `BUSIEST`, limited by `model.expert_capacity` (0: no limit)."""
     return min(BUSIEST, capacity or BUSIEST)
 
 
 def is_routed(name: str) -> bool:
-    """Whether a parameter is of the experts that a router chooses among; shared ones see every token."""
+    """Whether a parameter belongs to routed experts, in contrast to shared ones, which see every token."""
     return ".experts." in name
 
 
-def met_by_token(name: str, count: int, sizes: Mapping[str, int]) -> int:
-    """Return how many of the `count` numbers of a parameter one token meets: of routed experts the chosen ones'."""
+def elements_used_by_token(name: str, count: int, sizes: Mapping[str, int]) -> int:
+    """Return how many of a parameter's `count` elements a token is computed with; of routed experts the chosen ones."""
     return count * sizes["chosen"] // sizes["experts"] if "chosen" in sizes and is_routed(name) else count
 
 
-def shape_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes, Sizes]:
-    """Return the same of a random model (`model.init=random`)."""
-    return _dense(
+def shapes_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes, Sizes]:
+    """Return shapes and sizes of a random model (`model.init=random`)."""
+    return _decoder_shapes(
         {
             "model_type": "glm",
             "vocab_size": vocab_size,
@@ -119,7 +117,8 @@ def shape_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes,
     )
 
 
-def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+def _decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+    """Return shapes and sizes of transformers' GLM, Llama and their kind."""
     kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
     groups = config.get("num_key_value_heads") or heads
@@ -162,7 +161,8 @@ def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     }
 
 
-def _v1(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+def _chatglm_6b_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+    """Return shapes and sizes of ChatGLM-6B."""
     hidden, inner, layers = config["hidden_size"], config["inner_hidden_size"], config["num_layers"]
     norms = ("input_layernorm", "post_attention_layernorm")
     matrices = {
@@ -195,18 +195,19 @@ def _v1(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is trained, and in what."""
+    """A model's parameters, and which are trained."""
 
     shapes: Shapes
-    """Every parameter, with what tuning adds, named as the real model's."""
+    """Name -> shape of every parameter, the adapter's too, as in the real model."""
     trained: frozenset[str]
+    """Names of the trained parameters."""
     sizes: Sizes
     targets: frozenset[str] = frozenset()
     """Names of the linear layers that LoRA is added to."""
     received: float = 1.0
-    """Rows for experts that a rank gets at most, divided by those that it sends."""
+    """Most rows that a rank's experts receive, divided by the rows that the rank sends."""
     teacher: "Outline | None" = None
-    """Another model that this one is distilled from."""
+    """The teacher of distillation, if it is another model."""
 
     @property
     def is_v1(self) -> bool:
@@ -223,12 +224,12 @@ class Outline:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the output layer's own gradient is needed."""
+        """Whether the output layer's weight is trained."""
         tied = not any(name in self.shapes for name in _OUTPUT)
         return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
 
     def largest_layer(self, inside: bool = False) -> int:
-        """Return the number of parameters of the largest layer; what is in none counts as a layer, but for `inside`."""
+        """Return the number of parameters of the largest layer; unless `inside`, those outside of layers count as one."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
             if not name.startswith(TOWERS):
@@ -237,26 +238,26 @@ class Outline:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
 
     @property
     def num_active(self) -> int:
-        """Those that one token meets; all of a mixture of experts that MIXTURES does not name."""
-        return sum(met_by_token(name, math.prod(shape), self.sizes) for name, shape in self.shapes.items())
+        """Number of parameters that one token is computed with; all if MIXTURES lacks the model type."""
+        return sum(elements_used_by_token(name, math.prod(shape), self.sizes) for name, shape in self.shapes.items())
 
     @property
     def num_trained(self) -> int:
-        """Those that are trained."""
+        """Number of trained parameters."""
         return self.count(self.trained)
 
     def count(self, names: Iterable[str]) -> int:
-        """Return how many numbers these parameters have."""
+        """Return the number of elements of some parameters."""
         return sum(math.prod(self.shapes[name]) for name in names)
 
 
-def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
-    """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
+def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
+    """Return the outline of a model with a fine-tuning method's parameters; `tuning.adapter` is not read."""
     if tuning.method is schema.TuningMethod.full:
         return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
     if tuning.method is schema.TuningMethod.freeze:
@@ -283,7 +284,8 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Ta
 
 
 def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:
-    # A head that is the embedding's weight is a module that can be named, though it has no parameter of its own.
+    """Return the outline of a model with LoRA in `targets`, or in those of the settings if there are none."""
+    # A head that is tied to the embedding can be a target, though it has no parameter of its own.
     embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     is_tied = bool(embedded) and not any(name in shapes for name in _OUTPUT)
     named = shapes | {HEAD: embedded[0]} if is_tied else shapes
@@ -293,10 +295,8 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
     experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
-    if (
-        experts
-    ):  # peft takes their names for the routed experts', but Qwen2 MoE's (adapter_settings.mistaken_for_experts)
-        modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
+    if experts:  # peft mistakes linear layers of these names for experts (adapter_settings.mistaken_for_experts)
+        modules = {name: shape for name, shape in modules.items() if not name.endswith(_EXPERT_LIKE_NAMES)}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
     if not targets and ALL_LINEAR in patterns:
@@ -320,30 +320,32 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
     for name, shape in named.items():
         owner, _, end = name.rpartition(".")
-        if owner in saved:  # peft keeps the original beside the copy that it trains
+        if owner in saved:  # peft keeps the original too
             added[f"{owner}.modules_to_save.default.{end}"] = shape
     return Outline(shapes | added, frozenset(added), sizes, frozenset(targets))
 
 
 @cache
 def layer_of(name: str) -> int:
-    """Return the number of the layer that a parameter belongs to, -1 for none."""
+    """Return the number of the layer that a parameter is in, -1 for none."""
     if name.startswith("prefix_encoder."):
         return -1
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
 _ROUTERS = (".gate.weight", ".router.weight")
-"""What transformers (5.23) calls the matrices of routers, which are no linear layers of PyTorch's."""
-_OF_SINGLE_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+"""Names of routers' matrices in transformers (5.23), which are no nn.Linear."""
+_EXPERT_LIKE_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 
 
-def active_line(outline: Outline) -> list[str]:
-    """Return a line on a mixture of experts whose active parameters are known."""
+def active_parameters_line(outline: Outline) -> list[str]:
+    """Return a line about active parameters in a list, [] if the model has no experts, or they are not known."""
     sizes, shapes = outline.sizes, outline.shapes
     if "chosen" not in sizes:
         return []
-    inner = sum(met_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0)
+    inner = sum(
+        elements_used_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0
+    )
     text = tr(
         "Mixture of experts: {active} of {total} parameters are active per token, {inner} of those in layers ({chosen} "
         "of {count} routed experts in each).",

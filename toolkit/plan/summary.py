@@ -1,4 +1,4 @@
-"""A plan as text and as JSON: the recipe's layout, all others, the fastest, and what is not known. No torch."""
+"""A plan as text and as JSON: the recipe's layout, all others, the fastest, and notes on uncertainty. No torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from toolkit.messages import joined, listed, tr
 from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
-from toolkit.plan.outline import MIXTURES, Outline, active_line, busiest
+from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
 from toolkit.plan.search import BEYOND, fastest, overrides
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
@@ -20,7 +20,7 @@ from toolkit.terminal import text_table
 def plan_lines(
     outline: Outline, machine: Machine, rates: Rates, recipe_layout: Layout, layouts: Sequence[Layout]
 ) -> list[str]:
-    """Return a plan as text: the recipe's layout, all layouts, the fastest, the leanest, and what is not known."""
+    """Return the lines of a plan: the recipe's layout, all layouts, the fastest, the leanest, notes on uncertainty."""
     cfg, best = recipe_layout.cfg, fastest(layouts)
     if best is None:
         advice = tr(
@@ -33,8 +33,8 @@ def plan_lines(
         advice = tr("The fastest that fits is the recipe as it is.")
     divides = any(layout.cfg.parallel.expert > 1 for layout in (recipe_layout, *layouts))
     return [
-        _head(outline, recipe_layout, machine, cfg.model.name or cfg.model.path),
-        *active_line(outline),
+        _model_line(outline, recipe_layout, machine, cfg.model.name or cfg.model.path),
+        *active_parameters_line(outline),
         "",
         tr(
             "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
@@ -51,7 +51,7 @@ def plan_lines(
             count=cfg.checkpoint.keep + 1 if cfg.checkpoint.keep else tr("all"),
             export=gib(export_bytes(outline, cfg)),
         ),
-        *([_stored_line(cfg)] if cfg.distill.top_k else []),
+        *([_teacher_scores_line(cfg)] if cfg.distill.top_k else []),
         _time_line(recipe_layout, rates),
         "",
         tr(
@@ -60,13 +60,19 @@ def plan_lines(
         *_layout_table(layouts),
         "",
         advice,
-        *([*_kept_line(cfg, best, layouts), *_tight_line(cfg, best, layouts), _leanest_line(layouts)] if best else []),
-        *(f"  {note}" for note in _unknown(recipe_layout, machine, rates, divides)),
+        *(
+            [*_switched_off_line(cfg, best, layouts), *_tight_memory_line(cfg, best, layouts), _leanest_line(layouts)]
+            if best
+            else []
+        ),
+        *(f"  {note}" for note in _notes_on_uncertainty(recipe_layout, machine, rates, divides)),
     ]
 
 
-def _tight_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
-    """Return a line if the fastest layout leaves hardly any memory, with the fastest one that leaves some."""
+def _tight_memory_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
+    """Return a line, in a list, if the fastest layout leaves less than 5 % of the memory, with the fastest that leaves
+    it.
+    """
     if not best.is_tight:
         return []
     share = f"{100 * best.peak / best.usable_bytes:.0f}"
@@ -78,8 +84,8 @@ def _tight_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list
     return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
 
 
-def _stored_line(cfg: RunConfig) -> str:
-    """Return what is stored of a teacher."""
+def _teacher_scores_line(cfg: RunConfig) -> str:
+    """Return a line about the disk space of the teacher's stored scores."""
     each = 8 * cfg.distill.top_k + 4
     return tr(
         "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
@@ -88,18 +94,20 @@ def _stored_line(cfg: RunConfig) -> str:
     )
 
 
-def _beyond(cfg: RunConfig) -> set[str]:
-    """Return what a config switches on beyond ZeRO's stages."""
+def _features_beyond_zero(cfg: RunConfig) -> set[str]:
+    """Return the keys in BEYOND that a config switches on."""
     return {key for key in BEYOND if get_value(cfg, key) != get_value(RunConfig(), key)}
 
 
-def _kept_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
-    """Return a line if `best` switches off features of the recipe (BEYOND), with the fastest layout that has all."""
-    lost = _beyond(cfg) - _beyond(best.cfg)
+def _switched_off_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
+    """Return a line, in a list, if `best` switches off features in BEYOND, with the fastest layout that has all."""
+    lost = _features_beyond_zero(cfg) - _features_beyond_zero(best.cfg)
     if not lost:
         return []
     keys = listed(*sorted(lost))
-    with_all = fastest([layout for layout in layouts if _beyond(cfg) <= _beyond(layout.cfg)])
+    with_all = fastest(
+        [layout for layout in layouts if _features_beyond_zero(cfg) <= _features_beyond_zero(layout.cfg)]
+    )
     if with_all is None:
         return [tr("It switches off {keys}: no layout with it fits.", keys=keys)]
     text = tr(
@@ -123,8 +131,8 @@ def _leanest_line(layouts: Sequence[Layout]) -> str:
     )
 
 
-def _unknown(recipe_layout: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
-    """Return notes on what the plan does not know; `divides`: whether experts are divided in some layout."""
+def _notes_on_uncertainty(recipe_layout: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
+    """Return notes on what the plan assumes or does not know; `divides`: whether a layout divides experts."""
     zero, card, dtype = recipe_layout.cfg.zero, machine.card, recipe_layout.cfg.precision.dtype.value
     is_npu = card is not None and not card.capability
     notes = (
@@ -146,7 +154,7 @@ def _unknown(recipe_layout: Layout, machine: Machine, rates: Rates, divides: boo
             divides,
             tr(
                 "Divided experts: the memory of a rank that gets {times} times its share of tokens.",
-                times=busiest(recipe_layout.cfg.model.expert_capacity),
+                times=load_of_busiest_rank(recipe_layout.cfg.model.expert_capacity),
             ),
         ),
         (
@@ -160,7 +168,7 @@ def _unknown(recipe_layout: Layout, machine: Machine, rates: Rates, divides: boo
 
 
 def plan_json(outline: Outline, machine: Machine, recipe_layout: Layout, layouts: Sequence[Layout]) -> dict[str, Any]:
-    """Return a plan's numbers, bytes and seconds."""
+    """Return the numbers of a plan, in bytes and seconds."""
     best = fastest(layouts)
     return {
         "parameters": outline.num_parameters,
@@ -175,7 +183,7 @@ def plan_json(outline: Outline, machine: Machine, recipe_layout: Layout, layouts
     }
 
 
-def _head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
+def _model_line(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
     cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
     return tr(
         "{name}: {trained} of {total} parameters are trained ({method}, {dtype}). Longest micro-batch: {rows} x "

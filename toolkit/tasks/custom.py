@@ -49,7 +49,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomSpec:
-    """A program's own parts; see `toolkit.custom.train`."""
+    """The arguments of `toolkit.custom.train`, which describes them."""
 
     model: nn.Module | Callable[[], nn.Module]
     dataset: Any
@@ -62,14 +62,14 @@ class CustomSpec:
 
     @property
     def model_name(self) -> str:
-        """Return what messages call the model."""
+        """Name of the model in messages."""
         model = self.model
         name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "?")
         return tr("a custom model") if name == "<lambda>" else name
 
     def build(self, seed: int) -> nn.Module:
-        """Return the model: the program's module itself, whose weights on rank 0 all ranks get, or what its function
-        makes, with random weights by the seed. ConfigError if it is no module, or nothing in it is trained.
+        """Return the program's module, or the one that its function makes with random weights by `seed`. ConfigError if
+        it is no module, or no parameter of it is trained. DeepSpeed broadcasts rank 0's weights later.
         """
         model = self.model
         if not isinstance(model, nn.Module):
@@ -83,7 +83,7 @@ class CustomSpec:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether any sample of a dataset can be read by its number."""
+    """Whether samples of a dataset can be read by index; DataError if it is neither map-style nor iterable."""
     if isinstance(dataset, DataLoader):
         raise DataError(tr("give the dataset, not a DataLoader: batches are made here."))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
@@ -98,27 +98,27 @@ def is_map_style(dataset: Any) -> bool:
 def open_dataset(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> "CustomData":
     """Return the training data of a program; DataError if it or the validation data cannot be used."""
     if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
-        raise DataError(_shared_out())
+        raise DataError(_validation_problem())
     return _MapSamples(spec, cfg, ranks) if is_map_style(spec.dataset) else _StreamSamples(spec, cfg, ranks)
 
 
-def digest(model: nn.Module) -> str:
-    """Return what tells two models apart by the names and shapes of what a checkpoint holds."""
+def structure_digest(model: nn.Module) -> str:
+    """Return a digest of the names and shapes of a model's parameters and buffers."""
     shapes = {name: tuple(getattr(sample, "ds_shape", sample.shape)) for name, sample in model.named_parameters()}
     shapes |= {name: tuple(sample.shape) for name, sample in model.named_buffers()}
     return blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass gets."""
+    """The input of one forward pass."""
 
     batch: Any
     size: int
-    """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
+    """Number of samples that count; 0 if the batch only keeps this rank in step with others."""
 
 
 class _MapSamples:
-    """A map-style dataset: each sample once per epoch over all ranks, in an order of `run.seed`."""
+    """A map-style dataset: in each epoch every sample is on one rank, in an order by `run.seed`."""
 
     def __init__(self, spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks, self.size = spec, cfg, ranks, len(spec.dataset)
@@ -127,7 +127,7 @@ class _MapSamples:
         if spec.shards_itself:
             raise DataError(tr("shards_itself= is for iterable datasets; of this one ranks read their own samples."))
         version = sys.version_info[:3]
-        # There a fork inherits a locked list of threads (mended in 3.10.15, 3.11.10 and 3.12).
+        # In these versions a fork may inherit a locked list of threads (fixed in 3.10.15, 3.11.10 and 3.12).
         if cfg.data.num_workers and (version < (3, 10, 15) or (3, 11) <= version < (3, 11, 10)):
             # The program's own data need not survive being pickled, nor the program being imported: these are forks.
             warn(
@@ -144,10 +144,10 @@ class _MapSamples:
     def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
-            _Rows(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
+            _MicroBatchReader(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
             sampler=_with_epochs(self._sampler(self.ranks.rank, position, num_steps)),
             batch_size=None,  # a micro-batch is an item
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
+            collate_fn=_unchanged,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
             pin_memory=get_accelerator().device_name() == "cuda",
             generator=torch.Generator().manual_seed(seed),
@@ -158,7 +158,7 @@ class _MapSamples:
         return next_position(position, self.size, self.cfg.batch.global_size)
 
     def samples_at(self, position: Position) -> list[list[list[str]]]:
-        """Return what the samples of a step are called: of each rank, of each micro-batch."""
+        """Return the names of a step's samples for messages, by rank and micro-batch."""
         by_rank = [self._sampler(rank, position, 1) for rank in range(self.ranks.world_size)]
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
 
@@ -175,7 +175,7 @@ class _MapSamples:
         )
 
 
-def _as_it_is(item: MicroBatch) -> MicroBatch:
+def _unchanged(item: MicroBatch) -> MicroBatch:
     return item
 
 
@@ -188,15 +188,15 @@ def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]
             epoch_and_step = sampler.after(epoch_and_step)
 
 
-class _Rows:
-    """Reads micro-batches by epoch and numbers of their samples, in this process or in a data-loader worker."""
+class _MicroBatchReader:
+    """Reads micro-batches by epoch and indices of samples, in this process or in a data-loader worker."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
 
     def __getitem__(self, epoch_and_rows: tuple[int, list[int]]) -> MicroBatch:
-        """Return a micro-batch; without rows the first sample with a size of 0, so that the rank computes something.
-        Random transforms depend on seed, epoch and the sample's number alone, not on ranks, workers or stops.
+        """Return a micro-batch; without rows the first sample with a size of 0, so that the rank stays in step.
+        Random transforms depend on seed, epoch and the sample's index alone, not on ranks, workers or resuming.
         """
         epoch, rows = epoch_and_rows
         with _preserved_generators():
@@ -207,11 +207,11 @@ class _Rows:
             return MicroBatch(self.collate(samples), len(rows))
 
 
-def _capture() -> tuple[Any, ...]:
+def _capture_generators() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
 
 
-def _restore(states: tuple[Any, ...]) -> None:
+def _restore_generators(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.random.set_rng_state(states[2])
@@ -220,15 +220,15 @@ def _restore(states: tuple[Any, ...]) -> None:
 @contextmanager
 def _preserved_generators() -> Iterator[None]:
     """Restore the state of the CPU's random generators afterwards."""
-    before = _capture()
+    before = _capture_generators()
     try:
         yield
     finally:
-        _restore(before)
+        _restore_generators(before)
 
 
 def _seed(key: str) -> None:
-    """Seed the CPU's random generators by a text; the GPU's is left to the training."""
+    """Seed the CPU's random generators by a text; the GPU's are the training's."""
     number = int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -250,7 +250,7 @@ class _StreamSamples:
                 "it to 0; to read ahead, let the dataset itself use a torch.utils.data.DataLoader.",
                 count=cfg.data.num_workers,
             )
-        # A dataset that shards itself may give other samples for another number of ranks: that is other data.
+        # A dataset that shards itself may give other samples for another number of ranks.
         whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
         self.identity = {"samples": f"{name}, {whose}"}
         self.described = tr("A stream of {kind}", kind=name)
@@ -283,13 +283,13 @@ class _StreamSamples:
         return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
 
     def _samples(self) -> Iterator[Any]:
-        """Yield samples without end; while it makes one, the dataset draws from random generators of its own."""
-        passes, states = self._passes(), _capture()
+        """Yield samples without end. The dataset has random states of its own, apart from the training's."""
+        passes, states = self._passes(), _capture_generators()
         while True:
             with _preserved_generators():
-                _restore(states)
+                _restore_generators(states)
                 sample = next(passes)
-                states = _capture()
+                states = _capture_generators()
             yield sample
 
     def _passes(self) -> Iterator[Any]:
@@ -310,28 +310,29 @@ class _StreamSamples:
 
 
 CustomData = _MapSamples | _StreamSamples
-"""`size`: samples of a pass over all ranks, 0 if not known; `identity`: what is the same if a run learns from the same
-data; `described`: the data for the user."""
+"""`size`: samples of an epoch over all ranks, 0 if unknown; `identity`: facts that identify the data; `described`: the
+data in messages.
+"""
 
 
 def validation_batches(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield the sample numbers and the data of this rank's validation micro-batches, as many on every rank; each sample
-    comes once over all ranks. DataError on every rank if there are no samples, or not equally many everywhere.
+    """Yield the sample indices and the data of this rank's validation micro-batches, as many on every rank; each sample
+    is on one rank. DataError on every rank if there are no samples, or ranks have different numbers of them.
     """
     size, rank, world = mesh.micro_rows(cfg), ranks.rank, ranks.world_size
     with _preserved_generators():
         _seed(f"{cfg.run.seed} validation")
         samples = spec.validation if is_map_style(spec.validation) else list(spec.validation)
-        rows = _Rows(samples, spec.collate, cfg.run.seed)
+        rows = _MicroBatchReader(samples, spec.collate, cfg.run.seed)
     if len(set(process_group.gather(len(samples)))) > 1:
-        raise DataError(_shared_out())
+        raise DataError(_validation_problem())
     if not len(samples):
         raise DataError(tr("the validation dataset is empty."))
     for numbers in sequential(len(samples), size, rank, world):
         yield numbers, rows[-1, numbers]
 
 
-def _shared_out() -> str:
+def _validation_problem() -> str:
     return tr(
         "validation= must give every rank all samples: they are shared out here. Beside shards_itself=True it must be "
         "map-style, such as a list of all samples."
@@ -342,7 +343,7 @@ _NUMBER = "number of the sample"
 
 
 class CustomTask(task.Task):
-    """Trains what a program brings: its module, its dataset, its loss. See `toolkit.custom.train`."""
+    """Trains a program's own module with its dataset and loss. See `toolkit.custom.train`."""
 
     unit = task.SAMPLES
     memory_sections = ("batch.", "zero")
@@ -350,7 +351,7 @@ class CustomTask(task.Task):
     ranks: Ranks
     model: nn.Module | None
     card: dict[str, Any]
-    """What a checkpoint and the report say of the model."""
+    """Facts about the model in checkpoints and in the report."""
     data: CustomData
 
     def __init__(self, spec: CustomSpec) -> None:
@@ -359,7 +360,7 @@ class CustomTask(task.Task):
     # Data
 
     def begin(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the dataset and make the model: both may want the process group."""
+        """Open the dataset and make the model, both of which may need the process group."""
         self.cfg, self.ranks = cfg, ranks
         data = self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity
@@ -372,7 +373,7 @@ class CustomTask(task.Task):
         self.card = {
             "model": type(model).__name__,
             "program": sys.argv[0],
-            "digest": digest(model),
+            "digest": structure_digest(model),
             "parameters": sum(parameter.numel() for parameter in parameters.values()),
             "trained_parameters": sum(
                 parameter.numel() for parameter in parameters.values() if parameter.requires_grad
@@ -381,7 +382,7 @@ class CustomTask(task.Task):
         }
 
     def settle(self, cfg: schema.RunConfig) -> None:
-        """Check that all ranks train the same model on the same data: else they would wait for each other for ever."""
+        """Check that all ranks train the same model on the same data, else they would wait for each other forever."""
         self.cfg = cfg
         facts = {
             **{f"data: {name}": str(value) for name, value in self.data.identity.items()},
@@ -411,7 +412,7 @@ class CustomTask(task.Task):
         return self.data.position_after(position)
 
     def samples_at(self, position: Position) -> Samples:
-        """Return the numbers of a step's samples; what is in them only the program knows."""
+        """Return the names of a step's samples, without content, which only the program knows."""
 
         def shown(name: str) -> dict[str, Any]:
             return {"where": name, "tokens": 1, "trained_tokens": 1, "text": []}
@@ -421,7 +422,7 @@ class CustomTask(task.Task):
     # Model
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """Reject a checkpoint whose parameters have other names or shapes."""
+        """Raise ConfigError for a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
         if directory.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
             return
@@ -436,7 +437,7 @@ class CustomTask(task.Task):
             )
 
     def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> nn.Module:
-        """Return the program's module, which takes inputs of the run's precision."""
+        """Return the program's module, which from here on casts its inputs to the run's precision."""
         cfg, model, self.model = self.cfg, self.model, None  # the engine has it from here on
         assert model is not None
         build.use_tf32(cfg.precision)
@@ -446,7 +447,7 @@ class CustomTask(task.Task):
         return model
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
-        """Return the model's card; what is not trained is kept too, as it is nowhere else."""
+        """Return the model's card; checkpoints hold frozen parameters too, which are nowhere else."""
         files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
         return checkpointer.ModelFiles(files, None, export_in_background, holds_frozen=True)
 
@@ -466,7 +467,7 @@ class CustomTask(task.Task):
     # Dry run
 
     def longest_batch(self, position: Position) -> tuple[MicroBatch, str]:
-        """Return the first micro-batch: which samples are the largest only the program knows."""
+        """Return the first micro-batch, as only the program knows which samples are the largest."""
         [batch] = islice(self.batches(position, 1), 1)
         return batch, tr("the first batch")
 
@@ -488,7 +489,7 @@ class CustomTask(task.Task):
         return (batch.size,)
 
     def loss_sum(self, engine: Any, batch: MicroBatch) -> torch.Tensor:
-        """Return the sum of the samples' losses; those of a batch that fills up count nothing."""
+        """Return the sum of the samples' losses, 0 with gradients for a batch without samples."""
         share_buffers(engine.module)
         if batch.size:
             return losses_of(self.spec.loss, engine, batch).float().sum()
@@ -509,11 +510,11 @@ class CustomTask(task.Task):
     # End
 
     def check_export(self, run: task.RunContext) -> None:
-        """See that the weights are of types that can be written."""
+        """Raise an error if weights are of types that cannot be written."""
         process_group.on_rank0(lambda: check_custom_exportable(run.engine.module, run.folder / "export"))
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
-        """Write the weights, and load them into a new model where the program can make one."""
+        """Write the weights, and load them into a new model if the program has a function that makes one."""
         folder = run.folder / "export"
         share_buffers(run.engine.module)
         with phase(tr("Exporting")):
@@ -537,7 +538,7 @@ class CustomTask(task.Task):
 
 
 def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.Tensor:
-    """Return the losses of a micro-batch's samples, [n]; a DataError if the program returns anything else."""
+    """Return the losses of a micro-batch's samples, [n]; DataError if the program's function returns another shape."""
     losses, wanted = loss(engine, on_device(micro.batch, engine.device)), max(micro.size, 1)
     shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != (wanted,):
@@ -552,25 +553,26 @@ def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.T
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with all its tensors on a device; from page-locked memory the host does not wait for it."""
-    return _with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return a batch with all its tensors on a device, copied without waiting if they are in pinned memory."""
+    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with `change` applied to each tensor in its dicts, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {name: _with_tensors(value, change) for name, value in batch.items()}
+        return {name: _map_tensors(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_with_tensors(value, change) for value in batch))
+        return type(batch)(*(_map_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_with_tensors(value, change) for value in batch)
+        return type(batch)(_map_tensors(value, change) for value in batch)
     return batch
 
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers (batch norm statistics), as DistributedDataParallel does. A collective."""
+    """Broadcast rank 0's buffers (batch norm statistics), as DistributedDataParallel does. A collective."""
     if process_group.world_size() == 1:
         return
     for dtype in sorted({buffer.dtype for buffer in model.buffers()}, key=str):
@@ -582,13 +584,13 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a half-precision model's floating-point inputs, also in dicts and lists; what the loss alone sees is not."""
+    """Cast floating-point inputs of a model, also in dicts and lists, but not tensors that only the loss gets."""
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return _with_tensors(inputs, cast), _with_tensors(named, cast)
+        return _map_tensors(inputs, cast), _map_tensors(named, cast)
 
     model.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -601,9 +603,9 @@ def evaluate(
     alive: Callable[[], object] = lambda: None,
     most: int | None = None,
 ) -> dict[str, float]:
-    """Return loss and metrics over the validation data, the same on every rank, without a trace. A collective. With
-    `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure. DataError if
-    the program's functions return something else than they should, or not what `evaluate.keep_best` names.
+    """Return loss and metrics over the validation data, the same on every rank; random states are restored. A
+    collective. With `most` it evaluates so many micro-batches, without `score`, which may need more samples. DataError
+    if the program's functions return something wrong, or not the figure that `evaluate.keep_best` names.
     """
     sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, SAMPLES: 0.0}
     metrics_of_batches: list[dict[str, torch.Tensor]] = []
@@ -616,7 +618,7 @@ def evaluate(
                     break
                 sums[schema.EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
                 sums[SAMPLES] += micro.size
-                values = _metrics(spec, engine, micro)
+                values = _metrics_of_batch(spec, engine, micro)
                 if spec.score is not None:
                     metrics_of_batches.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
                 else:
@@ -646,8 +648,8 @@ def evaluate(
     return {schema.EVAL_LOSS: figures.pop(schema.EVAL_LOSS), SAMPLES: count, **figures}
 
 
-def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """Return what metrics= gives for a micro-batch, [micro.size, ...] by name; DataError for another form."""
+def _metrics_of_batch(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the values of metrics= for a micro-batch, name -> [micro.size, ...]; DataError for other shapes."""
     if spec.metrics is None:
         return {}
     values = spec.metrics(engine, on_device(micro.batch, engine.device))
@@ -669,7 +671,7 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
 
 
 def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
-    """Load the export into a new model, where the program can make one; a CheckpointError whatever its code raises."""
+    """Load the export into a new model, if the program has a function that makes one; CheckpointError if that fails."""
     if isinstance(spec.model, nn.Module):
         return
     try:

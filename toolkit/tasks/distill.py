@@ -1,13 +1,13 @@
-"""Distillation: trained tokens learn a teacher's distribution beside their labels (distill_losses.py).
+"""Distillation: trained tokens learn a teacher's distribution in addition to their labels (distill_losses.py).
 
-The teacher is another model, live or stored ahead, and teaches every trained token; or it is the model as it was
-before training, and teaches the samples of sources that are marked `general`: what it says of them is not to be
-forgotten. With a new LoRA that is the model without its adapter, so there is no second model.
+The teacher is another model, and teaches every trained token; or it is the model before training, and teaches the
+samples of sources that are marked `general`, so that the model does not forget its distribution there. With a new LoRA
+the latter is the model without its adapter, so that there is no second model.
 
-Another model computes with each step, frozen, in the run's precision, on each rank or under ZeRO-3 in parts. With
-`distill.top_k` its likeliest tokens are stored by all ranks, for which it is loaded before the student and is gone
-afterwards; where the teacher is the model before training, the student's own engine computes them. What is stored does
-not depend on temperature and loss, and is found again by what it was made of.
+Another model computes in each step, frozen, in the run's precision, on each rank or partitioned by ZeRO-3. With
+`distill.top_k` its likeliest tokens are computed by all ranks and stored before the student is loaded, and the teacher
+is freed; those of the model before training are computed by the student's engine. Stored scores do not depend on
+temperature and loss, and are reused by a digest of their inputs.
 """
 
 import gc
@@ -47,38 +47,38 @@ EVAL_KL, EVAL_GENERAL = schema.EVAL_TAUGHT
 
 
 class DistillTask(language.LanguageTask):
-    """Trains a causal language model on labels and on what a teacher says of them."""
+    """Trains a causal language model on labels and on a teacher's distributions."""
 
     teacher: Any = None
-    """Another model, or its engine, that computes with each step."""
+    """Another model, or its engine, that computes in each step."""
 
     names = (KL, CE)
     reported = ((EVAL_KL, EVAL_KL), (EVAL_GENERAL, EVAL_GENERAL))
 
     def __init__(self) -> None:
         super().__init__()
-        # Sum and count of divergences, then of cross entropies of general samples.
+        # Sum and count of divergences; sum and count of cross entropies of general samples.
         self._evaluated = torch.zeros(4, dtype=torch.float64)
 
     # Data
 
     def check(self, cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-        """Likewise; and a teacher of another tokenizer is an error."""
+        """Check as a language model; ModelError too if the teacher has another tokenizer."""
         model = super().check(cfg, tokenizer)
         if tokenizer is not None and cfg.distill.teacher and Path(cfg.distill.teacher).is_dir():
             check_teacher(cfg, tokenizer)
         return model
 
     def load_data(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the tokenized caches, and report what is learnt without the trained model as its teacher."""
+        """Open the tokenized caches, and report the share of general samples if the model is its own teacher."""
         super().load_data(cfg, ranks)
         if not cfg.distill.teacher:
-            self._tell_general(cfg)
+            self._report_general(cfg)
 
-    def _tell_general(self, cfg: schema.RunConfig) -> None:
-        """Say which share of an epoch's samples is from sources marked general; DataError if none or all are."""
+    def _report_general(self, cfg: schema.RunConfig) -> None:
+        """Report the share of an epoch's samples that is from sources marked general; DataError if none or all are."""
         data = self.data
-        by_sample = general_of(cfg, data.train)
+        by_sample = is_general_sample(cfg, data.train)
         is_general = by_sample if data.train_plan.members is None else by_sample[np.asarray(data.train_plan.members)]
         if not is_general.any() or is_general.all():
             raise DataError(
@@ -93,7 +93,7 @@ class DistillTask(language.LanguageTask):
         )
 
     def settle(self, cfg: schema.RunConfig) -> None:
-        """Take the settled config; which samples are general is part of the data that a run learns from."""
+        """Take the settled config, and add the marks of general sources to the identity of the data."""
         super().settle(cfg)
         marks = "".join(str(int(source.general)) for source in cfg.data.sources)
         self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
@@ -101,40 +101,43 @@ class DistillTask(language.LanguageTask):
             self.data = replace(self.data, targets=self._token_targets())
 
     def _token_targets(self) -> dict[str, targets.TokenTargets]:
-        """Return by split which samples have a teacher: those marked `general` if it is the model before training."""
+        """Return split -> which samples have a teacher: all, or general ones if it is the model before training."""
         tables = {}
         for split, cache in (("train", self.data.train), ("validation", self.data.validation)):
             if cache is not None:
-                taught = np.ones(len(cache), np.bool_) if self.cfg.distill.teacher else general_of(self.cfg, cache)
+                taught = (
+                    np.ones(len(cache), np.bool_) if self.cfg.distill.teacher else is_general_sample(self.cfg, cache)
+                )
                 tables[split] = targets.TokenTargets(cache, taught)
         return tables
 
     # Model
 
     def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
-        """Store what another model as teacher says of all tokens before the student takes memory. A collective."""
+        """Load the student, after storing another model's scores if `distill.top_k` asks for that. A collective."""
         cfg = self.cfg
         if cfg.distill.top_k and cfg.distill.teacher:
-            release(self._store(source.folder, lambda: load_teacher(cfg, self.data, ds.values)))
+            free_teacher(self._store_teacher_scores(source.folder, lambda: load_teacher(cfg, self.data, ds.values)))
         return super().build_model(ds, source)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
-        """Store what the model before training says as its own teacher, or load a teacher that is asked in each step.
-        A collective.
-        """
+        """Store the scores of the model before training, or load a teacher that computes in each step. A collective."""
         super().engine_built(engine, ds, source)
         cfg = self.cfg
         if cfg.distill.top_k and not cfg.distill.teacher:
-            self._store(source.folder, lambda: engine)
+            self._store_teacher_scores(source.folder, lambda: engine)
         if objective.has_live_teacher(cfg) and self.teacher is None:
             self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
 
-    def _store(self, run_folder: Path, get_teacher: Callable[[], Any]) -> Any:
-        """Take what the teacher says of each token, computed unless it is stored already; return the teacher if
+    def _store_teacher_scores(self, run_folder: Path, get_teacher: Callable[[], Any]) -> Any:
+        """Open the stored scores of the teacher, which are computed if they do not exist; return the teacher if
         `get_teacher` was called for that. A collective.
         """
         cfg, data, tables, teacher = self.cfg, self.data, self._token_targets(), None
-        folder, whose = Path(cfg.distill.dir or run_folder / "teacher"), process_group.on_rank0(lambda: _identity(cfg))
+        folder, whose = (
+            Path(cfg.distill.dir or run_folder / "teacher"),
+            process_group.on_rank0(lambda: _teacher_identity(cfg)),
+        )
         for split, table in tables.items():
             cache, plan = data.split(split)
             members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
@@ -144,15 +147,15 @@ class DistillTask(language.LanguageTask):
             target = folder / f"{split}-{digest}"
             if not process_group.on_rank0(partial(targets.is_complete, target)):
                 teacher = teacher or get_teacher()
-                self._compute(teacher, table, samples, split, target)
+                self._compute_teacher_scores(teacher, table, samples, split, target)
             table.open(target)
         self.data = replace(data, targets=tables)
         return teacher
 
-    def _compute(
+    def _compute_teacher_scores(
         self, teacher: Any, table: targets.TokenTargets, samples: NDArray[np.int64], split: str, target: Path
     ) -> None:
-        """Run the teacher over `samples`, a share on each rank, which writes its likeliest tokens; publish `target`."""
+        """Run the teacher over `samples`, a share on each rank, and write its likeliest tokens to `target`."""
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
         part, num_parts = language_data.sample_share(cfg, ranks)
@@ -160,7 +163,7 @@ class DistillTask(language.LanguageTask):
         is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
         size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
-        process_group.on_rank0(lambda: _begin(building, size))
+        process_group.on_rank0(lambda: _make_empty(building, size))
         numbers, batches = language_data.sample_batches(cfg, self.data, split, ranks, samples)
 
         def measure(model: Any, batch: language_data.Batch) -> StoredScores:
@@ -182,13 +185,13 @@ class DistillTask(language.LanguageTask):
             if writer:
                 writer.close()
         except OSError as error:
-            raise _not_written(building, error) from error
+            raise _write_error(building, error) from error
         process_group.barrier()
-        shares = [samples[rank::num_parts] for rank in range(num_parts)]  # as sample_batches shares them out
+        shares = [samples[rank::num_parts] for rank in range(num_parts)]  # as in `sample_batches`
         process_group.on_rank0(lambda: targets.publish(building, target, shares, table, top_k))
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
-        """Let evaluations measure the divergence too, in the same passes."""
+        """Make evaluations measure the divergence too, in the same forward passes."""
         super().prepare_evaluation(run)
         if self.evaluation is not None:
             self.evaluation.measure = self._measure
@@ -196,7 +199,7 @@ class DistillTask(language.LanguageTask):
     # Dry run
 
     def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
-        """Return a micro-batch with made-up outputs of a teacher for all its tokens: what takes the most memory."""
+        """Return a micro-batch with dummy scores of a teacher for all its tokens, which takes the most memory."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
         if not self.data.targets:
             return batch
@@ -209,17 +212,17 @@ class DistillTask(language.LanguageTask):
     # Steps
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return the sum of the losses of trained tokens, and add up their two parts."""
-        total, losses, _ = self._distil(engine, batch)
+        """Return the sum of the losses of trained tokens; add both parts to the step's figures."""
+        total, losses, _ = self._distill_batch(engine, batch)
         parts = {KL: losses.divergences, CE: losses.cross_entropies}
         self._add(
             {name: torch.stack((values.sum(), values.new_full((), len(values)))) for name, values in parts.items()}
         )
         return total
 
-    def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
-        """Return the sum of a micro-batch's losses, with gradients; the losses of each token; and where in the batch
-        these tokens are, [T], those with a teacher first.
+    def _distill_batch(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
+        """Return the sum of a micro-batch's losses, with gradients; the losses of each token; and the tokens' indices
+        in the batch, [T], those with a teacher first.
         """
         inputs = loss.on_device(engine, batch)
         indices, wanted = inputs["target_indices"], inputs["targets"]
@@ -228,7 +231,7 @@ class DistillTask(language.LanguageTask):
             taught = batch["taught"].cpu()
             order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(indices.device, non_blocking=True)
             indices, wanted, count = indices[order], wanted[order], int(taught.sum())
-        teacher_scores = self._scores(engine, batch, inputs, indices[:count])
+        teacher_scores = self._teacher_scores(engine, batch, inputs, indices[:count])
         vocabulary = len(self.data.tokenizer)
         results: list[Distilled] = []
 
@@ -241,22 +244,21 @@ class DistillTask(language.LanguageTask):
         total = loss.loss_head(engine).total(engine, inputs, indices, compute)
         return total, results[0], indices
 
-    def _scores(
+    def _teacher_scores(
         self, engine: Any, batch: language_data.Batch, inputs: language_data.Batch, indices: torch.Tensor
     ) -> loss.Scores | StoredScores:
-        """Return what the teacher says of the tokens at some token indices, without gradients."""
+        """Return the teacher's scores of the tokens at `indices`, without gradients."""
         if "teacher_ids" in inputs:
             return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
         if objective.has_own_teacher(self.cfg):
-            # Where all ranks compute together none may be missing.
+            # Without tokens nothing is computed, unless other ranks wait for this one.
             if not (len(indices) or "part" in batch or parameters.is_partitioned(engine)):
                 return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
                 return loss.loss_head(engine).scores(engine, inputs, indices)
         with probe.evaluating(self.teacher):
-            teacher_inputs = {
-                name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"
-            }  # a stage's, of the student
+            # `inputs_embeds` of a pipeline stage are the student's states.
+            teacher_inputs = {name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"}
             return loss.loss_head(self.teacher).scores(
                 self.teacher, loss.on_device(self.teacher, teacher_inputs), indices
             )
@@ -264,11 +266,11 @@ class DistillTask(language.LanguageTask):
     # Evaluation
 
     def _measure(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return each token's cross entropy at the position before it, as `token_losses` does; add divergences, and
-        cross entropies of general samples, to the evaluation's sums.
+        """Return each token's cross entropy as `token_losses` does; add divergences, and cross entropies of general
+        samples, to the evaluation's sums.
         """
         with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
-            _, losses, indices = self._distil(engine, batch)
+            _, losses, indices = self._distill_batch(engine, batch)
         labels = losses.cross_entropies
         everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, labels)
         general = labels[: 0 if self.cfg.distill.teacher else len(losses.divergences)]
@@ -278,7 +280,7 @@ class DistillTask(language.LanguageTask):
         return everywhere.view(batch["input_ids"].shape)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate as a language model, and how far the model is from its teacher."""
+        """Evaluate as a language model, with the divergence from the teacher."""
         self._evaluated.zero_()
         figures = super().evaluate(run, step, alive)
         apart, count, general, tokens = process_group.sum_over_ranks(self._evaluated, run.engine.device).tolist()
@@ -313,11 +315,11 @@ class DistillTask(language.LanguageTask):
 
 
 _SPOTS, _SPOT_BYTES = 64, 2**16
-"""Parts of a weight file, from all over it, by which it is known again."""
+"""Number and size of the parts of a weight file that go into its digest."""
 
 
 def model_of(cfg: schema.RunConfig) -> schema.ModelConfig:
-    """Return the teacher as a model to load."""
+    """Return the model config of the teacher."""
     return replace(cfg.model, path=cfg.distill.teacher, revision="", init=schema.Init.pretrained, tokenizer="")
 
 
@@ -346,8 +348,8 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 def load_teacher(
     cfg: schema.RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any], parts: int = 1
 ) -> Any:
-    """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine with parts. A collective. `parts`:
-    ranks over which each sequence is divided.
+    """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine. A collective. `parts`: number of
+    ranks that each sequence is divided over.
     """
     packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
     if packed and (reason := reason_not_to_pack(model_config, cfg.data.max_length)):
@@ -367,20 +369,20 @@ def load_teacher(
     return teacher
 
 
-def general_of(cfg: schema.RunConfig, store: Any) -> NDArray[np.bool_]:
-    """Return which samples of a split come from sources that are marked `general`."""
+def is_general_sample(cfg: schema.RunConfig, store: Any) -> NDArray[np.bool_]:
+    """Return which samples of a split are from sources that are marked `general`, bool [samples]."""
     marks = np.array([source.general for source in (*cfg.data.sources, *cfg.data.validation)])
     return marks[store.sources()]
 
 
-def _begin(building: Path, size: int) -> None:
-    """Make an empty directory where so many bytes have room; DataError if they have not."""
+def _make_empty(building: Path, size: int) -> None:
+    """Make an empty directory; DataError if its disk has no room for `size` bytes."""
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
         free = shutil.disk_usage(building).free
     except OSError as error:
-        raise _not_written(building, error) from error
+        raise _write_error(building, error) from error
     if size > free:
         raise DataError(
             "distill.top_k stores {size} GiB in {folder}, where {free} GiB are free. Set a smaller distill.top_k, or "
@@ -391,7 +393,7 @@ def _begin(building: Path, size: int) -> None:
         )
 
 
-def _not_written(folder: Path, error: OSError) -> DataError:
+def _write_error(folder: Path, error: OSError) -> DataError:
     return DataError(
         "what the teacher says cannot be written to {folder}: {reason}. Set distill.dir to another directory.",
         folder=folder.parent,
@@ -399,8 +401,8 @@ def _not_written(folder: Path, error: OSError) -> DataError:
     )
 
 
-def release(teacher: Any) -> None:
-    """Give back the memory of a teacher that is not needed any more; None: of nothing."""
+def free_teacher(teacher: Any) -> None:
+    """Free the memory of a teacher, which may be None."""
     if hasattr(teacher, "destroy"):  # an engine, whose hooks refer to it
         teacher.destroy()
     gc.collect()
@@ -408,8 +410,8 @@ def release(teacher: Any) -> None:
     weights.return_memory()
 
 
-def _identity(cfg: schema.RunConfig) -> list[str]:
-    """Return what is the same if the teacher says the same: its files, or the model's before training."""
+def _teacher_identity(cfg: schema.RunConfig) -> list[str]:
+    """Return what identifies the teacher's scores: a digest of its files, or of the model's before training."""
     folder = cfg.distill.teacher
     if folder:
         return [_digest(Path(folder)), cfg.precision.dtype.value]
@@ -420,7 +422,7 @@ def _identity(cfg: schema.RunConfig) -> list[str]:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of a model directory: its config, and of each weight file size and parts from all over it."""
+    """Return a digest of a model directory: its config, and the size and `_SPOTS` parts of each weight file."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name in ("config.json", "adapter_config.json"):

@@ -23,22 +23,22 @@ from toolkit.config.schema import DistillConfig, DistillLoss
 from toolkit.models.loss import LossGradients, Scores, chunk_rows
 
 _COPIES = 4
-"""By how much chunks are smaller than those of the cross entropy: there are logits, logarithms and probabilities of two
-models at once, 12 times a chunk's bytes (measured), which plan/memory.py counts.
+"""Factor by which chunks are smaller than those of the cross entropy: logits, logarithms and probabilities of two
+models take 12 times a chunk's bytes at once (measured), which plan/memory.py counts.
 """
 
 
 class StoredScores(NamedTuple):
-    """What a teacher was found to say of some tokens."""
+    """A teacher's stored scores of T tokens."""
 
     ids: torch.Tensor
-    """Its likeliest tokens, int64 [T, K]."""
+    """The K likeliest tokens, int64 [T, K]."""
     logs: torch.Tensor
     """Their log-probabilities at temperature 1, and of all others together, float32 [T, K + 1]."""
 
 
 class Distilled(NamedTuple):
-    """What some tokens give, float32."""
+    """Losses of some tokens, float32."""
 
     loss: torch.Tensor
     """Sum of their losses, with gradients."""
@@ -52,8 +52,8 @@ def distilled(
     student: Scores, targets: torch.Tensor, teacher: Scores | StoredScores, vocabulary: int, config: DistillConfig
 ) -> Distilled:
     """Return the losses of tokens of which the first N have a teacher; the others are trained on their labels alone.
-    Logits behind `vocabulary`, by which embeddings are padded, are in no divergence. Once differentiable in what the
-    student's scores hold.
+    Logits beyond `vocabulary`, by which embeddings are padded, are not in divergences. Differentiable once, in the
+    tensors of the student's scores.
     """
     if not torch.is_grad_enabled():
         weight, bias = (tensor if tensor is None else tensor.detach() for tensor in student[1:])
@@ -62,13 +62,13 @@ def distilled(
 
 
 def store(scores: Scores, vocabulary: int, count: int) -> StoredScores:
-    """Return the `count` likeliest tokens of each, with their log-probabilities and that of all others together."""
+    """Return the `count` likeliest tokens at each of T tokens, with their log-probabilities and that of all others."""
     states, size = scores.states, chunk_rows(vocabulary)
     ids, logs = [states.new_zeros(0, count, dtype=torch.int64)], [states.new_zeros(0, count + 1, dtype=torch.float32)]
     for begin in range(0, len(states), size):
         of_all = scores.logits(slice(begin, begin + size))[:, :vocabulary].log_softmax(1)
         ids.append(of_all.topk(count, dim=1).indices)
-        logs.append(_grouped(of_all, ids[-1]))
+        logs.append(_with_others_grouped(of_all, ids[-1]))
     return StoredScores(torch.cat(ids), torch.cat(logs))
 
 
@@ -84,24 +84,26 @@ class _Distilled(torch.autograd.Function):
         vocabulary: int,
         config: DistillConfig,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        student, taught = Scores(states, weight, bias), len(teacher[0])
+        student, num_taught = Scores(states, weight, bias), len(teacher[0])
         total = states.new_zeros((), dtype=torch.float32)
         labels = states.new_empty(len(states), dtype=torch.float32)
-        divergences = states.new_empty(taught, dtype=torch.float32)
+        divergences = states.new_empty(num_taught, dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
-            """Note the losses of some tokens; return their gradients by the logits."""
+            """Add the losses of a slice of tokens to the results; return their gradients by the logits [n, V]."""
             logits, wanted = student.logits(part), targets[part, None]
             gradient = logits.log_softmax(1)
             labels[part] = -gradient.gather(1, wanted)[:, 0]
             gradient.exp_()
             gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
-            taught_part = slice(part.start, min(part.stop, taught))
+            taught_part = slice(part.start, min(part.stop, num_taught))
             count = max(0, taught_part.stop - taught_part.start)
             if not count:
                 total.add_(labels[part].sum())
                 return gradient
-            divergence_of_tokens, of_divergence = _compare(logits[:count, :vocabulary], teacher, taught_part, config)
+            divergence_of_tokens, of_divergence = _divergences_with_gradients(
+                logits[:count, :vocabulary], teacher, taught_part, config
+            )
             divergences[taught_part] = divergence_of_tokens
             share = config.weight
             total.add_((1 - share) * labels[taught_part].sum() + labels[part][count:].sum())
@@ -121,11 +123,11 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradients,), ctx.gradients = ctx.gradients, None  # they are changed in place: a second pass must fail
+        (gradients,), ctx.gradients = ctx.gradients, None  # `times` changes them in place: a second backward must fail
         return (*gradients.times(outer[0]), None, None, None, None)
 
 
-def _compare(
+def _divergences_with_gradients(
     logits: torch.Tensor, teacher: Scores | StoredScores, part: slice, config: DistillConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return divergences [n] at the temperature, and their gradients by the student's logits times the temperature,
@@ -135,18 +137,18 @@ def _compare(
         log_p = (teacher.logits(part)[:, : logits.size(1)] / config.temperature).log_softmax(1)
         return divergence(log_p, (logits / config.temperature).log_softmax(1), config)
     ids = teacher.ids[part]
-    masses = _grouped(logits, ids)
+    masses = _with_others_grouped(logits, ids)
     log_p = (teacher.logs[part] / config.temperature).log_softmax(1)
     divergences, of_masses = divergence(log_p, (masses / config.temperature).log_softmax(1), config)
-    # Of the logits that are grouped each has its share in the group.
+    # A grouped logit's gradient is its share of the group's.
     gradient = (logits - masses[:, -1:]).exp_().mul_(of_masses[:, -1:])
     return divergences, gradient.scatter_(1, ids, of_masses[:, :-1])
 
 
-def _grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return logits [n, V] of some tokens [n, K], and what stands for all others together, [n, K + 1]."""
-    rest = logits.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)
-    return torch.cat((logits.gather(1, ids), rest), dim=1)
+def _with_others_grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the tokens `ids` [n, K], of logits [n, V], and the log-sum-exp of all others: [n, K + 1]."""
+    others = logits.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)
+    return torch.cat((logits.gather(1, ids), others), dim=1)
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) -> tuple[torch.Tensor, torch.Tensor]:

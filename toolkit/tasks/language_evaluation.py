@@ -84,7 +84,7 @@ class Evaluation:
 
     def drop_too_long(self) -> None:
         """Drop questions whose answers could exceed the model's positions; ModelError if none is left."""
-        limit, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        limit, new = generate.max_context_tokens(self._module), self.cfg.evaluate.max_new_tokens
         fitting = [question for question in self.questions if len(question.prompt) + new <= limit]
         dropped = len(self.questions) - len(fitting)
         if dropped:
@@ -94,7 +94,7 @@ class Evaluation:
                 new=new,
                 count=dropped,
                 all=len(self.questions),
-                limit=limit,
+                most=limit,
             )
             if not fitting:
                 raise messages.ModelError(messages.joined(sentence, tr("Set it lower.")))

@@ -32,7 +32,7 @@ from toolkit.models.stages import capture_probe, is_pipeline, stage_model, unwra
 from toolkit.train.rotation import Rotation
 
 
-def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
+def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.StoredTensors:
     """Return the parameters and buffers of an engine that this rank saves, by their names in the full model."""
     model, full_model = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
@@ -41,7 +41,7 @@ def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
     on_other_stage = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
-    return engine_state.Held(named, buffers, with_frozen, frozenset(on_other_stage))
+    return engine_state.StoredTensors(named, buffers, with_frozen, frozenset(on_other_stage))
 
 
 def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:

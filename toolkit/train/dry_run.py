@@ -29,7 +29,7 @@ from toolkit.messages import CheckpointError, OutOfMemory, TrackError, listed, r
 from toolkit.models import stages, structure
 from toolkit.plan import layouts, speed
 from toolkit.plan.lookup import cached_outline
-from toolkit.plan.machine import Machine, gpu_of, own_memory
+from toolkit.plan.machine import Machine, gpu_by_driver, host_memory_bytes
 from toolkit.plan.memory import process_bytes
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
@@ -76,7 +76,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
 
 def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     """Return this run's nodes for the plan, as if each had the least memory of all and the most ranks. A collective."""
-    host = own_memory()
+    host = host_memory_bytes()
     on_cpu = device.type == "cpu"
     local_ranks = ranks.local_world_size or ranks.world_size
     available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local_ranks
@@ -84,7 +84,7 @@ def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Mach
     return Machine(
         ranks=max(ranks_per_node),
         memory_bytes=min(available_bytes),
-        card=None if on_cpu else gpu_of(available, torch.cuda.get_device_name(device)),
+        card=None if on_cpu else gpu_by_driver(available, torch.cuda.get_device_name(device)),
         nodes=-(-ranks.world_size // max(ranks_per_node)),
         uneven_ranks=ranks.world_size,
         host_bytes=min(host_bytes),
