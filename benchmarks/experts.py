@@ -24,7 +24,7 @@ from toolkit.distributed import process_group
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.models import weights
-from toolkit.plan.division import dispatched_bytes, expert_part
+from toolkit.plan.division import expert_parallel_bytes, expert_part
 from toolkit.plan.outline import Outline
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import LanguageData, training_batches
@@ -101,7 +101,7 @@ def _compare(
         "ratio": statistics.median(ratios),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "sent_bytes": sent[0] / steps,
-        "formula_bytes": dispatched_bytes(expert_part(whole, world_size()), states_bytes, recomputes=False)[0],
+        "formula_bytes": expert_parallel_bytes(expert_part(whole, world_size()), states_bytes, recomputes=False)[0],
     }
 
 

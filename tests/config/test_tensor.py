@@ -26,7 +26,7 @@ from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
-from toolkit.plan.division import exchanged_bytes, tensor_part
+from toolkit.plan.division import tensor_parallel_bytes, tensor_part
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import shapes_of_config, with_tuning
 
@@ -140,13 +140,13 @@ def test_the_plan_knows_the_parts() -> None:
     assert after["optimizer"] == 12 * -(-part.num_parameters // 4)
     assert after["mlp"] < before["mlp"] and after["attention"] < before["attention"]
     # Each of the six matrices of a layer (q, k, v, o, gate and up in one, down) is one all-reduce.
-    assert exchanged_bytes(outline, 2, 1000, recomputes=False) == (12 * 1000, 12)
+    assert tensor_parallel_bytes(outline, 2, 1000, recomputes=False) == (12 * 1000, 12)
     # The outputs of o and down are added up once more where a layer is computed again.
-    assert exchanged_bytes(outline, 2, 1000, recomputes=True) == (16 * 1000, 16)
-    assert exchanged_bytes(outline, 1, 1000, recomputes=True) == (0, 0)
+    assert tensor_parallel_bytes(outline, 2, 1000, recomputes=True) == (16 * 1000, 16)
+    assert tensor_parallel_bytes(outline, 1, 1000, recomputes=True) == (0, 0)
     # Between LoRA's factors, of rank 4, an eighth of the 32 hidden states' width.
     lora = with_tuning(*known, TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], rank=4))
-    assert exchanged_bytes(lora, 2, 1000, recomputes=False) == (12 * 1000 + 12 * 125, 24)
+    assert tensor_parallel_bytes(lora, 2, 1000, recomputes=False) == (12 * 1000 + 12 * 125, 24)
     sizes = tensor_part(lora, 2)
     assert sizes.shapes["model.layers.0.self_attn.o_proj.lora_A.default.weight"] == (4, 16)
     assert sizes.shapes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (4, 32)

@@ -34,7 +34,7 @@ from toolkit.plan.outline import shapes_of_config, with_tuning as plan
 LORA = TuningMethod.lora
 
 
-def with_tuning(name: str, **settings):
+def tuned(name: str, **settings):
     """Return a golden model with what a method adds to it, as if it had been trained: all that is new is drawn."""
     model = load(name)
     config = TuningConfig(**{"method": LORA, **settings})
@@ -80,7 +80,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", SETS)
 def test_merged_exported_and_loaded_it_is_the_same_model(name: str, variant: str, tmp_path: Path) -> None:
     """The export's own comparison runs too; float32: nothing but the order of additions differs."""
-    model = with_tuning(name, **VARIANTS[variant])
+    model = tuned(name, **VARIANTS[variant])
     before = logits(model, name)
     assert not torch.allclose(before, logits(load(name), name), atol=1e-2)
     adapter = written(model, tmp_path / "adapter")
@@ -99,7 +99,7 @@ def test_merged_exported_and_loaded_it_is_the_same_model(name: str, variant: str
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peft_itself_loads_what_is_written(variant: str, tmp_path: Path) -> None:
-    model = with_tuning("v3", **VARIANTS[variant])
+    model = tuned("v3", **VARIANTS[variant])
     adapter = written(model, tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(load("v3"), adapter).eval()
     assert torch.allclose(logits(theirs, "v3"), logits(model, "v3"), atol=1e-6)
@@ -143,7 +143,7 @@ def test_a_matrix_that_is_merged_wrongly_is_named(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By one hundredth of what one adapter of eight adds, which the logits of bf16 would not tell."""
-    written(with_tuning("glm4"), tmp_path / "adapter")
+    written(tuned("glm4"), tmp_path / "adapter")
     real, merged = peft.tuners.lora.Linear.get_delta_weight, []
 
     def short(layer: Any, adapter: str) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_a_matrix_that_is_merged_wrongly_is_named(
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
     """Adapters with an enlarged vocabulary, and with which peft changed the base's weights."""
-    enlarged = written(with_tuning("glm4"), tmp_path / "enlarged")
+    enlarged = written(tuned("glm4"), tmp_path / "enlarged")
     file, name = enlarged / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
     save_file(load_file(file) | {name: torch.zeros(70, 64)}, file)
     for start in ("pissa", "olora"):
@@ -273,7 +273,7 @@ def test_biases_without_a_place_are_named_before_training_as_afterwards(
 
 def test_an_adapter_that_holds_a_weight_of_its_base_besides(tmp_path: Path) -> None:
     """As peft stores it beside LoRA on a head."""
-    model = with_tuning("glm4", target_modules=["q_proj", "lm_head"])
+    model = tuned("glm4", target_modules=["q_proj", "lm_head"])
     adapter = written(model, tmp_path / "adapter")
     file, name = adapter / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
     save_file(load_file(file) | {name: load("glm4").lm_head.weight.detach()}, file)
@@ -298,7 +298,7 @@ def test_routers_biases_are_merged_in_float32(tmp_path: Path) -> None:
 
 def test_prompts_are_pefts(tmp_path: Path) -> None:
     """Its files, its numbers, also where rows are padded and while generating."""
-    model = with_tuning("v2", method=TuningMethod.prompt, num_tokens=5)
+    model = tuned("v2", method=TuningMethod.prompt, num_tokens=5)
     adapter = written(model, tmp_path / "adapter")
     assert {name: tuple(value.shape) for name, value in load_file(adapter / "adapter_model.safetensors").items()} == {
         "prompt_embeddings": (5, model.config.hidden_size)
@@ -358,7 +358,7 @@ PLANNED = [
 def test_what_is_planned_is_what_is_trained(name: str, settings: dict) -> None:
     """Counted from config.json alone, in either layout."""
     config = TuningConfig(**{"method": LORA, **settings})
-    model = with_tuning(name, **settings)
+    model = tuned(name, **settings)
     counts = count_parameters(model).values()
     wanted = sum(one.trained for one in counts), sum(one.total for one in counts)
     trained = {name: tuple(one.shape) for name, one in model.named_parameters() if one.requires_grad}
@@ -373,7 +373,7 @@ def test_what_is_planned_is_what_is_trained(name: str, settings: dict) -> None:
 
 def test_what_is_trained_and_counted() -> None:
     total = sum(parameter.numel() for parameter in load("glm4").parameters())
-    model = with_tuning("glm4")
+    model = tuned("glm4")
     config = model.config
     hidden, heads = config.hidden_size, config.head_dim * config.num_attention_heads
     keys = config.head_dim * config.num_key_value_heads
@@ -382,9 +382,9 @@ def test_what_is_trained_and_counted() -> None:
     assert (counts["attention"].trained, sum(one.trained for one in counts.values())) == (added, added)
     assert sum(one.total for one in counts.values()) == total + added
     assert {name.split(".")[4] for name in trained_names(model)} == {"q_proj", "k_proj", "v_proj"}
-    assert {name.split(".")[4] for name in trained_names(with_tuning("v1"))} == {"query_key_value"}
+    assert {name.split(".")[4] for name in trained_names(tuned("v1"))} == {"query_key_value"}
     last = config.num_hidden_layers - 1
-    frozen = with_tuning("glm4", method=TuningMethod.freeze, last_layers=1, patterns=["lm_head.*", "*.mlp.down_proj.*"])
+    frozen = tuned("glm4", method=TuningMethod.freeze, last_layers=1, patterns=["lm_head.*", "*.mlp.down_proj.*"])
     names = trained_names(frozen)
     assert all(name.startswith((f"model.layers.{last}.", "lm_head.")) or "down_proj" in name for name in names), names
     assert f"model.layers.{last}.input_layernorm.weight" in names
@@ -404,11 +404,11 @@ def test_what_is_trained_and_counted() -> None:
 )
 def test_names_that_match_nothing(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        with_tuning("v2", **settings)
+        tuned("v2", **settings)
 
 
 def test_patterns_choose_layers() -> None:
-    model = with_tuning("v2", target_modules=["model.layers.0.*.o_proj", "lm_head"])
+    model = tuned("v2", target_modules=["model.layers.0.*.o_proj", "lm_head"])
     assert {name.split(".lora")[0] for name in trained_names(model)} == {"model.layers.0.self_attn.o_proj", "lm_head"}
 
 
@@ -421,7 +421,7 @@ def named(adapter: Path, base: str) -> Path:
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     """ChatGLM2 and ChatGLM3 have the same shapes: only the numbers tell. Rounding and layout do not matter."""
-    adapter = written(with_tuning("v2"), tmp_path / "adapter")
+    adapter = written(tuned("v2"), tmp_path / "adapter")
     with pytest.raises(ModelError, match=rf"{adapter} was trained on another model than .*v3: .* differs.*v2; set"):
         put("v3", adapter)
     assert (
@@ -442,7 +442,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     method: TuningMethod, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = with_tuning("v2", method=method, num_tokens=3)
+    model = tuned("v2", method=method, num_tokens=3)
     settings = model.tuned.settings | {"base_model_name_or_path": "/gone"}
     model.tuned = replace(model.tuned, settings=settings, base=replace(model.tuned.base, path="/gone"))
     adapter = written(model, tmp_path / "adapter")
@@ -467,10 +467,10 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
 
 
 def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
-    adapter, other = (written(with_tuning("v2"), tmp_path / name) for name in ("adapter", "other"))
+    adapter, other = (written(tuned("v2"), tmp_path / name) for name in ("adapter", "other"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    written(with_tuning("v2"), tmp_path / "run" / "export")
+    written(tuned("v2"), tmp_path / "run" / "export")
     for path in (adapter, tmp_path / "run"):
         with pytest.raises(ConfigError, match=f"is an adapter itself: {other} cannot be added to it"):
             load_any(str(path), adapter=str(other))
@@ -488,7 +488,7 @@ def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
 
 
 def test_damaged_adapters_are_refused(tmp_path: Path) -> None:
-    adapter = written(with_tuning("v2"), tmp_path / "adapter")
+    adapter = written(tuned("v2"), tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     values = load_file(file)
     name = next(iter(values))
@@ -504,7 +504,7 @@ def test_damaged_adapters_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = written(with_tuning("v2", method=TuningMethod.prompt, num_tokens=3), tmp_path / "adapter")
+    adapter = written(tuned("v2", method=TuningMethod.prompt, num_tokens=3), tmp_path / "adapter")
     words = ["merge=true", f"output={tmp_path}/out"]
     assert main(["export-model", str(adapter), *words]) == 2
     assert "cannot be merged into its base: it stands before the tokens" in capsys.readouterr().err
@@ -512,7 +512,7 @@ def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "a whole model already" in capsys.readouterr().err
     assert main(["export-model", str(adapter), "format=official", f"output={tmp_path}/out"]) == 2
     assert "cannot be merged into one: leave them out" in capsys.readouterr().err
-    lora = written(with_tuning("v2"), tmp_path / "lora")
+    lora = written(tuned("v2"), tmp_path / "lora")
     assert main(["export-model", str(lora), "max_shard_size=1GB", f"output={tmp_path}/out"]) == 2
     assert "are for whole models: add merge=true" in capsys.readouterr().err
     assert main(["export-model", str(adapter), f"output={tmp_path}/adapter"]) == 2
@@ -550,7 +550,7 @@ METHODS = {
 def test_an_adapter_is_proven_against_the_model_in_memory(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = with_tuning("v3", **METHODS[variant])
+    model = tuned("v3", **METHODS[variant])
     folder = written(model, tmp_path / "adapter")
     prove(model, folder, monkeypatch)
 
@@ -564,7 +564,7 @@ def test_an_adapter_is_proven_against_the_model_in_memory(
 
 
 def test_other_settings_or_another_base_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_tuning("v3")
+    model = tuned("v3")
     settings = written(model, tmp_path / "settings") / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 3}))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):

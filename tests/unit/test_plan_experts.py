@@ -15,7 +15,7 @@ from toolkit.messages import ConfigError
 from toolkit.models.adapter_settings import mistaken_for_experts
 from toolkit.models.chat import fit_tokenizer
 from toolkit.models.outline import outline as measured
-from toolkit.plan.division import dispatched_bytes, expert_part
+from toolkit.plan.division import expert_parallel_bytes, expert_part
 from toolkit.plan.flops import formula
 from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of
@@ -104,10 +104,10 @@ def test_experts_are_in_4_bits_under_qlora(tmp_path: Path) -> None:
 
 def test_what_is_sent_between_the_ranks_that_divide_experts(tmp_path: Path) -> None:
     outline = mixture("deepseek_v3", tmp_path, TuningConfig())  # one layer of two has experts, two of a token
-    assert dispatched_bytes(outline, 1000, recomputes=False) == (0, 0)
+    assert expert_parallel_bytes(outline, 1000, recomputes=False) == (0, 0)
     part = expert_part(outline, 4)
-    assert dispatched_bytes(part, 1000, recomputes=False) == (4 * 2 * 1000 * 3 / 4, 5)
-    assert dispatched_bytes(part, 1000, recomputes=True) == (6 * 2 * 1000 * 3 / 4, 8)
+    assert expert_parallel_bytes(part, 1000, recomputes=False) == (4 * 2 * 1000 * 3 / 4, 5)
+    assert expert_parallel_bytes(part, 1000, recomputes=True) == (6 * 2 * 1000 * 3 / 4, 8)
     words = "zero=stage1 precision=bf16 train.activation_checkpointing.enabled=true data.max_length=64"
     cfgs = [config(*words.split(), "batch.micro_per_gpu=1", f"parallel.expert={size}") for size in (4, 1)]
     times, states, routed = 2, 64 * 32 * 2, routed_of(outline, outline.trained)

@@ -1,8 +1,8 @@
-"""From a command line to a RunConfig: layers go in (files of conf/, recipes, a DeepSpeed JSON, the command line).
+"""Composes a RunConfig from layers: files of conf/, recipes, a DeepSpeed JSON, and the command line.
 
-Hydra says which files there are and in which order, by its list of defaults; no other module sees it. `@hydra.main` is
-not used: it would run what a recipe puts under `hydra.callbacks` before our first line, and it rejects the launcher's
---local_rank. Every file is held against the schema, with its line numbers, before anything is merged.
+Hydra's defaults list determines the files and their order; no other module uses Hydra. `@hydra.main` is not used: it
+would run code that a recipe names under `hydra.callbacks`, and rejects the launcher's --local_rank. Each file is
+checked against the schema, with its line numbers, before anything is merged.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined
 from toolkit.secrets import hide_all, learn_from
 
 JSON, TYPED = 500, 1000
-"""Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
-_CHOSEN = "chosen"
-"""The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar rejects, or be the name of
-the recipe that it builds on."""
-_SEVERAL = ("track",)
-"""Groups of which several files may be chosen: track=[tensorboard,wandb]."""
+"""Numbers of the layers of a DeepSpeed JSON and of the command line; recipes are 1, 2, …"""
+_CHOSEN_RECIPE = "chosen"
+"""Hydra's name for the chosen recipe, whose own name may be invalid in Hydra's grammar, or equal the name of the recipe
+that it builds on."""
+_MULTIPLE_CHOICE = ("track",)
+"""Groups that allow several choices: track=[tensorboard,wandb]."""
 _SOURCES = ("sources", "validation")
 _OF_SOURCE = {
     name: kind
@@ -50,8 +50,8 @@ _OF_SOURCE = {
     if name not in dotted_keys.types_of(schema.DataConfig)
 }
 """Keys of a source, which may stand in `data` itself where it has one: data.path, data.columns."""
-_LONGEST_WORD = 200
-"""Characters of an argument that a message shows."""
+_MAX_SHOWN_CHARS = 200
+"""Characters of an argument that a message quotes."""
 
 Groups = dict[str, dict[str, Path]]
 """Group -> its choices -> their files."""
@@ -65,13 +65,15 @@ class LoadedConfig:
     where: dict[str, str] = field(default_factory=dict)
     """Dotted key -> "recipes/x.yaml:12", "conf/zero/stage2.yaml:3" or "command line"; absent: the schema's default."""
     explicit: set[str] = field(default_factory=set)
-    """Keys that somebody chose: set by the recipe, by one that it builds on, by a group's file that the recipe or the
-    command line picked, or on the command line."""
+    """Keys that a user chose: set on the command line, in the recipe, in one that it builds on, or in the file of a
+    group that the recipe or the command line chose.
+    """
     layers: dict[str, int] = field(default_factory=dict)
-    """Dotted key, or group that was chosen -> how high the layer is that set it: 0 for conf/ and a run's config.yaml,
-    then the recipes, the one that was named last, then `JSON` and `TYPED`."""
+    """Dotted key or chosen group -> number of the layer that set it: 0 for conf/ and a run's config.yaml, then recipes,
+    of which the chosen one is the last, then `JSON` and `TYPED`.
+    """
     notices: list[str] = field(default_factory=list)
-    """What a user may want to know about the config, but need not correct."""
+    """Sentences about the config that a user may want to know, but need not act on."""
 
     def position(self, key: str) -> str:
         """Return "file:line: " of a key that is set, else ""."""
@@ -79,28 +81,28 @@ class LoadedConfig:
         return tr("{place}: ", place=location) if location else ""
 
     def place(self, path: str) -> str:
-        """Return where a key is set, or else the section or list that it is in; "" if neither is."""
+        """Return "file:line" of a key, or of the section or list that it is in; "" if neither is set."""
         while path and path not in self.where:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return self.where.get(path, "")
 
     def error(self, about_key: str, template: str, /, **values: object) -> ConfigError:
-        """Return the error about a key, with its position in front; the template is filled in by `fill`."""
+        """Return an error about a key that begins with its position; the template is filled in by `fill`."""
         return self.about(about_key, self.fill(about_key, template, **values))
 
     def about(self, key: str, sentence: str) -> ConfigError:
-        """Return the error about a key, with its position in front of a sentence that is filled in already."""
+        """Return an error about a key: its position, and a sentence that is filled in already."""
         return about(self.position(key) + sentence, key)
 
     def fill(self, about_key: str, template: str, /, **values: object) -> str:
-        """Fill in a template: {key} is the key it is about, {value} its value, {zero.stage} that of another key."""
+        """Fill in a template: {key} is `about_key`, {value} its value, {zero.stage} the value of another key."""
 
         def value_of(name: str) -> object:
             if name in values or name == "key":
                 return values.get(name, about_key)
             return as_typed(dotted_keys.get_value(self.cfg, about_key if name == "value" else name), ", ")
 
-        return filled(template, value_of).rstrip()  # what comes last may be empty
+        return filled(template, value_of).rstrip()  # the last placeholder may be empty
 
 
 def group_choices(config_dir: str = "") -> dict[str, list[str]]:
@@ -109,9 +111,9 @@ def group_choices(config_dir: str = "") -> dict[str, list[str]]:
 
 
 def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> LoadedConfig:
-    """Compose a config of overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
-    `config_dir` is a further directory of groups, next to conf/. `problems` receives wrong keys and values, which are
-    left out of the config; without it they are a ConfigError, as is what keeps a config from being composed.
+    """Compose a config from overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3,
+    +known.key=value. `config_dir`: a further directory of groups. Wrong keys and values are added to `problems` and
+    omitted from the config; without `problems` they are a ConfigError. So is always what prevents composition.
     """
     all_problems = Problems() if problems is None else problems
     if config_dir and not os.path.isdir(config_dir):
@@ -134,7 +136,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             keys = [key for key, _ in document.leaves]
             loaded.where |= document.leaves
             loaded.layers |= dict.fromkeys(keys, layer)
-            # What no layer above conf/ sets was not chosen by anybody.
+            # Values of conf/ are not chosen by a user.
             loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
             _merge(tree, document.values, *filter(None, package.split(".")))
             all_problems.attempt(_set_source, tree, document.source, document.place("data"))
@@ -145,7 +147,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
         all_problems.attempt(_set_source, tree, typed.source, tr("command line"))
-        if "${" in repr(tree):  # texts take the place of their references to other keys, such as ${run.name}
+        if "${" in repr(tree):  # resolves references to other keys, such as ${run.name}
             values = to_plain(schema.RunConfig())
             _merge(values, tree)
             tree = dict(OmegaConf.to_container(OmegaConf.create(values), resolve=True))  # type: ignore[arg-type]
@@ -153,7 +155,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             tree, schema.RunConfig
         )
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        all_problems.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
+        all_problems.raise_all()  # an error in a group's file makes Hydra fail too, with a worse message
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
         if isinstance(error, InterpolationResolutionError):
             reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
@@ -161,15 +163,15 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     learn_from(tree)
     if problems is None:
         all_problems.raise_all()
-    _follow(loaded)
+    _apply_dependent_defaults(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
 
 
-def _follow(loaded: LoadedConfig) -> None:
-    """Set the keys whose defaults depend on other keys, unless they are set: the learning rate, by the tuning method;
-    and `data` and the formats of its sources, by the task or the preference loss.
+def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
+    """Set keys whose defaults depend on other keys, unless they are set: the learning rate depends on the tuning
+    method, `data` and the formats of its sources on the task or the preference loss.
     """
     cfg, method = loaded.cfg, loaded.cfg.tuning.method
     rate = float(f"{schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
@@ -192,8 +194,8 @@ def _follow(loaded: LoadedConfig) -> None:
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
-    """Return a copy with other values: dotted key -> (value, where it comes from), all of one layer.
-    A ConfigError if a key is unknown or a value has the wrong type.
+    """Return a copy with other values; `values`: dotted key -> (value, its origin for messages), `layer`: of all of
+    them. ConfigError if a key is unknown or a value has the wrong type.
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, origin) in values.items():
@@ -216,12 +218,12 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
 
 
 def to_yaml(cfg: schema.RunConfig) -> str:
-    """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
+    """Return a config as YAML, which is a recipe too (`recipe=runs/NAME/config.yaml`)."""
     return str(OmegaConf.to_yaml(OmegaConf.create(escaped(to_dict(cfg)))))
 
 
 def to_dict(cfg: schema.RunConfig) -> dict[str, Any]:
-    """Return a config as dicts, lists and plain values, as it may be written down: without secrets."""
+    """Return a config as dicts, lists and plain values, with secrets masked, for files and reports."""
     return dict(hide_all(to_plain(cfg)))
 
 
@@ -235,14 +237,14 @@ def to_plain(value: Any) -> Any:
 
 
 def as_typed(value: object, comma: str = ",") -> str:
-    """Return a value as one types it on the command line."""
+    """Return a value in the form of the command line; `comma`: separator of lists."""
     if isinstance(value, list):
         return f"[{comma.join(as_typed(item) for item in value)}]"
     return schema.as_text(to_plain(value)) or '""'
 
 
 def escaped(value: Any) -> Any:
-    """Return a value in which no text refers to a key: read by OmegaConf, it is the same again."""
+    """Return a value with `${` escaped in its texts, so that OmegaConf reads it as it is."""
     if isinstance(value, dict):
         return {name: escaped(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -251,7 +253,7 @@ def escaped(value: Any) -> Any:
 
 
 def _groups(config_dir: str) -> Groups:
-    """Return each group's choices; a user's own directory adds to ours."""
+    """Return the choices of each group, in conf/ and in `config_dir`, unless that is ""."""
     groups: Groups = {}
     for base in filter(None, (str(files.conf_folder()), config_dir)):
         for path in sorted(Path(base).glob("*/*.yaml")):
@@ -260,10 +262,10 @@ def _groups(config_dir: str) -> Groups:
 
 
 def _parse(word: str) -> Override:
-    """Parse a word of the command line in Hydra's grammar; ConfigError unless it sets one key to one value."""
+    """Parse an argument in Hydra's grammar; ConfigError unless it sets one key to one value."""
     depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
     if max(depths, default=0) > files.DEEPEST_NESTING:
-        limit, shown = files.DEEPEST_NESTING, word[:_LONGEST_WORD]
+        limit, shown = files.DEEPEST_NESTING, word[:_MAX_SHOWN_CHARS]
         raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
     try:
         override = OverridesParser.create().parse_override(quoted(word))
@@ -272,7 +274,7 @@ def _parse(word: str) -> Override:
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise ConfigError(
             "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
-            word=word[:_LONGEST_WORD],
+            word=word[:_MAX_SHOWN_CHARS],
         ) from error
     key = override.key_or_group
     if key == "hydra" or key.startswith("hydra."):
@@ -285,7 +287,7 @@ def _parse(word: str) -> Override:
 
 
 def quoted(word: str) -> str:
-    """Quote the texts that are not plain ASCII, which Hydra's grammar takes in quotes only."""
+    """Quote texts with other characters than ASCII in an argument, as Hydra's grammar requires."""
     key, equals, value = word.partition("=")
     if value.isascii() or re.search(r"""['"\\]""", value):
         return word
@@ -296,7 +298,7 @@ def quoted(word: str) -> str:
 
 
 def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
-    """Return the recipe's name and its file."""
+    """Return the name and the file of the chosen recipe; ConfigError without one."""
     recipes = files.known_recipes()
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
     listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
@@ -323,19 +325,19 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
 
 @dataclass(slots=True)
 class _CommandLine:
-    """What the command line chooses and sets."""
+    """Groups and keys that the command line sets."""
 
     choices: dict[str, Any] = field(default_factory=dict)
-    """Group -> its choice, or several."""
+    """Group -> its choice, or a list of choices."""
     values: list[tuple[str, Any]] = field(default_factory=list)
-    """Key or section, and its value."""
+    """(key or section, value) in their order."""
     keys: set[str] = field(default_factory=set)
     """Keys that are set, those in sections too."""
     source: dict[str, Any] = field(default_factory=dict)
     """What is said of the only source, by the name of its key."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
-        """Check one argument and note what it chooses or sets."""
+        """Check one argument, and add what it sets to this object."""
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
             _expand_data(value, location)
@@ -388,6 +390,7 @@ class _CommandLine:
 
 
 def _always(location: str, path: str) -> str:
+    """Return `location` for any key: with `partial` a `Place` of an argument."""
     return location
 
 
@@ -492,7 +495,7 @@ def _is_path(value: Any) -> bool:
 
 def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
     """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
-    names = value if isinstance(value, list) and group in _SEVERAL else [value]
+    names = value if isinstance(value, list) and group in _MULTIPLE_CHOICE else [value]
     if group not in groups or not all(isinstance(name, str) for name in names):
         return False
     for name in names:
@@ -511,19 +514,19 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
 
 
 def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, files.YamlDocument]:
-    """Read the chosen recipe and those it builds on; wrong entries of their defaults lists are skipped."""
+    """Read the chosen recipe and those it builds on, by name, and skip wrong entries of their defaults lists."""
     documents: dict[str, files.YamlDocument] = {}
     recipes, sections = (
         files.known_recipes(),
         {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"},
     )
     # Name, file, and the files that build on it: a recipe cannot build on itself.
-    waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
+    waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN_RECIPE, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
         document = documents[name] = files.read(path, schema.RunConfig)
         others = [str(key) for key in document.values if key not in sections and is_foreign(str(key))]
-        if len(others) >= 2 and 2 * len(others) > len(document.values):  # else its keys would be reported one by one
+        if len(others) >= 2 and 2 * len(others) > len(document.values):  # in place of an error for each key
             raise ConfigError(
                 "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
                 "import-config {file} output=NAME.yaml",
@@ -590,10 +593,10 @@ def _wrong_default(item: Any, location: str) -> ConfigError:
 def _defaults_list(
     documents: dict[str, files.YamlDocument], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
-    """Return Hydra's list of the files that a config consists of, in their order."""
-    words = [f"recipe={_CHOSEN}"]
+    """Return Hydra's list of the files of a config, in the order of merging."""
+    words = [f"recipe={_CHOSEN_RECIPE}"]
     for group, value in choices.items():
-        # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
+        # Hydra needs a + for a group that conf/config.yaml does not list, and forbids it for others.
         added = "" if group in _groups("") else "+"
         written = [value] if isinstance(value, str) else value
         quotes = [name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'" for name in written]
@@ -602,14 +605,14 @@ def _defaults_list(
         folder = str(Path(config_dir).absolute()).replace("'", "\\'")
         words.append(f"hydra.searchpath=['file://{folder}']")
     defaults = json.dumps({name: document.defaults for name, document in documents.items()})
-    # The user's own groups may change while this process runs (the board), and may have defaults themselves.
+    # Without the cache for a user's groups, which may change while this process runs (the board).
     compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
     return compose(str(files.conf_folder()), defaults, tuple(words))
 
 
 @lru_cache
 def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequence[ResultDefault]:
-    """Let Hydra order the files, which takes it 80 ms: once for all configs of the same groups.
+    """Return Hydra's order of the files, which takes 80 ms: cached for configs with the same groups.
 
     Args:
         conf: the directory of the groups.
@@ -634,9 +637,9 @@ def _layers(
     loaded: LoadedConfig,
     problems: Problems,
 ) -> Iterator[tuple[files.YamlDocument, str, int]]:
-    """Yield the YAML files in the order in which they are merged, with their package (section that they fill) and layer
-    (0: defaults; recipes from 1 on, the deepest first). It is Hydra's order, but a group that the command line chose
-    comes after the recipes. `loaded.layers` gets the layer of each group's choice.
+    """Yield the YAML files in the order of merging, with their package (the section that they fill) and layer (0:
+    defaults; recipes from 1 on, the deepest first). The order is Hydra's, but a group that the command line chose comes
+    after the recipes. `loaded.layers` gets the layer of each group's choice.
     """
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
@@ -653,7 +656,7 @@ def _layers(
     for default in order:
         path = default.config_path or ""
         group, _, name = path.rpartition("/")
-        if group == "recipe":  # a run's config.yaml says of every key what it was: that is nobody's choice
+        if group == "recipe":  # a run's config.yaml lists every key, which does not make it a choice
             yield recipes[name], "", 0 if "recipe" in recipes[name].values else named.index(name) + 1
         elif group in groups:
             layer = layers.get(group, 0 if path in ordinary else 1)
@@ -666,7 +669,9 @@ def _layers(
 
 
 def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> None:
-    """Check one file against the schema: keep in `document` what is right, and note where; report the rest."""
+    """Check a file against the schema: add errors to `problems`, remove wrong values from `document`, and fill in its
+    `leaves` and `source`.
+    """
 
     def place(path: str) -> str:
         return document.place(path.removeprefix(f"{package}.") if package else path)
@@ -691,7 +696,7 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
 
 
 def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
-    """Put values into a section of a tree: sections are joined, anything else takes the place of what was there."""
+    """Merge values into a section of a tree: dicts are merged, anything else is replaced."""
     for name in sections:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
@@ -705,12 +710,12 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None
 
 @dataclass(kw_only=True, slots=True)
 class Axis:
-    """One override that names several values."""
+    """An override with several values: an axis of a sweep."""
 
     key: str
-    """Key or group, with the + of the word."""
+    """Key or group, with the + of the argument."""
     values: list[str] = field(default_factory=list)
-    """Its values, as words have them; empty for an interval."""
+    """Values in the form of the command line; [] for an interval."""
     low: float = 0.0
     high: float = 0.0
     is_log: bool = False
@@ -719,16 +724,16 @@ class Axis:
     """interval: whole numbers only: int(interval(1, 8))."""
 
     def typed(self, value: Any) -> str:
-        """Return one of its values as a word has it."""
+        """Return one of its values in the form of the command line."""
         return str(value) if self.values else str(round(value)) if self.is_whole else f"{value:.6g}"
 
     def ends(self) -> list[str]:
-        """Return the first and the last value, as words have them."""
+        """Return the first and the last value in the form of the command line."""
         ends: list[Any] = [*self.values] or [self.low, self.high]
         return [self.typed(ends[0]), self.typed(ends[-1])]
 
     def __str__(self) -> str:
-        """Return it as a word of a command line."""
+        """Return the axis as an argument."""
         if self.values:
             return f"{self.key}={','.join(self.values)}"
         interval = f"interval({','.join(self.ends())})"
@@ -737,8 +742,8 @@ class Axis:
 
 
 def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
-    """Return the overrides of one value, as typed, and as axes those of several values (Hydra's sweep grammar).
-    A ConfigError if a word is no override, or names its values in an order by chance.
+    """Return the overrides with one value, unchanged, and those with several (Hydra's sweep grammar) as axes.
+    ConfigError if an argument is no override, or its values have a random order.
     """
     choices = {"recipe": list(files.known_recipes()), **group_choices(config_dir)}
     # What Hydra's parser asks for the choices of glob().
@@ -763,7 +768,7 @@ def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], l
 
 
 def grid(axes: Sequence[Axis]) -> list[list[str]]:
-    """Return the words of every combination, the last axis changing fastest; a ConfigError for an interval."""
+    """Return the arguments of every combination, the last axis changing fastest; ConfigError for an interval."""
     if endless := [axis.key for axis in axes if not axis.values]:
         raise ConfigError(
             "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "
@@ -774,7 +779,7 @@ def grid(axes: Sequence[Axis]) -> list[list[str]]:
 
 
 def _axis(override: Override, word: str) -> Axis:
-    """Return the axis of a sweep that a word of the command line describes: an interval, or a list of values."""
+    """Return the axis of a parsed argument, an interval or a list of values; ConfigError if it is neither."""
     key = override.get_key_element()
     value = override.value()
     if getattr(value, "shuffle", False):

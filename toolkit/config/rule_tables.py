@@ -1,7 +1,7 @@
-"""What the settings of a config are to each other, as tables of conditions (`when`): rules.py applies them.
+"""Tables of rules about settings and their relations, as conditions (`when`), which rules.py applies.
 
-Most rows are in rules.yaml; here are those that compute. Sentences are English templates, looked up in locale/zh.yaml;
-their placeholders are keys.
+Most rows are in rules.yaml; here are those that need code. Sentences are English templates, translated by
+locale/zh.yaml; their placeholders are keys.
 """
 
 import operator
@@ -27,21 +27,22 @@ _TABLES: dict[str, Any] = read_table("config/rules.yaml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerTraits:
-    """One of `optim.name`."""
+    """Properties of an optimizer, a value of `optim.name`."""
 
     ds_type: str
-    """What DeepSpeed's JSON calls it; "" where it has no name for it."""
+    """Its name in DeepSpeed's JSON, "" if DeepSpeed has none."""
     reads: list[str]
-    """Settings of `optim` that it reads in addition to those that all do."""
+    """Settings of `optim` that it reads in addition to those that all read."""
     state_bytes: float
-    """Bytes that it keeps per trained parameter next to float32 weights. Of Muon the most: with ZeRO-1 and 2 the
-    momentum of a step is there twice until the step counts."""
+    """Bytes of its states per trained parameter, without float32 weights. For Muon the maximum, as with ZeRO-1 and 2
+    the momentum exists twice until a step is accepted.
+    """
     is_adam: bool = False
     """Whether DeepSpeed calls it Adam."""
     takes_adam: bool = False
-    """Whether DeepSpeed has an Adam of its own for it, or PyTorch's with `optim.torch`."""
+    """Whether DeepSpeed uses its own Adam for it, or PyTorch's with `optim.torch`."""
     is_known: bool = True
-    """Whether DeepSpeed's ZeRO takes it unasked, which concerns those that it has tested."""
+    """Whether it is on DeepSpeed's list of optimizers that are tested with ZeRO."""
 
 
 OPTIMIZERS = {schema.OptimizerName[name]: OptimizerTraits(**row) for name, row in _TABLES["optimizers"].items()}
@@ -49,35 +50,37 @@ SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
 
 GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.adam_lr")
-"""Keys that make several groups of parameters."""
+"""Keys that divide parameters into several groups."""
 
 
 def is_client(optim: schema.OptimConfig) -> bool:
-    """Whether the optimizer is made here and handed to DeepSpeed, which else makes its own by name."""
+    """Whether the toolkit makes the optimizer and passes it to DeepSpeed, which makes all others by name."""
     return optim.name is schema.OptimizerName.adamw_8bit or (
         optim.name is schema.OptimizerName.lion and optim.torch is True
     )
 
 
 def is_grouped(optim: schema.OptimConfig) -> bool:
-    """Whether parameters differ in learning rate or weight decay."""
+    """Whether parameter groups differ in learning rate or weight decay."""
     return optim.decay.value != "all" or optim.layer_lr_decay != 1 or bool(optim.adam_lr)
 
 
 def when(condition: str) -> Test:
-    """Return the test of a condition: words that all have to hold, or such words on one side of an " or ".
+    """Return the test of a condition: words separated by spaces, which must all hold, or several such lists with " or
+    ".
 
     KEY is neither 0, blank nor false, !KEY is; KEY=A|B has one of these values, KEY!=A|B has none. KEY>N is above N, a
     number or another key; KEY>=N is that or equal.
     """
-    alternatives = [[_word(word) for word in words.split()] for words in condition.split(" or ")]
+    alternatives = [[_test_of_word(word) for word in words.split()] for words in condition.split(" or ")]
     return lambda cfg: any(all(test(cfg) for test in tests) for tests in alternatives)
 
 
-def _word(word: str) -> Test:
+def _test_of_word(word: str) -> Test:
+    """Return the test of one word of a condition; an error for a key or value that the schema does not have."""
     negation, key, sign, text = _WORD.findall(word)[0]
     get: Callable[[schema.RunConfig], Any] = attrgetter(key)
-    default = get(_DEFAULTS)  # a key or a value that the schema does not know raises an error here, at import
+    default = get(_DEFAULTS)  # raises at import for an unknown key
     if not sign:
         return lambda cfg: bool(value.strip() if isinstance(value := get(cfg), str) else value) != bool(negation)
     if sign.startswith(">"):
@@ -102,7 +105,7 @@ _DEFAULTS = schema.RunConfig()
 
 
 class Rule(NamedTuple):
-    """A sentence about settings that contradict each other, with placeholders that are keys: {zero.stage}."""
+    """A rule that settings may break, with the sentence of the error; its placeholders are keys: {zero.stage}."""
 
     key: str
     """The key that the error is about, {value} in the sentence."""
@@ -132,21 +135,21 @@ def _rules_of(table: str) -> Iterator[Rule]:
 
 
 class ReadWhen(NamedTuple):
-    """Keys that some configurations do not read: a changed value without effect is an error, never silence."""
+    """Keys that only some configurations read: in others a changed value is an error."""
 
     keys: str
     owners: tuple[str, ...]
-    """Keys that decide it; {key} and {value} in the reason are those of the first."""
+    """Keys that decide whether these are read; {key} and {value} in the reason are the first one's."""
     is_read: Test
     reason: str
 
     @property
     def settings(self) -> set[str]:
-        """The keys of the schema that are meant, without the owners."""
+        """The keys of the schema that match `keys`, without the owners."""
         return {*expand(self.keys)} - {*self.owners}
 
 
-def _read(keys: str, condition: str, reason: str = "{key} is {value}", test: Test | None = None) -> ReadWhen:
+def _read_when(keys: str, condition: str, reason: str = "{key} is {value}", test: Test | None = None) -> ReadWhen:
     return ReadWhen(keys, keys_in(condition), test or when(condition), reason)
 
 
@@ -157,26 +160,29 @@ def expand(patterns: str) -> tuple[str, ...]:
 
 
 READ_WHEN: tuple[ReadWhen, ...] = (
-    *(_read(*row) for row in _TABLES["read_when"]),
+    *(_read_when(*row) for row in _TABLES["read_when"]),
     # engine.py, zero_allgather_partitions, and stage3.py, offload_optimizer_fast_init: nothing asks for either.
-    _read(
+    _read_when(
         "zero.allgather_partitions zero.offload_optimizer.fast_init",
         "",
         "DeepSpeed 0.19.8 does not read it",
         lambda c: False,
     ),
     *(
-        _read(
-            f"optim.{name}", f"optim.name={'|'.join(key.value for key, one in OPTIMIZERS.items() if name in one.reads)}"
+        _read_when(
+            f"optim.{name}",
+            f"optim.name={'|'.join(key.value for key, traits in OPTIMIZERS.items() if name in traits.reads)}",
         )
         for name in SOMETIMES_READ
     ),
-    _read(
+    _read_when(
         "track.patience_s", " or ".join(f"track.{name}.enabled" for name in schema.TRACKERS), "no tracker is enabled"
     ),
-    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in schema.TRACKERS if name != "csv"),  # no other keys
-    _read("model.revision", "model.path", "model.path is a directory", lambda c: files.is_hub_name(c.model.path)),
-    _read(
+    *(
+        _read_when(f"track.{name}.*", f"track.{name}.enabled") for name in schema.TRACKERS if name != "csv"
+    ),  # no other keys
+    _read_when("model.revision", "model.path", "model.path is a directory", lambda c: files.is_hub_name(c.model.path)),
+    _read_when(
         "distill.teacher_revision",
         "distill.teacher",
         "distill.teacher is no name on Hugging Face",
@@ -214,9 +220,9 @@ RANGES: tuple[Rule, ...] = (
         "prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four nodes.",
     ),
 )
-"""What single values must be, beyond the bounds at their fields."""
+"""Rules about single values, in addition to the bounds at their fields."""
 BOUNDS: dict[str, str] = _TABLES["bounds"]
-"""Kinds of bounds at a field -> the sentence about a number that is not within."""
+"""Kinds of bounds of a field -> the sentence about a number beyond them."""
 
 
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
@@ -287,10 +293,10 @@ INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
         "evaluate.keep_best = {value} must be eval_loss, or eval_ and the name of a metric.",
     ),
 )
-"""What needs to know the model, in a program that brings its own."""
+"""Settings that a program with a custom model cannot use."""
 
 _CUSTOM_MODELS_READ = "data.num_workers evaluate.every evaluate.at_start evaluate.keep_best"
-READ_BY_LANGUAGE_MODELS = _read(
+READ_BY_LANGUAGE_MODELS = _read_when(
     " ".join(
         key
         for key in expand(
@@ -303,18 +309,18 @@ READ_BY_LANGUAGE_MODELS = _read(
     "the program brings its own model, data and loss",
     lambda c: False,
 )
-READ_WITH_VALIDATION = _read(
+READ_WITH_VALIDATION = _read_when(
     "evaluate.every evaluate.at_start evaluate.keep_best", "", "the program gives no validation=", lambda c: False
 )
 
 
 class Requirement(NamedTuple):
-    """A setting that needs others."""
+    """A setting that requires others."""
 
     key: str
     is_on: Test
     needs: dict[str, Test]
-    """Override, one of the {words} of the sentence -> whether the config can do without it."""
+    """Override, one of the {words} of the sentence -> the test that the config has what it would set."""
     sentence: str
 
 
@@ -332,6 +338,6 @@ def _requirement(
 REQUIRES: tuple[Requirement, ...] = tuple(_requirement(**row) for row in _TABLES["requires"])
 """What ZeRO++, ZenFlow, SuperOffload and DeepCompile (docs/zero.md), and restarts, need of other settings."""
 UNTESTED = ("parallel.pipeline>1", "zero.zenflow.enabled", "zero.offload_optimizer.super_offload")
-"""What has not been tried with groups of parameters, nor with optimizers other than DeepSpeed's and PyTorch's own."""
+"""Conditions untested with parameter groups, and with other optimizers than DeepSpeed's and PyTorch's."""
 UNTESTED_WITH_MUON = ("parallel.tensor>1", "parallel.sequence>1", "zero.zero_hpz_partition_size>1")
-"""What has not been tried with Muon either."""
+"""Conditions untested with Muon."""

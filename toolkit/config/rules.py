@@ -1,4 +1,6 @@
-"""Applies the tables of rule_tables.py, and the rules that compute. Each message says both values and the mend."""
+"""Checks a config by the tables of rule_tables.py, and by rules that are functions. Messages give both values and a
+fix.
+"""
 
 import math
 import operator
@@ -22,10 +24,13 @@ def check_rules(
     custom: bool = False,
     problems: Problems | None = None,
 ) -> None:
-    """Apply every rule; errors are added to `problems`, or without it raised as one ConfigError. `loaded` gets notices.
-    Without `world_size` the rules that need it are left out. `files`: whether files, directories and devices that the
-    config names must exist here; not those of a config that is only exported for another machine, nor `devices` where
-    it is checked for other GPUs. `custom`: whether a program trains a custom model and dataset with it.
+    """Apply every rule. Errors are added to `problems`, or without it raised as one ConfigError; notices to `loaded`.
+
+    Args:
+        world_size: number of ranks; None skips rules that need it.
+        files: check files, directories and devices of this machine; not for a config that is exported for another one.
+        devices: check devices of this machine; not for a config that is checked for other GPUs.
+        custom: for a program that trains a custom model on its own dataset.
     """
     all_problems = Problems() if problems is None else problems
     all_problems.settle()
@@ -56,12 +61,12 @@ def check_rules(
 
 
 def check_without_validation(loaded: LoadedConfig) -> None:
-    """Raise an error about each setting of evaluations that was changed in a program without validation data."""
+    """Raise ConfigError if a custom program without validation data has changed settings of evaluations."""
     raise_all(check_unused_keys(loaded, [rule_tables.READ_WITH_VALIDATION]))
 
 
 def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Iterator[ConfigError]:
-    """Yield an error for each rule of a table that is broken."""
+    """Yield an error for each broken rule of a table."""
     for rule in rules:
         if rule.broken(loaded.cfg):
             reason = loaded.fill(rule.key, rule.reason)
@@ -69,21 +74,21 @@ def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Ite
 
 
 def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen]) -> Iterator[ConfigError]:
-    """Report every key that was changed from its default but is not read in this configuration.
-    Usually that is an error: a recipe or a command line contradicts itself. It is only a notice in `loaded` if a higher
-    layer than the key's (recipes lie above defaults, the command line above recipes) switched off what reads it, as
-    `precision=bf16` does over a recipe with fp16's keys; or if a run's config.yaml set the key, which lists all.
+    """Yield an error for each key that was changed from its default but is not read in this configuration, as a recipe
+    or a command line contradicts itself. It is only a notice in `loaded` if a higher layer than the key's switched off
+    what reads it, such as `precision=bf16` on the command line for a recipe with fp16's keys; or if a run's
+    config.yaml, which lists all keys, set it.
     """
     cfg, default, reported = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
         unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - reported
         for key in sorted(unread):
             layer, value = loaded.layers.get(key, 0), dotted_keys.get_value(cfg, key)
-            # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
+            # The import of a DeepSpeed JSON has noted its keys without effect already.
             if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
             reported.add(key)
-            # The keys that decide whether it is read, and the sections they are in, whose group may have been chosen.
+            # The keys that decide whether it is read, and their sections, whose group may have been chosen.
             deciding = [owner[: dot.start()] for owner in row.owners for dot in re.finditer(r"\.|$", owner)]
             is_overruled = not layer or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
@@ -103,6 +108,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check numbers against the bounds at their fields in the schema."""
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     for key, limits in dotted_keys.bounds().items():
         value: Any = dotted_keys.get_value(loaded.cfg, key)
@@ -211,7 +217,7 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
 
 
 def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The sizes of a random model must fit each other, and divide over `parallel.tensor`."""
+    """Check that the sizes of a random model fit each other, and divide over `parallel.tensor`."""
     shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
     if loaded.cfg.model.init is not schema.Init.random:
         return
@@ -303,6 +309,7 @@ def _check_general(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that settings which need others have them (`rule_tables.REQUIRES`)."""
     for row in rule_tables.REQUIRES:
         missing = [override for override, is_so in row.needs.items() if not is_so(loaded.cfg)]
         if row.is_on(loaded.cfg) and missing:
@@ -310,7 +317,7 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """What has not been tried together, and would go wrong in silence if it did."""
+    """Reject combinations that are untested, and whose errors would be silent."""
     cfg, default = loaded.cfg, schema.RunConfig()
     changed = [
         key for key in rule_tables.GROUPING if dotted_keys.get_value(cfg, key) != dotted_keys.get_value(default, key)
@@ -328,26 +335,26 @@ def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 )
 
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OWNED = re.compile(
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RANK_VARIABLES = re.compile(
     r"RANK|(?:LOCAL|GROUP|ROLE|CROSS)_RANK|(?:|LOCAL_|GROUP_|ROLE_|CROSS_)WORLD_SIZE|LOCAL_SIZE|CROSS_SIZE|MASTER_(?:ADDR|PORT)"
     r"|\w+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|(?:OMPI_COMM_WORLD|PMI|PMIX|MPI|SLURM|TORCHELASTIC)_\w+"
     r"|(?:PYTHON|LC)_TOOLKIT_\w+"
 )
-"""What says which rank a process is, and on which GPU: launchers set it for each one, and we."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Variables that give each process its rank and GPU; launchers and the toolkit set them."""
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 
 
 def is_duration(text: str) -> bool:
-    """Whether `run.deadline` is a duration, which no clock that is set changes."""
+    """Whether `run.deadline` is a duration, which does not depend on the clock."""
     return bool(re.fullmatch(r"(\d+(\.\d+)?[dhms] ?)+", text.strip()))
 
 
 def parse_deadline(text: str, now: datetime) -> datetime | None:
-    """Return the time that `run.deadline` means at a time, in the machine's time zone; None if it means none."""
+    """Return the time of `run.deadline`, relative to `now`, in the machine's time zone; None if the text is no time."""
     text = text.strip()
     try:
         if is_duration(text):
@@ -362,6 +369,7 @@ def parse_deadline(text: str, now: datetime) -> datetime | None:
 
 
 def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that `run.deadline` is a time."""
     if loaded.cfg.run.deadline and parse_deadline(loaded.cfg.run.deadline, datetime.now()) is None:
         yield loaded.error(
             "run.deadline",
@@ -371,7 +379,7 @@ def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def check_time_left(loaded: LoadedConfig) -> None:
-    """Reject a `run.deadline` that is past. Not one of `check_rules`, which are applied to configs of old runs too."""
+    """Raise ConfigError if `run.deadline` is past. Not in `check_rules`, which also read configs of old runs."""
     now = datetime.now()
     at = parse_deadline(loaded.cfg.run.deadline, now)
     if at is not None and at.timestamp() <= now.timestamp():
@@ -379,13 +387,13 @@ def check_time_left(loaded: LoadedConfig) -> None:
 
 
 def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Reject variables that cannot be set, that launchers own, and secrets; never with a value, which may be one."""
+    """Reject invalid variables in `launch.env`, those that launchers set, and secrets. Messages omit the values."""
     interface = loaded.cfg.distributed.interface
     for name, value in loaded.cfg.launch.env.items():
         text = "" if value is None else schema.as_text(value)
-        if not _NAME.fullmatch(name):
+        if not _VARIABLE_NAME.fullmatch(name):
             reason = tr("this is no name of a variable: letters, digits and _ only, and no digit in front.")
-        elif _OWNED.fullmatch(name):
+        elif _RANK_VARIABLES.fullmatch(name):
             reason = tr("the launcher sets this variable for each rank. Remove it.")
         elif name in schema.INTERFACES and interface:
             reason = tr(
@@ -399,7 +407,7 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 "you type the command.",
                 name=name,
             )
-        elif _CONTROL.search(text):
+        elif _CONTROL_CHARACTER.search(text):
             reason = tr("the value holds control characters, such as a line break or a tab.")
         else:
             continue
@@ -407,7 +415,7 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
+    """Check that `evaluate.keep_best` names a figure of the evaluations for which more, or less, is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     figures = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired

@@ -1,4 +1,4 @@
-"""A tree of values held against the schema: unknown keys, wrong types."""
+"""Checks a tree of values against the schema: unknown keys, wrong types."""
 
 import dataclasses
 import math
@@ -18,17 +18,17 @@ from toolkit.messages import ConfigError, Problems, did_you_mean, joined, neares
 
 _LONGEST_VALUE = 40
 Place = Callable[[str], str]
-"""From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
+"""Dotted path -> its location: "recipes/x.yaml:3" or "command line"."""
 
 _EITHER = (int | str, bool | str)
-"""A value, or the word for one that is found."""
+"""Types of keys that take a value or "auto"."""
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _NODES |= zip(_EITHER, (IntegerNode, BooleanNode), strict=True)
 _NODES[int | float] = FloatNode
 
 
 def field_type(path: str) -> Any:
-    """Return the type of a dotted key of the schema, None where there is no such key. Below `ds_extra` it is Any."""
+    """Return the type of a dotted key of the schema, None for an unknown key; Any below `ds_extra`."""
     kind: Any = RunConfig
     for part in path.split("."):
         if dataclasses.is_dataclass(kind):
@@ -48,40 +48,42 @@ class TreeReader:
     def __init__(self, locate: Place, problems: Problems, *, is_resolved: bool = False) -> None:
         self.place, self.problems, self.is_resolved = locate, problems, is_resolved
         self.leaves: list[str] = []
-        """Dotted keys of the right values that were read; a list is one value."""
+        """Dotted keys of the valid values that were read; a list is one value."""
 
     def read(self, value: Any, kind: Any, path: str = "") -> Any:
         """Return a value in its type of the schema; a reference to another key stays a text until it is resolved."""
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             return self._section(value, kind, path)
         before = self.problems.count
-        made = self.problems.attempt(self._value, value, kind, path)
+        result = self.problems.attempt(self._value, value, kind, path)
         if self.problems.count == before:
             is_free_section = typing.get_origin(kind) is dict and isinstance(value, dict)
             self.leaves += [f"{path}.{key}" for key in value] if is_free_section else [path]
-        return made
+        return result
 
     def _section(self, value: dict[Any, Any], kind: Any, path: str) -> Any:
-        """Return a section's values as an instance of its class; what is wrong is reported and removed from `value`."""
-        types, made = types_of(kind), dict[str, Any]()
+        """Return a section as an instance of its class; errors go to `problems`, and wrong keys are removed from
+        `value`.
+        """
+        types, result = types_of(kind), dict[str, Any]()
         for key, inner in list(value.items()):
             below, before = f"{path}.{key}" if path else str(key), self.problems.count
             if key in types:
-                made[key] = self.read(inner, types[key], below)
+                result[key] = self.read(inner, types[key], below)
             elif did_nothing(below, inner):
                 del value[key]
                 continue
             else:
                 self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.place)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
-                continue  # what is wrong below it has been removed there
+                continue  # wrong keys in it have been removed already
             if self.problems.count > before:
                 del value[key]
-                made.pop(key, None)
-        return kind(**made)
+                result.pop(key, None)
+        return kind(**result)
 
     def _value(self, value: Any, kind: Any, path: str) -> Any:
-        """Return a value that is no section."""
+        """Return a value that is no section in its type; ConfigError if it has another type."""
         if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.place):
             return value
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -102,14 +104,14 @@ class TreeReader:
 
 
 def about(sentence: str, *keys: str) -> ConfigError:
-    """Return an error that knows which keys it is about."""
+    """Return an error with the `keys` that it is about."""
     error = ConfigError(sentence)
     error.keys = keys
     return error
 
 
 def unknown_key(path: str, locate: Place) -> ConfigError:
-    """Return the error for a key that the schema does not have, with ours for it, or the nearest one."""
+    """Return the error for an unknown key, with the key that was probably meant."""
     meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
     sentence = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
     if meant:
@@ -119,13 +121,13 @@ def unknown_key(path: str, locate: Place) -> ConfigError:
         sentence = joined(sentence, removed if is_old else tr("Did you mean '{name}'?", name=names))
     elif siblings:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
-    # Errors of a section that was maybe meant are errors all the same: they name other keys.
+    # Without sections among the meant keys, so that errors in these are still reported.
     keys = (path, *(key for key in meant if not _members(key)))
     return about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
 
 
 def keys_meant(path: str) -> tuple[str, ...]:
-    """Return the keys that a dotted name may mean: itself, those of another program's name, or the nearest; or none."""
+    """Return the keys that a dotted name may mean: itself, those for another program's name, or the nearest one."""
     shown = re.sub(r"\[\d+\]", "", path)
     if field_type(shown) is not None:
         return (path,)
@@ -155,11 +157,12 @@ def _members(section: str) -> list[str]:
 
 
 def _names_code(path: str, locate: Place) -> ConfigError:
+    """Return the error for a `_target_`."""
     return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=locate(path))
 
 
 def _check_free(value: Any, path: str, locate: Place) -> None:
-    """In a free section too nothing may name code or call a resolver."""
+    """Raise ConfigError if a value in a free section, such as ds_extra, names code or calls a resolver."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
@@ -177,8 +180,8 @@ def _check_free(value: Any, path: str, locate: Place) -> None:
 
 
 def _is_interpolation(value: str, path: str, locate: Place) -> bool:
-    """Return whether the value refers to another key; refuse `${resolver:…}`, which could read the environment."""
-    # What is left without every plain ${other.key} may hold no "${": `${${x}:HOME}` would be a resolver too.
+    """Whether a value refers to another key; ConfigError for `${resolver:…}`, which could read the environment."""
+    # Without every plain ${other.key} the text may have no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
             "{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=locate(path), key=path, value=value
@@ -187,7 +190,7 @@ def _is_interpolation(value: str, path: str, locate: Place) -> bool:
 
 
 def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
-    """Return a single value in its type."""
+    """Return a scalar in its type; ConfigError if it is of another type."""
     if kind not in _NODES:  # one of several words
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
@@ -205,7 +208,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
     try:
         if value is None or isinstance(value, (dict, list)) or (kind in _EITHER and isinstance(value, str)):
             raise ValidationError
-        made = _NODES[kind](value=value)._value()
+        result = _NODES[kind](value=value)._value()
     except ValidationError as error:
         words = (tr("a whole number"), tr("a number"), tr("true or false"), tr("a text"))
         either = (tr("a whole number or auto"), tr("true, false or auto"), tr("a number"))
@@ -213,12 +216,12 @@ def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
         raise _wrong(path, value, wanted, locate) from error
-    if kind == int | float and made.is_integer():
-        made = int(made)
-    if isinstance(made, (int, float)) and LARGEST_NUMBER < abs(made) < math.inf:  # the rules reject infinity and NaN
+    if kind == int | float and result.is_integer():
+        result = int(result)
+    if isinstance(result, (int, float)) and LARGEST_NUMBER < abs(result) < math.inf:  # rules reject infinity and NaN
         limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
         raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, locate)
-    return made
+    return result
 
 
 def _wrong(path: str, value: Any, wanted: str, locate: Place) -> ConfigError:
@@ -234,7 +237,7 @@ _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 
 @cache
 def foreign_names() -> dict[str, tuple[str, ...]]:
-    """Return another program's name -> our keys for it, from the tables of import-config and one of other names."""
+    """Return another program's name -> our keys for it, from import-config's tables and other_names.yaml."""
     from toolkit.config.program_keys import keys_of
 
     # axolotl's rl is too likely a misspelling of lr.
@@ -243,7 +246,7 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether another program has an argument of this name."""
+    """Whether another program has an argument of this name."""
     from toolkit.config.program_keys import keys_of
 
     return any(name in keys_of(program) for program in _PROGRAMS)

@@ -1,7 +1,4 @@
-"""What a stage or a rank has of a model under pipeline, tensor and expert parallelism, and what ranks send each other.
-
-No torch.
-"""
+"""Parts of a model under pipeline, tensor and expert parallelism, and the bytes that ranks exchange. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +12,11 @@ from toolkit.plan.tuning_targets import SCORE
 
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
-    """Return the outline of each pipeline stage, as if it were a model of its own, in the order of computing.
-    A stage without the head has one of no rows; one that receives states has a trained parameter of no rows for them,
-    as they need a gradient. Bounds are chosen without what tuning adds. ModelError if a stage would train nothing.
+    """Return the outline of each pipeline stage, as a model by itself, in the order of computation.
+
+    A stage without the head has a head without rows; one that receives hidden states has a trained parameter without
+    rows for them, as they need a gradient. Stages are balanced without an adapter's parameters. ModelError if a stage
+    would train nothing.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
@@ -39,24 +38,26 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
         stages.append(
             replace(
                 outline,
-                shapes={_renumbered(name, num_before): shape for name, shape in held.items()} | states | head,
-                trained=frozenset(_renumbered(name, num_before) for name in trained) | states.keys(),
-                targets=frozenset(_renumbered(key, num_before) for key in outline.targets if f"{key}.weight" in held),
+                shapes={_with_layer_number(name, num_before): shape for name, shape in held.items()} | states | head,
+                trained=frozenset(_with_layer_number(name, num_before) for name in trained) | states.keys(),
+                targets=frozenset(
+                    _with_layer_number(key, num_before) for key in outline.targets if f"{key}.weight" in held
+                ),
                 sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
             )
         )
     return stages
 
 
-def _renumbered(name: str, before: int) -> str:
-    """Return a parameter's name where so many layers before its own are left out."""
+def _with_layer_number(name: str, before: int) -> str:
+    """Return a parameter's name with its layer's number reduced by `before`."""
     number = layer_of(name)
     return name.replace(f".{number}.", f".{number - before}.", 1)
 
 
 def untrained_stage(stages: int, stage: int, first: str, last: str) -> ModelError:
-    """Return the error about a stage, from 1, without a parameter to train: DeepSpeed's optimizers want one, and what a
-    stage hands on has to have a gradient.
+    """Return the error about a stage (from 1) without trained parameters, which DeepSpeed's optimizers need, and from
+    which a stage's outputs get their gradients.
     """
     return ModelError(
         "parallel.pipeline = {stages}: stage {stage}, from {first} to {last}, would have nothing to train. Train "
@@ -70,13 +71,13 @@ def untrained_stage(stages: int, stage: int, first: str, last: str) -> ModelErro
 
 
 def _is_added(name: str) -> bool:
-    """Whether a parameter is one that LoRA adds to the model."""
+    """Whether a parameter belongs to a LoRA adapter."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int]:
-    """Return where stages begin and end in a model's parts, by size: an embedding, `layers` layers, and the rest. Each
-    stage has a layer, so that each has what an adapter trains.
+    """Return the bounds of stages in a model's parts: embedding, `layers` layers, and the rest, of such `sizes`. Each
+    stage gets a layer, so that each has parameters that an adapter trains.
     """
     if num_stages > layers:
         raise ModelError(
@@ -89,10 +90,9 @@ def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int
 
 
 def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return where the parts of a sequence begin and end that differ least: as DeepSpeed divides layers by parameters.
-    Step by step the division is kept whose largest and smallest part differ least, of equal ones the one whose last
-    part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced). There are more `sizes` than parts, of
-    which none is empty.
+    """Return the bounds of `num_parts` consecutive parts of `sizes` that differ least, as DeepSpeed divides layers by
+    parameters: step by step the division is kept whose largest and smallest part differ least, of equal ones the one
+    with the shortest last part (deepspeed 0.19.8, runtime/utils.py, partition_balanced). No part is empty.
     """
     ends = [0, *accumulate(sizes)]
     divisions: dict[int, tuple[float, float, list[int]]] = {0: (0, math.inf, [0])}
@@ -124,7 +124,7 @@ def tensor_part(outline: Outline, size: int) -> Outline:
 
 
 def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
-    """Return a rank's part of a model whose routed experts are divided over `size` ranks; all else is whole."""
+    """Return a rank's part of a model whose routed experts are divided over `size` ranks; the rest is not divided."""
     if size == 1:
         return outline
     routed = {name: shape for name, shape in outline.shapes.items() if is_routed(name)}
@@ -140,19 +140,19 @@ def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
         name: (*shape[:-1], shape[-1] // size) if "lora_B" in name else (shape[0] // size, *shape[1:])
         for name, shape in routed.items()
     }
-    # The tokens of as many ranks meet these experts, so that those of one rank cost what they did.
+    # These experts get the tokens of `size` ranks, so that the cost per rank does not change.
     sizes = outline.sizes | {"experts": outline.sizes.get("experts", 0) // size, "expert_ranks": size}
     return replace(outline, shapes=outline.shapes | parts, sizes=sizes, received=load_of_busiest_rank(capacity))
 
 
 def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
-    """Return what a rank has of a model, or of a pipeline stage of it, before ZeRO divides that."""
+    """Return a rank's part of a model, or of a pipeline stage, before ZeRO divides it."""
     return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert, cfg.model.expert_capacity)
 
 
 def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
-    """Return numbers of parameters and of trained ones, and the ranks over which ZeRO divides them: of what all `ranks`
-    have, and of routed experts, which only some ranks have alike.
+    """Return (number of parameters, of trained ones, ranks that ZeRO divides them over) of two groups: parameters that
+    all `ranks` share, and routed experts, which only some ranks share.
     """
     size = part.sizes.get("expert_ranks", 1)
     routed = {name for name in part.shapes if size > 1 and is_routed(name)}
@@ -160,11 +160,12 @@ def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
     return [(part.count(names), part.count(names & part.trained), over) for names, over in groups]
 
 
-def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tuple[float, int]:
-    """Return how many bytes a rank sends for a micro-batch to ranks with other experts, and in how many collectives.
-    In each pass (forward, backward, recomputation) the states of each token go to each chosen expert and back; before,
-    but not in the backward pass, the numbers of rows are sent. `states_bytes`: hidden states of a micro-batch; experts
-    are assumed to be chosen equally often.
+def expert_parallel_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tuple[float, int]:
+    """Return the bytes that a rank sends to other experts for a micro-batch, and the number of collectives.
+
+    In each pass (forward, backward, recomputation) a token's states go to each chosen expert and back; before that, but
+    not in the backward pass, numbers of rows are sent. Experts are assumed to be chosen equally often. `states_bytes`:
+    of a micro-batch's hidden states.
     """
     size = part.sizes.get("expert_ranks", 1)
     if size == 1:
@@ -174,9 +175,10 @@ def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tupl
     return layers * passes * 2 * once, layers * (3 * passes - 1)
 
 
-def exchanged_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:
-    """Return how many bytes tensor parallelism over `size` ranks makes a rank send for a micro-batch, and in how many
-    all-reduces (rings are assumed). `states_bytes`: hidden states of a micro-batch.
+def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:
+    """Return the bytes that a rank sends for tensor parallelism over `size` ranks in a micro-batch, and the number of
+    all-reduces, which are assumed to be rings. `states_bytes`: of a micro-batch's hidden states.
+
     The outputs of a matrix that is split by columns are all-reduced in the forward pass, and in recomputation; the
     gradients of the inputs of any other split matrix in the backward pass, each matrix by itself, even if three share
     an input (deepspeed 0.19.8, module_inject/layers.py).
@@ -184,7 +186,7 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int, recomputes: 
     if size == 1:
         return 0.0, 0
     kinds = {name: mesh.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
-    # What is added up is as wide as the hidden states, and between LoRA's two factors as their rank.
+    # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank.
     columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is mesh.Split.columns]
     others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, mesh.Split.columns)]
     widths = [*columns, *others, *(columns if recomputes else ())]

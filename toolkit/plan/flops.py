@@ -1,19 +1,20 @@
 """The FLOPs of a training step, by the shapes of a model's parameters. No torch.
 
-Counted are matrix products, 2 FLOPs for each multiplication and addition, and nothing else: of a decoder they are
-nearly everything. What is counted is what the result needs, whoever computes more:
+Only matrix products are counted, 2 FLOPs for each multiplication and addition; in a decoder they are nearly everything.
+What the result needs is counted, even if an implementation computes more:
 
 - Linear layers, for each token that is not padding. Looking up an embedding is no FLOP. Of routed experts those that
   are chosen for a token, K of E, and the router's choice among all; in a first trained layer what runs side by side
   (router, shared and routed experts) counts as if one followed the other.
-- Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also for samples that
-  share a row. A kernel that knows no causality computes L x L, one that knows no samples the square of the row: that is
-  no one's need. ChatGLM-6B's prompts see all of themselves; they are counted as if they did not, as elsewhere.
+- Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also in packed rows.
+A
+  kernel without causality computes L x L, one without samples the square of the row, which is not needed. ChatGLM-6B's
+  prompts are counted as causal, though their tokens see all of the prompt.
 - The output layer, for trained tokens only: no other token's logits are needed.
-- Backward, as much again for the gradients of trained weights, and as much again for those of activations as far down
-  as something is trained; twice for the pairs of attention. Of the first layer that is trained, attention's gradients
-  count whole, also where LoRA leaves out the queries, keys or values: kernels compute them together.
-- `recomputed` is what activation checkpointing adds, and belongs to no model FLOPs: hardware FLOPs are both.
+- Backward, the same again for the gradients of trained weights, and the same again for those of activations down to the
+  first trained parameter; twice for the pairs of attention. In the first trained layer attention's gradients count in
+  full, even if LoRA is not in queries, keys or values, as kernels compute them together.
+- `recomputed` is what activation checkpointing adds; it belongs to hardware FLOPs, not to model FLOPs.
 
 Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are known by
 `outline.MIXTURES`.
@@ -27,7 +28,7 @@ from functools import cache
 from toolkit.plan.outline import Shapes, elements_used_by_token, is_routed, layer_of
 
 _HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
-_ORDER = (
+_ORDER_IN_LAYER = (
     ("input_layernorm", "ln_1"),
     (
         *("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),
@@ -42,14 +43,15 @@ _ORDER = (
 )
 """Parts of the names of a layer's parameters, in the order in which the layer uses them."""
 _KEYS, _ATTENTION = 4, 6
-"""Twice their place in that order: between a matrix and the next lies what LoRA adds behind its own first one."""
-Place = tuple[int, int]
-"""Where in the forward pass a parameter is used: its layer (-1 before, their number after), and the order there."""
+"""Twice their index in that order, as LoRA's second factor comes between a matrix and the next one."""
+Position = tuple[int, int]
+"""When a forward pass uses a parameter: its layer (-1: before, the number of layers: after them), and the order there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed on."""
+    """Amounts of tokens that a pass computes."""
 
     tokens: int
     """Tokens that go through the layers."""
@@ -61,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class FlopRates:
-    """FLOPs for one of each."""
+    """FLOPs per unit of `Work`."""
 
     per_token: int = 0
     """Of the linear layers."""
@@ -77,11 +79,11 @@ class FlopRates:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """The FLOPs of one model and way of training."""
+    """The FLOPs of training a model."""
 
     forward: FlopRates
     backward: FlopRates
-    """Of the backward pass, without what is computed again in it."""
+    """Of the backward pass, without recomputation."""
     recomputed: FlopRates
     """What activation checkpointing adds."""
 
@@ -108,9 +110,9 @@ def formula(
     """
     layers = sizes["layers"]
     names = shapes if trained is None else trained
-    # Of what is trained, the first in the order of computing: nothing before it gets a gradient.
-    first = min((_order_of(name, layers) for name in names), default=(layers + 1, 0))
-    # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
+    # The first trained parameter in the order of computation: nothing before it gets a gradient.
+    first = min((_position_of(name, layers) for name in names), default=(layers + 1, 0))
+    # FLOPs per token of each matrix; of LoRA's `save_modules` the trained copy is used, and not the original.
     costs = {
         name: 2 * elements_used_by_token(name, math.prod(shape), sizes)
         for name, shape in shapes.items()
@@ -121,11 +123,11 @@ def formula(
     }
     outside = [name for name in costs if layer_of(name) < 0]
     outer = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
-    if not outer and outside:  # the embedding serves as both, the largest that there is
+    if not outer and outside:  # a tied embedding, the largest matrix, is the head
         outer = [max(outside, key=costs.__getitem__)]
-    matrices = [(costs[name], name in names, _order_of(name, layers)) for name in costs if name not in outside]
+    matrices = [(costs[name], name in names, _position_of(name, layers)) for name in costs if name not in outside]
     heads = [(costs[name], name in names, (layers, 1)) for name in outer]
-    # Scores and weighted values of a layer, of a token and one that it attends to.
+    # Per pair of tokens and layer: scores and weighted values.
     pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
     with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))  # layers whose attention has one
     recomputed = sum(layer >= first[0] for layer in range(layers))
@@ -134,11 +136,11 @@ def formula(
         per_pair = num_layers * pair_flops
         return FlopRates(per_token + prefix_tokens * per_pair, per_pair, per_trained_token)
 
-    def backward(parts: list[tuple[int, bool, Place]]) -> int:
+    def backward(parts: list[tuple[int, bool, Position]]) -> int:
         """A product for the weight's gradient if it is trained, and one for the input's if something before is."""
         return sum(cost * (is_trained + (position > first)) for cost, is_trained, position in parts)
 
-    # A layer is computed again from its input, which gets a gradient whether or not something before it is trained.
+    # A recomputed layer's input gets a gradient even if nothing before it is trained.
     layers_again = sum(cost * (1 + (position <= first)) for cost, _, position in matrices if position[0] >= first[0])
     return Formula(
         rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
@@ -153,12 +155,12 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 @cache
-def _order_of(name: str, layers: int) -> Place:
-    """Return (layer, number in it): where a forward pass computes with a parameter; an embedding is in layer -1."""
+def _position_of(name: str, layers: int) -> Position:
+    """Return the position of a parameter, see `Position`."""
     if name.startswith("prefix_encoder."):  # keys and values of the first layer, as of all others
         return 0, _KEYS
     if (layer := layer_of(name)) >= 0:
-        order = next((number for number, parts in enumerate(_ORDER) if any(part in name for part in parts)), 0)
+        order = next((number for number, parts in enumerate(_ORDER_IN_LAYER) if any(part in name for part in parts)), 0)
         return layer, 2 * order + ("lora_B" in name)
     if any(part in name for part in _HEAD_NAMES):
         return layers, 1

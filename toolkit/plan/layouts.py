@@ -16,7 +16,7 @@ from toolkit.terminal import text_table
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout of a run, and what it needs."""
+    """One layout of a run (ZeRO stage, offloading, micro-batch …), with its memory and time."""
 
     cfg: RunConfig
     memory: RankMemory
@@ -29,17 +29,17 @@ class Layout:
 
     @property
     def peak(self) -> int:
-        """Bytes of a rank in the phase that takes most."""
+        """Bytes of a rank in the phase with the highest peak."""
         return self.memory.peak(self.memory.worst)
 
     @property
     def is_tight(self) -> bool:
-        """Whether less than 5 % of the memory stays free, which the plan may be off by."""
+        """Whether less than 5 % of the memory stays free, within the plan's error."""
         return self.peak > 0.95 * self.usable_bytes
 
     @property
     def name(self) -> str:
-        """The layout in a few letters."""
+        """Short name for users."""
         zero = self.cfg.zero
         words = [f"ZeRO {zero.stage}"]
         if zero.offload_optimizer.device is not Device.none:
@@ -54,7 +54,7 @@ class Layout:
 
 
 def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Layout:
-    """Return the plan of one config. Raises ConfigError where its batch cannot be divided."""
+    """Return the plan of one config; ConfigError if its batch cannot be divided over the ranks."""
     memory = plan_rank(outline, cfg, machine.world_size, machine.on_cpu)
     host = plan_host(outline, cfg, machine, memory)
     host_peak = max(sum(parts.values()) for parts in host.values())
@@ -63,7 +63,7 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 
 
 def layout_numbers(layout: Layout) -> dict[str, Any]:
-    """Return what a layout is and takes, bytes and seconds, for JSON."""
+    """Return a layout's settings, bytes and seconds, for JSON."""
     cfg, time = layout.cfg, layout.time
     return {
         "expert": cfg.parallel.expert,
@@ -104,12 +104,12 @@ _kinds = cache(partial(read_table, "plan/kinds.yaml"))
 
 
 def kind_names() -> dict[str, str]:
-    """Return what phases and kinds of memory are called in the user's language."""
+    """Return phase or kind of memory -> its name in the user's language."""
     return {kind: translated(text) for kind, text in _kinds().items()}
 
 
 def gib(size: float) -> str:
-    """Return bytes as GiB with as many digits as matter."""
+    """Return bytes in GiB with three significant digits, or four decimals below 0.1."""
     value = size / GIB
     if 0 < value < 0.1:
         return f"{value:.4f}"

@@ -1,6 +1,6 @@
-"""The outline of the model that a config names: by its config.json, or by what its group says of a published model.
+"""The outline of a config's model, from its config.json or the sizes of a published model in its group. No torch.
 
-No torch. A model that no formula knows is measured once, in a process of its own, and cached.
+A model without formulas is measured once, in a subprocess, and cached.
 """
 
 import hashlib
@@ -23,27 +23,30 @@ from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 _MEASURE_S = 300
 NO_MODEL = 3
-"""Exit code of what measures, where the last line says why this is no model that could be trained."""
-_FORM = 4
-"""Of what is remembered; another one is measured anew."""
+"""Exit code of toolkit.models.outline if the model cannot be trained; its last line says why."""
+_CACHE_VERSION = 4
+"""Version of the cache's content; increase it when measurements change."""
 
 
 def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
-    """Return what is trained, and in what; a model whose group has `model.published` needs no directory.
-    `vocab_size`: of a random model's tokenizer; 0 takes the most that the recipe allows.
+    """Return the outline of a config's model; one whose group has `model.published` needs no directory. ConfigError if
+    it cannot be built, or nothing would be trained. `vocab_size`: of a random model's tokenizer; 0: the recipe's
+    maximum.
     """
-    outline = cached_outline(cfg, vocab_size) or _tuned(cfg, *_measured(cfg, config_of(cfg)))
+    outline = cached_outline(cfg, vocab_size) or _outline_with_tuning(cfg, *_measure_outline(cfg, config_of(cfg)))
     if not outline.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
-    other = _teacher(cfg)
+    other = _config_of_teacher(cfg)
     return replace(outline, teacher=outline_of(other)) if other else outline
 
 
 def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None:
-    """Return what `outline_of` does, but without measuring: None for a model that needs it and was not measured yet."""
+    """Return the same as `outline_of`, but None for a model that would have to be measured."""
     model = cfg.model
     if model.init is schema.Init.random:
-        return _taught(cfg, _tuned(cfg, *shapes_of_random(vocab_size or model.shape.vocab_size, model.shape)))
+        return _with_teacher(
+            cfg, _outline_with_tuning(cfg, *shapes_of_random(vocab_size or model.shape.vocab_size, model.shape))
+        )
     config = config_of(cfg)
     try:
         by_formula = shapes_of_config(config)
@@ -51,23 +54,25 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
         if texts := [size for size in sizes if type(size) is not int]:
             raise ValueError(tr("{value} is no number", value=texts[0]))  # a text times a number is a longer text
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
+        raise ConfigError(
+            "{file} is no model's config.json: {reason}", file=_config_file(cfg), reason=repr(error)
+        ) from error
     if by_formula is not None:
-        return _taught(cfg, _tuned(cfg, *by_formula))
-    cached = _cache_of(cfg, config)
-    return _taught(cfg, _tuned(cfg, *_read(cached))) if cached.is_file() else None
+        return _with_teacher(cfg, _outline_with_tuning(cfg, *by_formula))
+    cached = _cache_file_of(cfg, config)
+    return _with_teacher(cfg, _outline_with_tuning(cfg, *_read_cache(cached))) if cached.is_file() else None
 
 
-def _taught(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
+def _with_teacher(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
     """Return the outline with its teacher's, if there is one; None if the teacher has not been measured yet."""
-    if (cfg_of_teacher := _teacher(cfg)) is None:
+    if (cfg_of_teacher := _config_of_teacher(cfg)) is None:
         return outline
     teacher = cached_outline(cfg_of_teacher)
     return teacher and replace(outline, teacher=teacher)
 
 
-def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
-    """Return a config as if the teacher were the model to train; None if no other model is the teacher."""
+def _config_of_teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
+    """Return a config that trains the teacher; None if no other model is the teacher."""
     if cfg.task.kind is not schema.TaskKind.distill or not cfg.distill.teacher or objective.has_own_teacher(cfg):
         return None
     path = cfg.distill.teacher
@@ -76,28 +81,34 @@ def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
     return replace(cfg, task=schema.TaskConfig(), model=model, tuning=schema.TuningConfig())
 
 
-def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None) -> Outline:
-    """Return a language model's outline with the head of the task, if it has one, and what tuning adds and trains."""
+def _outline_with_tuning(
+    cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None
+) -> Outline:
+    """Return the outline of a language model with the task's head, if it has one, and the fine-tuning method's
+    parameters.
+    """
     if cfg.task.has_head:
-        rest = {name: shape for name, shape in shapes.items() if name != HEAD}
-        # Labels that only the data know are taken for two: the head is next to nothing.
+        without_head = {name: shape for name, shape in shapes.items() if name != HEAD}
+        # If only the data show the labels, two are assumed: a head is very small.
         head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
-        shapes, sizes = rest | {SCORE: head}, sizes | {"logits_change": 0}
+        shapes, sizes = without_head | {SCORE: head}, sizes | {"logits_change": 0}
     return with_tuning(shapes, sizes, tuning_of(cfg), targets)
 
 
 @cache
 def published_models(by: str = "name") -> dict[str, dict[str, Any]]:
-    """Return the models of conf/model/ whose sizes are known, with what their config.json says of them: by name, or by
-    another key of their files, such as hub_id.
+    """Return the models in conf/model/ with known sizes: name, or the value of another key `by` of their files, such as
+    hub_id -> the content of their config.json.
     """
     groups = [files.read(path).values for path in sorted((files.conf_folder() / "model").glob("*.yaml"))]
     return {group[by]: group["published"] for group in groups if "published" in group and by in group}
 
 
 def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
-    """Return config.json of the model, or what its group says of a published one that is not there."""
-    model, file = cfg.model, _file(cfg)
+    """Return the model's config.json, or if it is not here that of its group, `model.published`; ConfigError without
+    either.
+    """
+    model, file = cfg.model, _config_file(cfg)
     if file is None:
         if model.published:
             return model.published
@@ -118,47 +129,49 @@ def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
     return config
 
 
-def _file(cfg: schema.RunConfig) -> Path | None:
+def _config_file(cfg: schema.RunConfig) -> Path | None:
     file = Path(cfg.model.path) / "config.json"
     return file if cfg.model.path and file.is_file() else None
 
 
-def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes, Targets]:
+def _measure_outline(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes, Targets]:
     """Build the model on the meta device, in a child process; return its shapes and sizes, and cache them."""
-    cached, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
+    cached, folder = _cache_file_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
     try:
         with tempfile.TemporaryDirectory() as published:
-            if _file(cfg) is None:  # what model.published says of it
+            if _config_file(cfg) is None:  # what model.published says of it
                 folder = Path(published)
                 (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
             command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
-            # Without a standard input: nobody is to be asked whether code of the folder may run.
-            ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)
-        reason = (ran.stderr.strip().splitlines() or ["?"])[-1] if ran.returncode else ""
-        if ran.returncode == NO_MODEL:
+            # Without stdin, from which transformers would read whether code of the directory may run.
+            completed = children.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S
+            )
+        reason = (completed.stderr.strip().splitlines() or ["?"])[-1] if completed.returncode else ""
+        if completed.returncode == NO_MODEL:
             raise ModelError(reason)
     except subprocess.TimeoutExpired:
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
     if reason:
         file = folder / "config.json"
         raise ConfigError("{file}: the model cannot be built to be measured: {reason}", file=file, reason=reason)
-    write_cache(cached, json.loads(ran.stdout.strip().splitlines()[-1]))
-    return _read(cached)
+    write_cache(cached, json.loads(completed.stdout.strip().splitlines()[-1]))
+    return _read_cache(cached)
 
 
-def _cache_of(cfg: schema.RunConfig, config: Mapping[str, Any]) -> Path:
-    return cache_file(cfg, "outline", [config, _FORM, version("transformers")])
+def _cache_file_of(cfg: schema.RunConfig, config: Mapping[str, Any]) -> Path:
+    return cache_file(cfg, "outline", [config, _CACHE_VERSION, version("transformers")])
 
 
-def _read(file: Path) -> tuple[Shapes, Sizes, Targets]:
+def _read_cache(file: Path) -> tuple[Shapes, Sizes, Targets]:
     measured = json.loads(file.read_text(encoding="utf-8"))
     shapes = {name: tuple(shape) for name, shape in measured["shapes"].items()}
     return shapes, measured["sizes"], measured["targets"]
 
 
 def cache_file(cfg: schema.RunConfig, kind: str, inputs: object) -> Path:
-    """Return where something is kept that depends on these inputs alone."""
+    """Return the file that caches something, `kind`, that depends on these inputs alone."""
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cfg.prepare.dir) / "plan" / f"{kind}-{key}.json"
 

@@ -229,7 +229,7 @@ class Outline:
         return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
 
     def largest_layer(self, inside: bool = False) -> int:
-        """Return the number of parameters of the largest layer; unless `inside`, those outside of layers count as one."""
+        """Return the parameters of the largest layer; unless `inside`, those outside of layers count as one."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
             if not name.startswith(TOWERS):

@@ -19,7 +19,7 @@ LAYOUTS = (
     (3, Device.cpu, Device.cpu),
 )
 """ZeRO stage, where the optimizer's states are, where the parameters are. Never NVMe: it needs a directory."""
-MOST_MICRO = 64
+MAX_MICRO_BATCH = 64
 BEYOND = (
     "zero.zero_hpz_partition_size",
     "zero.zero_quantized_weights",
@@ -27,8 +27,8 @@ BEYOND = (
     "zero.offload_optimizer.super_offload",
     "zero.zenflow.enabled",
 )
-"""What goes beyond ZeRO's stages: switched off where it does not go with a choice."""
-_CHOSEN = (
+"""Features beyond ZeRO's stages, which are switched off if they contradict a layout."""
+_LAYOUT_KEYS = (
     "parallel.expert",
     "zero.stage",
     "zero.offload_optimizer.device",
@@ -47,19 +47,19 @@ def layouts(
     """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches, and
     over how many ranks experts are divided, of `experts` or of all that is possible.
     """
-    sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
+    sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MAX_MICRO_BATCH]
     experts = experts or expert_sizes(outline, machine.world_size)
     for expert, (stage, optimizer, parameters), recomputes, micro in product(experts, LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
         other.parallel.expert = expert
-        if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy over several nodes would save no traffic
+        if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy across nodes would save no traffic
             other.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
         if not _is_contradictory(other):
             yield evaluate_layout(outline, other, machine, rates)
 
 
 def expert_sizes(outline: Outline, world_size: int) -> list[int]:
-    """Return over how many of some ranks the experts of a model can be divided; [1] if its FLOPs are not known."""
+    """Return the numbers of ranks that a model's experts can be divided over; [1] if its FLOPs are not known."""
     count = outline.sizes["experts"] if "chosen" in outline.sizes else 1
     return [size for size in range(1, math.gcd(count, world_size) + 1) if math.gcd(count, world_size) % size == 0]
 
@@ -91,7 +91,7 @@ def fastest(layouts: Sequence[Layout]) -> Layout | None:
 def with_layout(
     cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
 ) -> RunConfig:
-    """Return a copy of a config with another layout; other keys that contradict it are set to what goes with it."""
+    """Return a copy of a config with another layout; keys that contradict it are changed too."""
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
@@ -111,7 +111,7 @@ def with_layout(
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the arguments that change one layout of a config to another."""
     words = []
-    for key in _CHOSEN:
+    for key in _LAYOUT_KEYS:
         old, new = get_value(before, key), get_value(after, key)
         if old != new:
             words.append(f"{key}={new.value if isinstance(new, Device) else str(new).lower()}")

@@ -1,7 +1,7 @@
-"""How long a step takes, estimated from FLOPs and bytes. No torch.
+"""Estimates the time of a step from FLOPs and bytes. No torch.
 
-What is not measured is assumed, and the assumptions are shown beside the estimate. What calibration.py has measured on
-this machine is read from where it is kept.
+Rates are those that calibration.py has measured and cached on this machine, else assumed ones, which are shown with the
+estimate.
 """
 
 import json
@@ -19,15 +19,15 @@ from toolkit.plan.outline import Outline
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
-"""Of one core, without a calibration."""
+"""FLOP/s of a CPU core without a calibration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does per second; measured, or assumed."""
+    """Speeds of a rank, measured or assumed."""
 
     flops: float
-    """Of a rank, in training."""
+    """FLOP/s of a rank in training."""
     link: float
     """Bytes per second that a rank sends to the next one while it receives as much from the one before it."""
     memory: float
@@ -37,13 +37,13 @@ class Rates:
     pcie: float = 20e9
     """Bytes per second between a GPU and the host."""
     gather: float = 0.0
-    """Bytes per second of ZeRO 3's weights and gradients, with DeepSpeed's own work for them; 0: as `link`."""
+    """Bytes per second of ZeRO 3's gathering and reduction, with DeepSpeed's overhead; 0: as `link`."""
     micro_s: float = 0.0
-    """Seconds of a micro-batch that do not grow with it."""
+    """Constant seconds of a micro-batch."""
     latency_s: float = 0.0
-    """Seconds of a collective that do not grow with it."""
+    """Constant seconds of a collective."""
     node_link: float = 0.0
-    """As `link`, between ranks of one node, where there are several nodes and `link` is between them."""
+    """As `link` between ranks of a node, if there are several nodes; then `link` is between nodes."""
     is_measured: bool = False
 
 
@@ -76,20 +76,20 @@ class StepTime:
     tokens: int
     """Tokens of the global batch, rows full."""
     waits: float = 0.0
-    """Of the communication, what nothing hides: the layer that comes next, or the gradients' buffers, wait for it."""
+    """Seconds of communication that cannot overlap, as the next layer or the gradients' buffers wait for it."""
     is_known: bool = True
-    """Whether the FLOPs are: those of some mixtures of experts are not, and then nothing is computed here."""
+    """Whether the model's FLOPs are known; if not, as for some mixtures of experts, `compute` lacks them."""
 
     @property
     def seconds(self) -> float:
-        """In all."""
+        """Total seconds."""
         if not self.overlapped:
             return self.compute + self.communication + self.update
         return max(self.compute, self.communication - self.waits) + self.waits + self.update
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.seconds
 
 
@@ -108,7 +108,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     if teacher:
         flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
     is_known = all(is_countable(model.shapes, model.sizes) for model in (outline, teacher) if model)
-    # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
+    # The last pipeline stage begins after as many micro-batches as there are stages before it.
     compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
     updated = sum(
@@ -131,23 +131,23 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
 
 
 def _prefetches(outline: Outline, zero: schema.ZeroConfig) -> bool:
-    """Whether ZeRO-3 gathers a layer behind the one before it: not while more than so many parameters are there
-    (deepspeed 0.19.8, partitioned_param_coordinator.py, fetch_sub_module), as where a layer's experts are that many.
+    """Whether ZeRO-3 prefetches the next layer: not if a layer, such as one with many experts, exceeds
+    stage3_max_live_parameters (deepspeed 0.19.8, partitioned_param_coordinator.py, fetch_sub_module).
     """
     return outline.largest_layer(inside=True) <= zero.stage3_max_live_parameters
 
 
 def _other_passes(cfg: schema.RunConfig) -> int:
-    """Return how many forward passes without gradients a micro-batch has: one of a reference; for KTO one more of model
-    and of reference, on questions with others' answers; and one of a model that is its own teacher.
+    """Return the number of forward passes without gradients of a micro-batch: one of a reference; for KTO one more of
+    model and reference, on mismatched answers; and one of a model that is its own teacher.
     """
     is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, objective.has_reference_in_step(cfg)
     return by_reference + is_kto * (1 + by_reference) + objective.has_own_teacher(cfg)
 
 
 def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
-    """Return the bytes/s that a rank sends in a ring of every `apart`th of `span` ranks. Such a ring crosses from each
-    node to the next once, as do the `apart` - 1 rings beside it, which share the link between nodes.
+    """Return the bytes/s that a rank sends in a ring of every `apart`th of `span` ranks. `apart` such rings cross from
+    node to node and share the link between nodes.
     """
     if not rates.node_link or span <= machine.ranks:
         return rates.node_link or rates.link
@@ -155,7 +155,7 @@ def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
 
 
 def _all_to_all(rates: Rates, machine: Machine, span: int) -> float:
-    """Return the same where each of `span` neighbours sends to each: what leaves a node is of all of its ranks."""
+    """Return the bytes/s that a rank sends in an all-to-all of `span` neighbouring ranks, which share a node's link."""
     if not rates.node_link or span <= machine.ranks:
         return rates.node_link or rates.link
     return rates.link / machine.ranks * span / (span - machine.ranks)
@@ -164,8 +164,9 @@ def _all_to_all(rates: Rates, machine: Machine, span: int) -> float:
 def _communication(
     outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a step in which ranks send, and those of them that cannot overlap with computing. `part`: a
+    """Return the seconds of a step's communication, and those of them that cannot overlap with computation. `part`: a
     rank's outline.
+
     ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8, stage_1_and_2.py, average_tensor
     with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
     """
@@ -195,16 +196,18 @@ def _communication(
         sent += times * 2 * weight * part.num_parameters / world / rates.pcie
     # Without a stream of its own, the reduction of ZeRO 3 holds up the backward pass (deepspeed 0.19.8, stage3.py).
     waits = times * gradients if zero.stage == 3 and not zero.overlap_comm else 0.0
-    exchanged = _exchanged(outline, part, cfg, machine, rates) * times / stages
+    exchanged = _activation_exchange_s(outline, part, cfg, machine, rates) * times / stages
     return sent + exchanged, waits + exchanged
 
 
-def _exchanged(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:
-    """Return the seconds of a micro-batch in which a rank sends activations, as layers, experts or rows are divided."""
+def _activation_exchange_s(
+    outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
+) -> float:
+    """Return the seconds in which a rank sends activations for a micro-batch: layers, experts or rows are divided."""
     rows, weight, tensor = longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype], cfg.parallel.tensor
     states, recomputes = rows.tokens * outline.sizes["hidden"] * weight, cfg.train.activation_checkpointing.enabled
-    sums, num_sums = division.exchanged_bytes(outline, tensor, states, recomputes)
-    dispatched, num_dispatched = division.dispatched_bytes(part, states, recomputes)
+    sums, num_sums = division.tensor_parallel_bytes(outline, tensor, states, recomputes)
+    dispatched, num_dispatched = division.expert_parallel_bytes(part, states, recomputes)
     seconds = sums / _ring(rates, machine, tensor) + (num_sums + num_dispatched) * rates.latency_s
     seconds += dispatched / _all_to_all(rates, machine, tensor * cfg.parallel.expert)
     if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
@@ -217,10 +220,10 @@ def _exchanged(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: 
 
 
 def rates_file(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Path:
-    """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
+    """Return the file that caches measured rates of this host, for its GPUs, the model, and the length of rows."""
     gpu = machine.card.name if machine.card else ""
     inputs = [
-        # Of a known GPU's memory a run sees less than nvidia-smi says.
+        # By the GPU's name, as a run sees less memory than nvidia-smi.
         "cpu" if machine.on_cpu else gpu or machine.memory_bytes >> 30,
         machine.ranks,
         outline.sizes,
@@ -232,7 +235,7 @@ def rates_file(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Pat
 
 
 def rates_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Rates:
-    """Return what has been measured on this machine for this model, else what is assumed."""
+    """Return the rates that were measured on this machine for this model, else assumed ones."""
     file = rates_file(cfg, machine, outline)
     if machine.nodes == 1 and file.is_file():
         with suppress(ValueError, TypeError, OSError):  # cut off, or of another version: as if it were not there
