@@ -154,7 +154,7 @@ def _says_secret(name: str) -> bool:
 
 
 def _is_secret(value: str) -> bool:
-    """Whether a value under such a name is one; where one lies is none."""
+    """Whether the value of a variable whose name says secret is one. The path of an existing file is not."""
     return len(value) >= _LEAST_LENGTH and value.lower() not in _COMMON and not os.path.exists(value)
 
 

@@ -62,7 +62,7 @@ class Fleet:
         self.list("node1", "node2", "node3")
         monkeypatch.setattr(nodes, "LOOK_EVERY_S", 0.01)
         monkeypatch.setattr(Nodes, "_answering", lambda _, hosts: [host for host in hosts if host in self.there])
-        monkeypatch.setattr(Nodes, "_unfit", lambda _, hosts: self._unfit(set(hosts)))
+        monkeypatch.setattr(Nodes, "_hosts_with_errors", lambda _, hosts: self._unfit(set(hosts)))
         monkeypatch.setattr(Nodes, "_check", lambda _: None)
 
     def list(self, *hosts: str) -> None:

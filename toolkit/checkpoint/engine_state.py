@@ -133,9 +133,7 @@ def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[Piece]:
-    """Return the pieces of parameters in a partition `begin`:`begin + size` of a flat tensor, in which the parameters
-    begin at `offsets`.
-    """
+    """Return the pieces of parameters, at `offsets` of a flat tensor, in its partition `begin`:`begin + size`."""
     pieces = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
@@ -183,9 +181,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
     is_first = process_group.tensor_rank() == 0
 
     def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank saves its part of a parameter; of one that a tensor-parallel group has copies of, the
-        group's first rank saves it.
-        """
+        """Whether this rank saves its part of a parameter. A tensor group's first rank saves what all have."""
         return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
 
     fragments = list(_buffer_fragments(held)) if is_first and rank == 0 else []

@@ -91,9 +91,9 @@ class YamlDocument:
 
 def shipped_folder(name: str, installed: str = "") -> Path:
     """Return the directory conf, recipes or examples/data: that of the checkout, else the copy in the wheel."""
-    beside = PACKAGE.parent / name
-    is_checkout = (PACKAGE.parent / "run.py").is_file() and beside.is_dir()
-    return beside if is_checkout else PACKAGE / (installed or f"_{name}")
+    in_checkout = PACKAGE.parent / name
+    is_checkout = (PACKAGE.parent / "run.py").is_file() and in_checkout.is_dir()
+    return in_checkout if is_checkout else PACKAGE / (installed or f"_{name}")
 
 
 def conf_folder() -> Path:
@@ -102,7 +102,7 @@ def conf_folder() -> Path:
 
 
 def recipe_folders() -> list[Path]:
-    """Return where recipes are looked for, in order: beside run.py or installed, then the working folder's recipes/."""
+    """Return the folders of recipes in search order: the shipped one, then recipes/ in the working folder."""
     return [folder for folder in (shipped_folder("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
 
 
@@ -260,7 +260,7 @@ def chat_template_file(value: str) -> Path:
 
 
 def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argument: str = "") -> None:
-    """Raise `error` if a run, checkpoint or model is not there, with the nearest name beside it."""
+    """Raise `error` if a run, checkpoint or model is not there, with the most similar name in its folder."""
     if os.path.isdir(path):
         return
     names: list[str] = []

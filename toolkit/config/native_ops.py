@@ -26,7 +26,7 @@ from toolkit.messages import LaunchError, tr
 
 _KINDS = {schema.OptimizerName.adamw: "adam", schema.OptimizerName.adam: "adam", schema.OptimizerName.muon: "adam"}
 _KINDS[schema.OptimizerName.lion] = "lion"
-"""Optimizers that DeepSpeed has ops for; of Muon the Adam beside it."""
+"""Optimizers that DeepSpeed has ops for; for Muon, the Adam of its other parameters."""
 
 
 def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
@@ -136,8 +136,8 @@ def _missing_headers(ops: Sequence[str], environ: Mapping[str, str]) -> str:
     home = _cuda_home(environ)
     folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
     if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
-        beside = (home / "bin/nvcc").resolve().parent.parent
-        folders[1:1] = map(str, [beside / "include", *beside.glob("targets/*/include")])
+        nvcc_root = (home / "bin/nvcc").resolve().parent.parent
+        folders[1:1] = map(str, [nvcc_root / "include", *nvcc_root.glob("targets/*/include")])
     headers = dict.fromkeys(header for op in ops for header in _HEADERS[op])
     missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
     looked = ", ".join(dict.fromkeys(folders))
@@ -220,11 +220,12 @@ OPS = (
 )
 """Names under which DeepSpeed 0.19.8 builds what a run may use."""
 YOUNG_S = 120.0
-"""Where something was written so recently somebody may be building: here, or on a machine that shares the folder."""
+"""Seconds after the last write in a folder for which a build there, perhaps on another machine, may still run."""
 
 
 def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
-    """Refuse to start beside a lock that nobody holds.
+    """Raise LaunchError if an op's build lock is left that no process holds.
+
     PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
     it works, ninja and the compiler have the build's folder as their working folder.
     """
@@ -239,7 +240,7 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
 
 
 def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
-    """Yield the locks that nobody holds, and the seconds since anything happened beside them."""
+    """Yield the build locks that no process holds, and the seconds since a file in their folder changed."""
     for lock in (extensions_dir(environ) / name / "lock" for name in OPS):
         try:
             # Another machine may be building in a folder that is shared: then something in it is new.

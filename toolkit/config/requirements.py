@@ -105,11 +105,11 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _quantized(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """QLoRA needs a package, and a GPU or ranks that are meant to compute on CPUs."""
-    if loaded.cfg.tuning.method is schema.TuningMethod.qlora and (reason := why_not_qlora()):
+    if loaded.cfg.tuning.method is schema.TuningMethod.qlora and (reason := reason_not_to_use_qlora()):
         yield loaded.error("tuning.method", reason)
 
 
-def why_not_qlora() -> str:
+def reason_not_to_use_qlora() -> str:
     """Return why QLoRA cannot be done here; "" if it can."""
     has_package = importlib.util.find_spec("bitsandbytes") is not None
     if has_package and (is_cpu() or shutil.which("nvidia-smi")):

@@ -1,6 +1,4 @@
-"""Checks a config by the tables of rule_tables.py, and by rules that are functions. Messages give both values and a
-fix.
-"""
+"""Checks a config by the tables of rule_tables.py and by functions. Messages give both values and a fix."""
 
 import math
 import operator

@@ -325,7 +325,7 @@ class TrackMode(str, Enum):
 AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
-"""Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+"""Name of the validation loss in metrics.jsonl; other metrics are eval_ and their name. Lower is better."""
 EVAL_TAUGHT = ("eval_kl", "eval_general_loss")
 """What is better if it is less in an evaluation of a distilled model; the second without another model as the teacher."""
 EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
@@ -1225,7 +1225,7 @@ class TrackConfig:
 
 
 TRACKERS = tuple(section.name for section in fields(TrackConfig) if section.name != "patience_s")
-"""The sections of `track` that can be switched on, beside metrics.jsonl."""
+"""The sections of `track` that can be switched on; metrics.jsonl is always written."""
 TRACKER_PACKAGES = {
     section.name: section.metadata["package"] for section in fields(TrackConfig) if "package" in section.metadata
 }

@@ -62,9 +62,7 @@ class TreeReader:
         return result
 
     def _section(self, value: dict[Any, Any], kind: Any, path: str) -> Any:
-        """Return a section as an instance of its class; errors go to `problems`, and wrong keys are removed from
-        `value`.
-        """
+        """Return a section as an instance of its class; report errors, and remove wrong keys from `value`."""
         types, result = types_of(kind), dict[str, Any]()
         for key, inner in list(value.items()):
             below, before = f"{path}.{key}" if path else str(key), self.problems.count

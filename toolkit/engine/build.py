@@ -282,9 +282,7 @@ def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2). Updates are elementwise, so it may get the pieces into which ZeRO cuts
-    parameters.
-    """
+    """Lion (arXiv 2302.06675, algorithm 2). Updates are elementwise, so it may get pieces of parameters, as by ZeRO."""
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0

@@ -59,9 +59,7 @@ def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, pref
 
 
 def key_problem(key: str) -> str:
-    """Return a sentence about what is wrong with a key of `wrong_keys`, with the key that was meant; takes
-    milliseconds.
-    """
+    """Return a sentence about what is wrong with a key of `wrong_keys`, and which key was meant."""
     prefix, _, name = key.rpartition(".")
     siblings: dict[str, Any] = KEYS
     for section in prefix.split(".") if prefix else ():

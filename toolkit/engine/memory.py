@@ -110,9 +110,7 @@ class PeakMemory:
 
 
 def limit_bytes(device: torch.device, max_gib: float) -> int:
-    """Return how many bytes this rank may use: at most `max_gib` (0: no limit) and what is free; 0 for a CPU without a
-    limit.
-    """
+    """Return the bytes this rank may use: at most `max_gib` (0: no limit) and what is free; 0: no limit on a CPU."""
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked

@@ -30,13 +30,14 @@ def assemble_state(
     scratch: Path | None,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a model, read from `values`, by name; tied ones once.
+    """Return the weights of a model by name, tied ones once, from names and tensors as they are read.
 
     Args:
-        source: what `values` are read from, for messages.
+        source: the folder that `values` are read from, for messages.
         model: on the meta device.
-        values: names and weights, perhaps tied ones twice.
-        scratch: an empty directory for files that weights are mapped from: memory holds one at a time; None: all.
+        values: names and weights. Tied weights may come under both names.
+        scratch: an empty directory. Each weight is written to a file there and memory-mapped, so that memory holds one
+            at a time. None keeps all in memory.
         dtype: precision of the weights; None leaves them as they are.
 
     Raises:

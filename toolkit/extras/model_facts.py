@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from toolkit.config import files, schema
-from toolkit.config.requirements import why_not_qlora
+from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, extra_tensors, load, packable, trainable
@@ -126,7 +126,7 @@ def _built(folder: Path) -> PreTrainedModel:
 
 
 def _method(cfg: schema.RunConfig) -> Method:
-    if cfg.tuning.method is schema.TuningMethod.qlora and (reason := why_not_qlora()):
+    if cfg.tuning.method is schema.TuningMethod.qlora and (reason := reason_not_to_use_qlora()):
         return Method(refused=reason)
     model, reason = _tried(cfg)
     if model is None:

@@ -61,8 +61,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if tried:
         resolved, encoder, model = tried
-        _tell_rows(cfg, encoder)
-        _tell_model(resolved, model)
+        _report_rows(cfg, encoder)
+        _report_model(resolved, model)
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
 
@@ -115,7 +115,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
     return cfg, encoder, task_of(cfg).check(cfg, encoder and encoder.tokenizer)
 
 
-def _tell_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
+def _report_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> None:
     """Report what training will report of the model, as far as its config.json shows it."""
     from toolkit.models import load as models_load, packable, trainable
 
@@ -149,7 +149,7 @@ def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
     return is_lora and is_read and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
 
 
-def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> None:
+def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> None:
     """Say what the first rows become; a DataError if training would reject one."""
     if encoder is None:
         return

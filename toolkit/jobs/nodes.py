@@ -51,7 +51,7 @@ class Nodes:
                 least=cfg.launch.min_nodes,
             )
         named = deepspeed.named_hosts(options) if is_listed else {}
-        self._take(self._that_answer(named) if self.is_elastic else named)
+        self._use_hosts(self._keep_reachable(named) if self.is_elastic else named)
         self._check()
         self._show()
 
@@ -70,12 +70,12 @@ class Nodes:
         last_reason = ""
         while self.is_elastic and not is_asked():
             try:
-                there = self._that_answer(self._named())
-                if unfit := self._unfit(there):  # GPUs are free a while after the ranks have ended
+                reachable = self._keep_reachable(self._named())
+                if failing := self._hosts_with_errors(reachable):  # GPUs are free a while after the ranks have ended
                     _pause(is_asked)
-                    unfit = self._unfit({host: there[host] for host in unfit})
+                    failing = self._hosts_with_errors({host: reachable[host] for host in failing})
                 before = self.hosts
-                self._take({host: gpus for host, gpus in there.items() if host not in unfit})
+                self._use_hosts({host: gpus for host, gpus in reachable.items() if host not in failing})
             except LaunchError as error:
                 if last_reason != str(error):
                     last_reason = str(error)
@@ -94,16 +94,16 @@ class Nodes:
         """Whether there are nodes for more ranks, or one that takes part has left the hostfile."""
         named = self._named()
         come = self._answering({host: gpus for host, gpus in named.items() if host not in self.hosts})
-        there = {host: gpus for host, gpus in named.items() if host in self.hosts or host in come}
+        reachable = {host: gpus for host, gpus in named.items() if host in self.hosts or host in come}
 
         def is_better(hosts: Resources) -> bool:
             return not set(self.hosts) <= set(named) or ranks_on(hosts) > ranks_on(self.hosts)
 
-        hosts, _ = fitting(self.cfg, there)
+        hosts, _ = fitting(self.cfg, reachable)
         if not is_better(hosts):
             return False
-        unfit = self._unfit({host: gpus for host, gpus in hosts.items() if host not in self.hosts})
-        return is_better(fitting(self.cfg, {host: gpus for host, gpus in there.items() if host not in unfit})[0])
+        failing = self._hosts_with_errors({host: gpus for host, gpus in hosts.items() if host not in self.hosts})
+        return is_better(fitting(self.cfg, {host: gpus for host, gpus in reachable.items() if host not in failing})[0])
 
     def lost(self, logs: Path) -> dict[str, float]:
         """Return the nodes that are gone, with the seconds since their last sign of life: no heartbeat in `logs` of the
@@ -126,7 +126,7 @@ class Nodes:
             silent = {host: silent[host] for host in set(silent).difference(self._answering(silent))}
         return {host: seconds[host] for host in sorted(silent)}
 
-    def _that_answer(self, named: Resources) -> Resources:
+    def _keep_reachable(self, named: Resources) -> Resources:
         """Return the nodes that answer through ssh; LaunchError if they are fewer than `launch.min_nodes`."""
         answering = self._answering(named)
         silent = ", ".join(host for host in named if host not in answering)
@@ -156,7 +156,7 @@ class Nodes:
         with ThreadPoolExecutor(64) as pool:
             return [host for host, does in zip(hosts, pool.map(does_answer, hosts), strict=True) if does]
 
-    def _unfit(self, hosts: Resources) -> set[str]:
+    def _hosts_with_errors(self, hosts: Resources) -> set[str]:
         """Examine each node by itself; return those with an error that would break the run, and print each one once."""
         if "--no_ssh_check" in self.options:
             return set()
@@ -173,7 +173,7 @@ class Nodes:
         self._broken = {*self._broken.difference(hosts), *errors_by_host}
         return set(errors_by_host)
 
-    def _take(self, hosts: Resources) -> None:
+    def _use_hosts(self, hosts: Resources) -> None:
         """Let the next start take these nodes, or as many of them as the batch divides over."""
         self._beats = {}
         if not self.is_elastic:

@@ -183,7 +183,7 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) writes over beside a hostfile."""
+    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) overwrites if there is a hostfile."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     gpus_here = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in gpus_here] != [chosen]:

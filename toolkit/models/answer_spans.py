@@ -187,9 +187,7 @@ class SpanTokenizer:
             yield self._join_pieces(text, marks, [(piece, ids[number]) for piece, number in row])
 
     def _join_pieces(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
-        """Return ids and mask of a text from its pieces and their ids; None where a span is not what an opening
-        precedes.
-        """
+        """Return a text's ids and mask from its pieces and their ids; None where no opening precedes a span."""
         is_whole = spans == [(0, len(text))]
         joined: list[int] = []
         mask: list[bool] = []

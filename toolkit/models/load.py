@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 _CONSTRUCTOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""What model constructors raise for impossible values of a config, or without a package; a RuntimeError may be caused
-by the machine.
-"""
+"""Errors of model constructors for impossible configs or a missing package; RuntimeErrors may be the machine's."""
 
 
 def load_model(
@@ -456,9 +454,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     tied = weights.tied_parameter_names(model)
 
     def read(names: dict[str, str]) -> None:
-        """Set parameters to their stored values; `names`: parameter -> the parameter that holds its value, itself if it
-        is not tied.
-        """
+        """Set parameters to stored values; `names`: parameter -> the one that has its value, itself if not tied."""
         values = dict(weights.stored_values(files, layout, shapes, {*names.values()}))
         for name, source in names.items():
             weights.set_value(model, name, values[source].to(dtypes[source]).contiguous())

@@ -111,9 +111,7 @@ class LossPath(Enum):
 
 
 class Scores(NamedTuple):
-    """Factors of the logits [T, V] of T tokens: states [T, H], weight [V, H] and bias [V]; without a weight the states
-    are the logits.
-    """
+    """Factors of logits [T, V]: states [T, H], weight [V, H] and bias [V]; without a weight states are the logits."""
 
     states: torch.Tensor
     weight: torch.Tensor | None = None
@@ -218,9 +216,7 @@ class LossHead:
     def _picked_logits(
         self, engine: Any, batch: attention.Batch, indices: torch.Tensor, path: LossPath
     ) -> torch.Tensor:
-        """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked` computes no
-        others.
-        """
+        """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked`: no others."""
         if path is LossPath.all_logits:
             return logits_of(engine, batch).flatten(0, 1).index_select(0, indices - 1)
         layer_forward = _output_layer(engine).forward
@@ -436,9 +432,7 @@ class LossGradients:
                 _add_product(self.of_weight, gradient.t(), hidden[start:stop])
 
     def times(self, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of states, weight and bias, times the sum's own, `outer`, in the states' type; only
-        once.
-        """
+        """Return the gradients of states, weight and bias, times `outer`, in the states' type; only once."""
         return (
             _scaled(self.of_hidden, outer / self.scale, self.dtype),
             _scaled(self.of_weight, outer / self.scale, self.dtype),

@@ -193,9 +193,7 @@ def _with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise SecurityError if a filter or method would make something too large; a method's object is its first
-    argument.
-    """
+    """Raise SecurityError if a filter or method (its object comes first) would make something too large."""
     for value in (*args, *options.values()):
         if isinstance(value, int):
             _check(abs(value))

@@ -84,9 +84,7 @@ def _config_of_teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
 def _outline_with_tuning(
     cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None
 ) -> Outline:
-    """Return the outline of a language model with the task's head, if it has one, and the fine-tuning method's
-    parameters.
-    """
+    """Return the outline of a language model with its task's head and its method's parameters, if any."""
     if cfg.task.has_head:
         without_head = {name: shape for name, shape in shapes.items() if name != HEAD}
         # If only the data show the labels, two are assumed: a head is very small.
@@ -105,9 +103,7 @@ def published_models(by: str = "name") -> dict[str, dict[str, Any]]:
 
 
 def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
-    """Return the model's config.json, or if it is not here that of its group, `model.published`; ConfigError without
-    either.
-    """
+    """Return the model's config.json, or that of its group, `model.published`; ConfigError without either."""
     model, file = cfg.model, _config_file(cfg)
     if file is None:
         if model.published:

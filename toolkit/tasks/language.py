@@ -92,9 +92,7 @@ class LanguageTask(task.Task):
             return None
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
-        """Seed random generators, and choose the questions of evaluations; DataError, before the model is loaded, if
-        there are none.
-        """
+        """Seed random generators, and choose the questions of evaluations; DataError if there are none."""
         self.cfg, self.ranks = cfg, ranks
         state_files.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
         self.questions = language_evaluation.choose_prompts(cfg, self.data)
@@ -431,9 +429,7 @@ class LanguageTask(task.Task):
 
 
 def _verify_export(folder: Path) -> None:
-    """Compare an export's logits with the run's. Other weights are a CheckpointError, and the export is renamed; other
-    rounding is a warning.
-    """
+    """Compare an export's logits with the run's. Other weights are a CheckpointError; other rounding is a warning."""
     try:
         with aside_if_wrong(folder):
             verify_model(folder)

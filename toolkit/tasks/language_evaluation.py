@@ -177,9 +177,7 @@ class Evaluation:
         )
 
     def _score_answers(self, answers: "Answers", file: Path, figures: dict[str, float]) -> dict[str, float]:
-        """Score the answers, write them to `file`, and return the scores; failures are warnings, so that a run
-        continues.
-        """
+        """Score the answers, write them to `file`, and return the scores; failures are warnings."""
         missing = len(self.questions) - len(answers.ids)
         if missing:
             warn(

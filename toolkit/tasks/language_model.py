@@ -144,9 +144,7 @@ def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_dat
 
 
 def _check_base(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
-    """Raise ModelError if a checkpoint has another base model; warn of an adapter that cannot be merged later. A
-    collective.
-    """
+    """Raise ModelError if a checkpoint has another base; warn of an unmergeable adapter. A collective."""
     from toolkit.models import base_model
 
     tuned = model.tuned

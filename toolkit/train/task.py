@@ -147,9 +147,7 @@ class Task(ABC):
     def engine_built(  # noqa: B027  # not every task has something to check or to compute then
         self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource
     ) -> None:
-        """Check the engine of the model, and compute what its weights before training say: no checkpoint is loaded
-        yet. A collective.
-        """
+        """Check the engine, and compute what needs the weights before training or a checkpoint. A collective."""
 
     @abstractmethod
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:

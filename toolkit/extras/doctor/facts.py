@@ -342,6 +342,7 @@ class Listener:
             raise
 
     def _serve(self, server: socketserver.TCPServer) -> int:
+        """Serve in a thread until `close`, and return the port."""
         self._servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         return int(server.server_address[1])

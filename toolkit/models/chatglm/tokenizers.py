@@ -184,7 +184,7 @@ class _Chats:
         return bool(self.chat_template == self.own_template)  # type: ignore[attr-defined]
 
     def _set_later(self) -> dict[str, Any]:
-        """Return what `load_tokenizer` may set after the constructor, which pickles have beside its arguments."""
+        """Return the attributes that `load_tokenizer` may set after the constructor, for pickles."""
         return {name: getattr(self, name) for name in ("chat_template", "split_special_tokens")}
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
