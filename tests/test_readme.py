@@ -60,14 +60,6 @@ def test_anchors_exist() -> None:
             assert anchor in anchors(page), f"{document.name}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize("tail", ["", "_zh"])
-def test_each_question_has_one_line_and_a_link_with_an_anchor(tail: str) -> None:
-    lines = (ROOT / "docs" / f"questions{tail}.md").read_text(encoding="utf-8").splitlines()
-    questions = [line for line in lines if line.startswith("- ")]
-    assert len(questions) == 30
-    assert [line for line in questions if not re.search(r"\]\(\w+\.md#[^)]+\)$", line)] == []
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_is_launched_composes(document: str) -> None:
     launched = [line for line in commands(document) if line.startswith("toolkit launch ")]

@@ -213,7 +213,7 @@ def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_nam
 def test_an_installed_package_holds_the_example_data() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '"toolkit._examples" = "examples/data"' in text and '    "toolkit._examples",' in text
-    assert '"toolkit._examples" = ["*.jsonl", "*.jinja"]' in text
+    assert '"toolkit._examples" = ["*.jsonl"]' in text and '"toolkit.models" = ["*.yaml", "templates/*.jinja"]' in text
 
 
 NOTICES = {

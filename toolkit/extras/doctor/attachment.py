@@ -1,5 +1,6 @@
 """One Markdown file about this machine and a run, to attach to a bug report: without secrets, in English."""
 
+import math
 import os
 import re
 import time
@@ -76,7 +77,8 @@ def _run(run: Run) -> Iterator[str]:
     yield from ("", "Last metrics:", "", *_block(rows))
     for log in _logs(run.folder / "logs"):
         yield from ("", f"Last lines of {log.name}:", "", *_block(_last_lines(log, _LOG_LINES)))
-    config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    # Not folded: a secret or a home directory on two lines would not be found.
+    config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=math.inf)
     yield from ("", "Config:", "", *_block(config.splitlines(), "yaml"))
 
 
