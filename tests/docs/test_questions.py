@@ -7,7 +7,7 @@ from pages import ROOT, chinese
 
 PAGE = ROOT / "docs" / "debugging.md"
 ANSWERS = {
-    "LoRA on one GPU of 24 GB": ("tuning.md", ["recipe=chatglm3_lora"]),
+    "LoRA on one GPU of 24 GB": ("tuning.md#on-a-single-gpu", ["recipe=chatglm3_lora"]),
     "Only 8 to 16 GB": ("recipes.md", ["chatglm3_qlora"]),
     "Full fine-tuning on 8 A100": ("recipes.md", ["`chatglm`", "`8xA100-80GB`"]),
     "Which ZeRO stage": ("planning.md", ["toolkit plan"]),
@@ -19,7 +19,7 @@ ANSWERS = {
     "ModelScope": ("installation.md#mirrors-in-mainland-china", ["modelscope download", "HF_ENDPOINT"]),
     "without a network": ("installation.md#installing-offline", ["--no-index", "HF_HUB_OFFLINE=1"]),
     "Qwen or Llama": ("models.md", ["Qwen", "Llama"]),
-    "Mixtures of experts": ("models.md", ["model.router_loss"]),
+    "Mixtures of experts": ("models.md#mixture-of-experts-moe", ["model.router_loss"]),
     "LLaMA-Factory": ("coming_from.md", ["data.max_length", "toolkit show"]),
     "My own dataset": ("data.md#samples-to-copy", ['"messages"', '"conversations"']),
     "Other field names": ("data.md#sources", ["columns"]),
@@ -29,9 +29,9 @@ ANSWERS = {
     "Many short conversations": ("data.md#packing", ["`packed`"]),
     "Continued pretraining": ("recipes.md", ["pretrain_continue"]),
     "Preference data": ("preference.md#data", ['"chosen"', '"rejected"']),
-    "Resume": ("reliability.md", ["run.name", "checkpoint."]),
-    "Merge a LoRA adapter": ("tuning.md", ["merge=true"]),
-    "Deploy": ("using.md", ["/v1/chat/completions", "vLLM", "convert_hf_to_gguf.py"]),
+    "Resume": ("reliability.md#resume-a-run", ["run.name", "checkpoint."]),
+    "Merge a LoRA adapter": ("tuning.md#checkpoints-export-and-merging-lora", ["merge=true"]),
+    "Deploy": ("using.md#deploying-a-model", ["/v1/chat/completions", "vLLM", "convert_hf_to_gguf.py"]),
 }
 """Part of a question -> the page or section that it leads to, and what is there in both languages."""
 
