@@ -47,6 +47,16 @@ CASES = {
         LEARNED,
         "Learned: validation loss 7.66 -> 0.101, below the unigram (5.69) and bigram (1.85) baselines.",
     ),
+    "a rise that few tokens may show by chance": (
+        of(at(5.04, 0.784, 0.695, 0.745), 54, validation_tokens=109),
+        LEARNED,
+        "Learned: validation loss 5.04 -> 0.745.",
+    ),
+    "the same rise on many tokens": (
+        of(at(5.04, 0.784, 0.695, 0.745), 54, validation_tokens=10_900),
+        OVERFIT,
+        "Validation loss rises since step 200: 0.695 -> 0.745. Stop earlier.",
+    ),
     "without baselines": (of(at(2.68, 2.1, 1.97, 1.96)), LEARNED, "Learned: validation loss 2.68 -> 1.96."),
     "above the bigrams": (
         of(QUICKSTART[:2], 100, baselines=NGRAMS),

@@ -15,6 +15,9 @@ _FEW_STEPS = 50
 """Optimizer steps below which a curve that still moves is not judged."""
 _SHARE, _OF_FIRST = 0.01, 0.001
 """Two losses differ if by more than 1 % of the larger, and by more than 0.1 % of the first loss."""
+_NATS_OF_A_TOKEN = 1.0
+"""About the standard deviation of a token's loss in nats: means over n tokens that differ by less than this, divided by
+the root of n, may be the same."""
 _LEAST_POINTS = 0.01
 """Two accuracies differ if by more than a percentage point, and by more than two standard errors of their samples."""
 _SKIPPED = 0.05
@@ -38,6 +41,8 @@ class Curves:
     training: Points
     """Training loss, each point a mean over the steps since the one before."""
     validation: Points = ()
+    validation_tokens: int = 0
+    """Trained tokens that a validation loss is the mean of, 0 where it is not known."""
     has_validation: bool = True
     shares: Points = ()
     """The task's own metric on the validation set, such as accuracy: a share, more is better."""
@@ -91,16 +96,18 @@ def _judge_losses(curves: Curves) -> Verdict:
     """Return the verdict on two or more validation losses."""
     points, few = curves.validation, curves.steps < _FEW_STEPS
     first, last, (best_step, best) = points[0][1], points[-1][1], min(points, key=lambda point: point[1])
-    fell, losses = _is_less(last, first, first), _from_to(points)
-    if _is_less(best, last, first) and _is_less(best, first, first):
+    noise = _NATS_OF_A_TOKEN / math.sqrt(curves.validation_tokens) if curves.validation_tokens else 0.0
+    least = max(_OF_FIRST * abs(first), noise)
+    fell, losses = _is_less(last, first, least), _from_to(points)
+    if _is_less(best, last, least) and _is_less(best, first, least):
         later = [loss for step, loss in points if step > best_step]
         values = {"step": f"{best_step:,}", "best": digits(best), "last": digits(last)}
-        if _is_less(last, max(later), first):
+        if _is_less(last, max(later), least):
             text = tr("Validation loss was lowest at step {step}: {best}, at the end {last}.", **values)
         else:
             text = tr("Validation loss rises since step {step}: {best} -> {last}. Stop earlier.", **values)
         return Verdict(OVERFIT, text, best_step)
-    is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], first)
+    is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], least)
     if few and (not fell or is_falling or len(points) < 3):
         return Verdict(
             SHORT, _too_few(curves.steps, tr("validation loss {losses}", losses=losses)), is_falling=is_falling
@@ -186,7 +193,7 @@ def _judge_training(curves: Curves) -> Verdict:
     """Return the verdict on a run without a validation set."""
     ends = _ends(curves.training)
     (_, first), (_, last), losses = ends[0], ends[-1], _from_to(ends)
-    if _is_less(last, first, first):
+    if _is_less(last, first, _OF_FIRST * abs(first)):
         text = tr(
             "No validation set: training loss {losses}, which does not show whether the model does better on new data.",
             losses=losses,
@@ -204,9 +211,9 @@ def _too_few(steps: int, what: str) -> str:
     return tr("{steps} steps are too few: {what}.", steps=steps, what=what)
 
 
-def _is_less(value: float, other: float, first: float) -> bool:
-    """Whether a loss is less than another by more than _SHARE of the larger, and _OF_FIRST of the first."""
-    return other - value > max(_SHARE * max(abs(value), abs(other)), _OF_FIRST * abs(first))
+def _is_less(value: float, other: float, least: float) -> bool:
+    """Whether a loss is less than another by more than _SHARE of the larger, and by more than `least`."""
+    return other - value > max(_SHARE * max(abs(value), abs(other)), least)
 
 
 def _ends(points: Points) -> Points:
@@ -235,6 +242,7 @@ def curves_of(run: Run) -> Curves:
         steps=run.step,
         training=[(step, loss.mean) for step, loss in training],
         validation=[(int(row["step"]), row[EVAL_LOSS]) for row in rows if EVAL_LOSS in row],
+        validation_tokens=int(rows[-1].get("eval_tokens", 0)) if rows else 0,
         has_validation=bool(rows) or (isinstance(splits, dict) and bool(splits.get("validation"))),
         shares=[(int(row["step"]), row[own]) for row in rows if own in row],
         metric=names.get(own, ""),
