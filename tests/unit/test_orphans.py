@@ -173,7 +173,7 @@ def test_who_may_be_the_parent(
     parent = SimpleNamespace(pid=pid, name=lambda: name, cmdline=words.split) if name else None
     process: Any = SimpleNamespace(pid=7, parent=lambda: parent)
     monkeypatch.setattr(os, "getsid", {7: own, pid: session}.__getitem__)
-    assert (orphans.is_orphaned(process, by_kind=True), orphans.is_orphaned(process, by_kind=False)) == taken
+    assert (orphans.is_orphaned(process, is_rank=True), orphans.is_orphaned(process, is_rank=False)) == taken
 
 
 KILLED = """

@@ -13,10 +13,11 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.data.json_lists import JsonListReader
 from toolkit.data.packing import pack, weighted_samples
-from toolkit.data.readers import TABLE_VERSION, _ArrayReader
 from toolkit.data.sources import DataFile, locate_source, usable_rows
 from toolkit.data.store import read_manifest
+from toolkit.data.tables import TABLE_VERSION
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
 from toolkit.messages import DataError
@@ -67,7 +68,7 @@ def test_items_on_one_line_are_rows_of_their_own(tmp_path: Path, indent: int | N
 def test_lines_of_items_are_counted_once(tmp_path: Path, indent: int | None) -> None:
     counted = 0
 
-    class Counting(_ArrayReader):
+    class Counting(JsonListReader):
         def _line_of(self, position: int) -> int:
             nonlocal counted
             counted += position - self.counted

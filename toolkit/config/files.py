@@ -163,7 +163,10 @@ def read(path: Path, kind: Any = None) -> YamlDocument:
 
 
 def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
-    """Parse YAML text; see `read`."""
+    """Return the content of YAML text, a mapping, with the line of each key and list item; `shown` is the file's name
+    in messages, `kind` the section of the schema whose texts stay as typed (see `read`). ConfigError if it is not YAML
+    or not a mapping, has aliases or a key twice, or is nested too deeply.
+    """
     try:
         try:
             values, lines = _parsed(text, shown, _fast_loader(), kind)

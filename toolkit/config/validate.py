@@ -25,6 +25,7 @@ _EITHER = (int | str, bool | str)
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _NODES |= zip(_EITHER, (IntegerNode, BooleanNode), strict=True)
 _NODES[int | float] = FloatNode
+"""Type of a scalar field -> OmegaConf's node that converts what YAML holds to it, or raises ValidationError."""
 
 
 def field_type(path: str) -> Any:

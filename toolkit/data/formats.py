@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.readers import check_characters, parse_line
+from toolkit.data.json_rows import check_characters, parse_line
 from toolkit.data.row_values import (
     REASONING_KEYS,
     MissingKey,

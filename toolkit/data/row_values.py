@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.data.readers import DECODER, check_characters
+from toolkit.data.json_rows import DECODER, check_characters
 from toolkit.messages import RowError, tr
 
 

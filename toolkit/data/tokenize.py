@@ -313,7 +313,6 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
     """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     most_of_sources = [source.max_samples for source in (*data.sources, *data.validation)]
-    paths = (file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES)
     return {
         "code_version": workers.CODE_VERSION,
         "encoder": encoder.fingerprint,
@@ -330,11 +329,20 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
         "max_samples": data.max_samples,
         **({"validation_rows": data.validation_rows} if data.validation_rows and not data.validation else {}),
         **({"max_samples of sources": most_of_sources} if any(most_of_sources) else {}),
-        **({"tables": readers.TABLE_VERSION} if any(map(readers.has_objects, paths)) else {}),
+        **_version_of_tables(files),
         **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
         **({"negatives": cfg.embed.negatives} if cfg.embed.negatives else {}),
         **({"texts": encoder.text_key} if encoder.text_key and workers.TEXTS & {f.row_format for f in files} else {}),
     }
+
+
+def _version_of_tables(files: list[DataFile]) -> dict[str, int]:
+    """Return the version of reading Parquet and Arrow files, if one of them has columns of objects."""
+    if not (paths := [file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES]):
+        return {}
+    from toolkit.data.tables import TABLE_VERSION, has_objects
+
+    return {"tables": TABLE_VERSION} if any(map(has_objects, paths)) else {}
 
 
 class BuildProgress:

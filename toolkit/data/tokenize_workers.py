@@ -243,7 +243,10 @@ class PartBuilder:
         return path, True
 
     def encode(self, block: readers.Block, reader: RowReader) -> Part:
-        """Tokenize a block: return its samples as flat arrays, and the counts of what became of its rows."""
+        """Tokenize a block, unparsed lines or rows of a table (data/sources.py, `read_blocks`), whose format `reader`
+        knows. Return its samples as flat arrays, and counts of what became of its rows. The part is appended to the
+        cache unchanged: `TokenizedCache[sample]` (data/store.py) reads ids and mask from it.
+        """
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))

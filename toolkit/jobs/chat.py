@@ -30,7 +30,10 @@ class Lines(io.TextIOBase):
 
 
 def main(path: str) -> None:
-    """Load a model and answer until stdin ends."""
+    """Load a model and answer the lines of stdin until it ends, as the module's docstring describes.
+
+    The objects go to a copy of stdout; stdout itself becomes stderr, as libraries print there.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # but during an answer
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer

@@ -42,11 +42,11 @@ def exit_with_launcher(ranks: Ranks) -> str:
         rank = psutil.Process()
         if launcher := rank.parent():
             watched.append(launcher.pid)
-        is_lost = is_orphaned(rank, by_kind=True)
+        is_lost = is_orphaned(rank, is_rank=True)
         if launcher and not is_lost and ranks.launcher == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
             if starter := launcher.parent():
                 watched.append(starter.pid)
-            is_lost = is_orphaned(launcher, by_kind=False)
+            is_lost = is_orphaned(launcher, is_rank=False)
         if is_lost:
             return tr(
                 "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
@@ -66,10 +66,11 @@ def _watch(pids: Sequence[int]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
+def is_orphaned(process: psutil.Process, is_rank: bool) -> bool:
     """Return whether the parent of a process has ended, so that process 1, or a reaper, has become its parent.
-    Of a rank (`by_kind`) such a parent says enough, as launchers alone start ranks. A launcher may have been started by
-    process 1, as a service or a container's program: then it leads its session, or is in its parent's.
+    For a rank (`is_rank`) such a parent is proof, unless it is a launcher (_PREFIXES), as in a container: nothing
+    else starts ranks. A launcher may have been started by process 1 on purpose, as a service or a container's program:
+    then it leads its session, or is in its parent's.
     """
     parent = process.parent()
     if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):
@@ -77,4 +78,4 @@ def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
     words = parent.cmdline()
     if not words or any(name.startswith(_PREFIXES) for name in (parent.name(), Path(words[0]).name)):
         return False
-    return by_kind or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))
+    return is_rank or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))

@@ -123,7 +123,10 @@ class SpanTokenizer:
             self._choose_mark(openings)
 
     def _choose_mark(self, openings: Openings) -> None:
-        """Look up the ids of openings and endings; set `mark` if all openings begin with a token to split texts at."""
+        """Look up the ids of openings and endings; set `mark` if all openings begin with the same added token, at which
+        texts can be split before they are tokenized. Not if the tokenizer matches it in normalized text or strips space
+        or looks at letters around it, nor if it is a part of another added token: a split would give other ids.
+        """
         backend = self._backend()
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         self.opening_ids = {text: backend.encode(text, add_special_tokens=False).ids for text in openings.texts}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit.config import schema
 from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, reading, tr
-from toolkit.models import directory, named_templates
+from toolkit.models import directory
 from toolkit.models.chat_template import TemplateChatEncoder
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def load_tokenizer(
         if is_saved and (saved := directory.saved_template(folder)) not in default_templates:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
     if chat_template:
-        named_templates.use_template(tokenizer, chat_template)
+        from toolkit.models.named_templates import use_template
+
+        use_template(tokenizer, chat_template)
     return tokenizer
 
 

@@ -19,7 +19,6 @@ from jinja2 import TemplateError
 
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, shortened, tr
 from toolkit.models.answer_spans import MERGED_CHARS, Encoded, Openings, Span, SpanTokenizer
-from toolkit.models.named_templates import template_setting
 from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
 from toolkit.models.shield import Shield, any_of
 
@@ -73,6 +72,12 @@ with: GLM-4.7's default begins the reasoning, that of Qwen3.5's small models end
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
+def _template_setting(tokenizer: "PreTrainedTokenizerBase", *features: str) -> str:
+    from toolkit.models.named_templates import template_setting  # for errors alone
+
+    return template_setting(tokenizer, *features)
+
+
 class TemplateChatEncoder:
     """Encodes through a tokenizer's own chat template; control strings in messages stay text.
 
@@ -90,7 +95,7 @@ class TemplateChatEncoder:
             raise ModelError(
                 "The tokenizer '{name}' has no chat template. Name one: {setting}.",
                 name=tokenizer.name_or_path,
-                setting=template_setting(tokenizer),
+                setting=_template_setting(tokenizer),
             )
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -449,7 +454,7 @@ class TemplateChatEncoder:
                     "message {number}: the chat template has no place for {what}, which would be lost. Write it into "
                     "the text of the message as the model is to write it, or give another template: {setting}",
                     number=number,
-                    setting=template_setting(self.tokenizer, lost),
+                    setting=_template_setting(self.tokenizer, lost),
                     what=kinds[lost],
                 )
 
@@ -509,7 +514,7 @@ class TemplateChatEncoder:
             raise RowError(
                 "the chat template leaves out the reasoning of an answer that is to be trained. Give one that keeps "
                 "it: {setting}",
-                setting=template_setting(self.tokenizer, "reasoning"),
+                setting=_template_setting(self.tokenizer, "reasoning"),
             )
         if not self.train_thinking and message["role"] == "assistant":
             other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}

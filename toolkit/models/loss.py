@@ -337,7 +337,9 @@ def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
 
 
 def loss_head(engine: Any) -> LossHead:
-    """Return the `LossHead` of an engine or a model, made at the first call."""
+    """Return the `LossHead` of an engine or a model: a run's is made by tasks/language_model.py (`adapt`), with
+    `kernels.loss`; for a model without one it is made here.
+    """
     module = getattr(engine, "module", engine)
     head = getattr(module, "loss_head", None)
     if head is None:

@@ -25,7 +25,7 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say, tr, warn
-from toolkit.models import attention, chat, directory, loss, named_templates
+from toolkit.models import attention, chat, directory, loss
 from toolkit.terminal import phase
 
 if TYPE_CHECKING:
@@ -218,7 +218,9 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
     else:
         tokenizer = chat.fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
         if model.chat_template:
-            named_templates.use_template(tokenizer, model.chat_template)
+            from toolkit.models.named_templates import use_template
+
+            use_template(tokenizer, model.chat_template)
     return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 

@@ -54,6 +54,7 @@ class RunContext:
     engine: DeepSpeedEngine
     guard: StepGuard
     files: ModelFiles
+    """Of `Task.model_files`, made in `Trainer.build`: config, tokenizer and adapter settings that exports get."""
     checkpointer: Checkpointer
     start: RunState
     """Where the run begins, and what is the same in all its checkpoints."""
