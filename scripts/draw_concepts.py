@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import yaml
+
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 STYLE = """
 svg { font: 14px system-ui, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", sans-serif }
@@ -19,67 +21,8 @@ svg { font: 14px system-ui, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "PingFa
 .arrow { stroke: #9da7b3 } .head { fill: #9da7b3 }
 .a { fill: #388bfd } .b { fill: #bb6a1e } .c { fill: #2f8f46 }
 }"""
-TEXTS: dict[str, dict[str, Any]] = {
-    "en": {
-        "flow": "From a recipe to a model",
-        "recipe": ["Recipe", "YAML, arguments"],
-        "check": ["Checks", "keys, rules, memory"],
-        "json": ["ds_config.json", "made for DeepSpeed"],
-        "engine": ["Engine", "runs DeepSpeed"],
-        "export": ["Export", "Hugging Face model"],
-        "data": ["Your data", "JSONL, Parquet, …"],
-        "cache": ["Tokenized cache", "template, loss mask"],
-        "batch": ["Batches", "packed or padded"],
-        "run": ["Run directory", "metrics, report"],
-        "kept": ["Checkpoints", "to resume from"],
-        "zero": "What four ranks hold under each ZeRO stage",
-        "stages": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
-        "split": ["splits nothing", "splits optimizer states", "+ gradients", "+ parameters"],
-        "parts": ["parameters", "gradients", "optimizer states"],
-        "empty": "held by another rank",
-        "rank": "rank",
-        "packing": "Three conversations packed into one sequence",
-        "tokens": "tokens",
-        "turns": ["q", "a"],
-        "trained": "trained",
-        "positions": "position",
-        "attention": [
-            "Attention: a row sees the",
-            "filled columns, which are",
-            "earlier tokens of its own",
-            "conversation.",
-        ],
-        "legend": ["question: read, not trained", "answer: trained"],
-        "colours": "one colour per conversation",
-    },
-    "zh": {
-        "flow": "从配方到模型",
-        "recipe": ["配方", "YAML、命令行参数"],
-        "check": ["检查", "配置项、规则、显存"],
-        "json": ["ds_config.json", "DeepSpeed 配置文件"],
-        "engine": ["训练引擎", "运行 DeepSpeed"],
-        "export": ["导出", "Hugging Face 模型"],
-        "data": ["你的数据", "JSONL、Parquet 等"],
-        "cache": ["分词缓存", "对话模板、损失掩码"],
-        "batch": ["batch", "packing 或填充"],
-        "run": ["训练输出目录", "指标、报告"],
-        "kept": ["检查点", "用于断点续训"],
-        "zero": "各 ZeRO 阶段下，四个 rank 各自保存什么",
-        "stages": ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
-        "split": ["不切分", "切分优化器状态", "再切分梯度", "再切分参数"],
-        "parts": ["参数", "梯度", "优化器状态"],
-        "empty": "由其他 rank 保存",
-        "rank": "rank",
-        "packing": "把三段对话打包成一个序列（packing）",
-        "tokens": "token",
-        "turns": ["问", "答"],
-        "trained": "参与训练",
-        "positions": "位置编号",
-        "attention": ["注意力：每一行只能看到", "有颜色的列，即同一段", "对话里自己和之前的", "token。"],
-        "legend": ["提问：只读入，不训练", "回答：参与训练"],
-        "colours": "每段对话一种颜色",
-    },
-}
+TEXTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""Language -> the words of the pictures."""
 """What the pictures say, by language."""
 SEGMENTS = ((2, 3), (1, 2), (2, 2))
 """Tokens of the question and of the answer of each conversation."""

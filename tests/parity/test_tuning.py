@@ -533,7 +533,7 @@ def prove(model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(export_adapter, "gathered_parameters", gathered)
     with monkeypatch.context() as without_files:
-        for opener in ("load_model", "stream", "_open", "empty"):
+        for opener in ("load_model", "stream_parameters", "_open_directory", "load_empty"):
             without_files.delattr(load_module, opener)
         export_adapter.prove_adapter(SimpleNamespace(module=model), folder)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
