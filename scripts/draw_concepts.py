@@ -21,7 +21,7 @@ svg { font: 14px system-ui, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "PingFa
 .arrow { stroke: #9da7b3 } .head { fill: #9da7b3 }
 .a { fill: #388bfd } .b { fill: #bb6a1e } .c { fill: #2f8f46 }
 }"""
-TEXTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TEXTS: dict[str, dict[str, Any]] = yaml.safe_load((IMAGES / "concepts.yaml").read_text(encoding="utf-8"))
 """Language -> the words of the pictures."""
 """What the pictures say, by language."""
 SEGMENTS = ((2, 3), (1, 2), (2, 2))

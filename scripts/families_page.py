@@ -30,7 +30,7 @@ PLANS = {
     "full": ["tuning=full", "zero=stage3", "gpus=8x80GB"],
 }
 """What is planned of each model, with recipe=lora."""
-FAMILIES = yaml.safe_load((ROOT / "scripts" / "families.yaml").read_text(encoding="utf-8"))
+FAMILIES = yaml.safe_load((ROOT / "docs" / "families.yaml").read_text(encoding="utf-8"))
 EXAMPLES = ("chatglm3_6b", "glm4_0414_9b", "qwen3_8b", "qwen35_4b")
 """Models that a family's commands name; else its first one."""
 TEXTS: dict[str, dict[str, Any]] = {
