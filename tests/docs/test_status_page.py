@@ -37,7 +37,7 @@ def test_the_page_is_short() -> None:
 
 
 def test_the_readme_says_whether_anything_has_run_on_a_gpu() -> None:
-    for page, says in (("README.md", "not on GPUs yet"), ("README_zh.md", "尚未在 GPU 上测试")):
+    for page, says in (("README.md", "no GPU run yet"), ("README_zh.md", "还没有在 GPU 上运行过")):
         assert (says in (ROOT / page).read_text(encoding="utf-8")) == (not gpu_dates(RESULTS)), page
 
 
