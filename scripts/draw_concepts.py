@@ -79,8 +79,8 @@ def zero(say: dict[str, Any]) -> Iterator[str]:
                 y += height + 4
             yield text(x + 20, 278, str(rank), "note")
         yield text(left + 92, 296, say["rank"], "note")
-    for place, (kind, words) in enumerate(zip("abc", say["parts"], strict=True)):
-        yield rect(20 + 170 * place, 314, 14, 14, kind) + text(40 + 170 * place, 326, words, "", "start")
+    for column, (kind, words) in enumerate(zip("abc", say["parts"], strict=True)):
+        yield rect(20 + 170 * column, 314, 14, 14, kind) + text(40 + 170 * column, 326, words, "", "start")
     yield rect(530.5, 314.5, 13, 13, "off") + text(550, 326, say["empty"], "", "start")
 
 
@@ -93,17 +93,17 @@ def packing(say: dict[str, Any]) -> Iterator[str]:
     ]
     for row, name in enumerate(("tokens", "trained", "positions")):
         yield text(20, 72 + 34 * row, say[name], "", "start")
-    for place, (segment, is_trained, position) in enumerate(tokens):
-        x = 110 + 34 * place
+    for row, (segment, is_trained, position) in enumerate(tokens):
+        x = 110 + 34 * row
         yield rect(x, 52, 30, 30, "abc"[segment] + ("" if is_trained else " fade"), 4)
         yield text(x + 15, 72, say["turns"][is_trained]) + text(x + 15, 106, "✓" if is_trained else "·")
         yield text(x + 15, 140, str(position))
-        for before, (other, _, _) in enumerate(tokens[: place + 1]):
-            here = 110 + 14 * before, 166 + 14 * place, 13, 13
+        for before, (other, _, _) in enumerate(tokens[: row + 1]):
+            here = 110 + 14 * before, 166 + 14 * row, 13, 13
             yield rect(*here, "abc"[segment]) if other == segment else ""
         for column in range(len(tokens)):
-            if column > place or tokens[column][0] != segment:
-                yield rect(110.5 + 14 * column, 166.5 + 14 * place, 12, 12, "off")
+            if column > row or tokens[column][0] != segment:
+                yield rect(110.5 + 14 * column, 166.5 + 14 * row, 12, 12, "off")
     for row, words in enumerate(say["attention"]):
         yield text(300, 190 + 20 * row, words, "", "start")
     yield rect(300, 276, 14, 14, "a fade", 2) + text(322, 288, say["legend"][0], "note", "start")

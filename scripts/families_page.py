@@ -75,9 +75,9 @@ def plan(model: str) -> dict[str, Any]:
     for method, words in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
-            given = ["plan", "recipe=lora", f"model={model}", "host_memory=1TB", f"output={file}", *words]
+            command = ["plan", "recipe=lora", f"model={model}", "host_memory=1TB", f"output={file}", *words]
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                toolkit_main(given)
+                toolkit_main(command)
             figures[method] = None
             if file.exists():
                 planned = json.loads(file.read_text(encoding="utf-8"))
@@ -96,22 +96,24 @@ def filled(page: str, language: str) -> str:
 
 def section(family: str, figures: dict[str, Any], language: str) -> str:
     """Return the section of a family."""
-    say, known = TEXTS[language], FAMILIES[family]
-    mine = {name: at for name, at in models().items() if re.match(known["models"], name)}
-    lines = [f"## {family}\n", known[language] + "\n", row(say["columns"]), row(["---"] * 5)]
-    for name, at in mine.items():
+    say, facts = TEXTS[language], FAMILIES[family]
+    members = {name: at for name, at in models().items() if re.match(facts["models"], name)}
+    lines = [f"## {family}\n", facts[language] + "\n", row(say["columns"]), row(["---"] * 5)]
+    for name, at in members.items():
         size = figures[name]["parameters"] / 1e9
         cells = ["–" if figures[name][method] is None else f"{figures[name][method]:g} GiB" for method in PLANS]
         lines.append(row([f"{at['name']}: `{name}`", f"{size:.3g}B", *cells]))
-    name = next((one for one in EXAMPLES if one in mine), next(iter(mine)))
-    at = mine[name]
+    name = next((example for example in EXAMPLES if example in members), next(iter(members)))
+    at = members[name]
     lines += ["", "```bash", f"hf download {at['hub_id']} --local-dir /models/{name}"]
     if "modelscope_id" in at:
         lines.append(f"modelscope download --model {at['modelscope_id']} --local_dir /models/{name}")
     lines.append(f"toolkit launch --num_gpus 1 recipe=lora model={name} model.path=/models/{name} data=chat.jsonl")
-    named = [f"`{recipe}`" for one in mine.values() for recipe in recipes().get(one["name"], []) if recipe != "lora"]
+    named = [
+        f"`{recipe}`" for member in members.values() for recipe in recipes().get(member["name"], []) if recipe != "lora"
+    ]
     lines += ["```", ""]
-    if len(mine) > 1:
+    if len(members) > 1:
         lines += [say["other"], ""]
     if named:
         lines += [say["recipes"].format(say["comma"].join(named)), ""]

@@ -88,10 +88,10 @@ class _Answers(BaseHTTPRequestHandler):
             self._answer({"files": modes})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects: list[dict[str, Any]] = []
-            for one in json.loads(body)["objects"]:
-                href = {"href": f"{self.server.url}/lfs/{one['oid']}"}
-                is_there = one["oid"] in self.server.stored
-                objects.append(one if is_there else {**one, "actions": {"upload": href}})
+            for wanted in json.loads(body)["objects"]:
+                href = {"href": f"{self.server.url}/lfs/{wanted['oid']}"}
+                is_there = wanted["oid"] in self.server.stored
+                objects.append(wanted if is_there else {**wanted, "actions": {"upload": href}})
             self._answer({"transfer": "basic", "objects": objects})
         elif self.path == "/api/validate-yaml":  # the card's front matter
             self._answer({"errors": [], "warnings": []})

@@ -278,12 +278,18 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
     raise error(joined(sentence, tr("Did you mean '{name}'?", name=path.parent / name) if name else ""))
 
 
-def quoted(path: Path) -> str:
-    """Return a path as the value of an override: Hydra takes characters beyond the plainest in quotes only."""
-    text = str(path)
-    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+_NO_TEXT = re.compile(r"true|false|null|[-+]?(?:\.?\d[\d_.]*(?:e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
+"""What Hydra reads as another value than a text."""
+
+
+def quoted(value: str | Path) -> str:
+    """Return a text or path as the value of an override, in the quotes that Hydra's grammar may need."""
+    text = str(value)
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII) and not _NO_TEXT.fullmatch(text):
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # In quotes a backslash stays as it is unless a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def is_hub_name(path: str) -> bool:
@@ -291,12 +297,16 @@ def is_hub_name(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not os.path.exists(path)
 
 
-_DATA_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *TABLE_SUFFIXES)
+PACKED_SUFFIXES = (".gz", ".zst")
+"""Ends of data files' names."""
 
 
 def is_dataset_name(name: str) -> bool:
     """Return whether a text names a dataset on Hugging Face, not a file or directory that is, or should be, here."""
-    return is_hub_name(name) and not name.endswith(_DATA_FILES) and not os.path.isdir(name.partition("/")[0])
+    is_file_name = name.endswith((*DATA_SUFFIXES, *PACKED_SUFFIXES, ".txt"))
+    return is_hub_name(name) and not is_file_name and not os.path.isdir(name.partition("/")[0])
 
 
 def source_of(text: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.config.files import located
+from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
 from toolkit.data.json_rows import UTF16_MARKS, first_repeated, json_error, parse_line
 from toolkit.disk import matching, walk
@@ -27,9 +27,6 @@ _BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{_FACT}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\s
 """What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 
 
-TABLE_SUFFIXES = (".parquet", ".arrow")
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *TABLE_SUFFIXES)
-_PACKED = (".gz", ".zst")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LARGEST_LINE_BYTES = 1 << 28
 _MOST_UNPACKED = 200
@@ -67,7 +64,7 @@ def files_of(source: SourceConfig) -> list[Path]:
             raise DataError(
                 "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
                 path=path,
-                suffixes=", ".join(SUFFIXES),
+                suffixes=", ".join(DATA_SUFFIXES),
             )
     elif os.path.isfile(path):  # not the method of paths, which raises of a name that is too long
         files = [path]
@@ -82,7 +79,7 @@ def files_of(source: SourceConfig) -> list[Path]:
             )
     for file in files:
         suffixes = file.suffixes[-2:]
-        if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in _PACKED:
+        if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
             raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
         if file.stat().st_size == 0:
             raise DataError("The data file '{path}' is empty.", path=file)
@@ -102,7 +99,7 @@ def _data_files_below(folder: Path) -> list[Path]:
 
     walked = walk(folder, str(folder), is_visible, raise_error)
     paths = (directory / name for directory, names in walked for name in names)
-    files = [path for path in paths if is_visible(path) and _uncompressed_name(path.name).endswith(SUFFIXES)]
+    files = [path for path in paths if is_visible(path) and _uncompressed_name(path.name).endswith(DATA_SUFFIXES)]
     for path in files:
         if not os.path.exists(path):
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
@@ -174,11 +171,10 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         item = 0
         if name.endswith((".csv", ".tsv")):
             rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
-        elif file.peek(4096)[:4096].removeprefix(BOM).lstrip(b" \t\r\n")[:1] == b"[":
-            # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
-            rows, item = _list_items(file, path), 1
-        elif start := _start_of_row_list(file, path, {*_FIELDS, *columns}):
-            rows, item = _list_items(file, path, start), 1
+        elif (start := _start_of_row_list(file, path, {*_FIELDS, *columns})) is not None:
+            from toolkit.data.json_lists import JsonListReader
+
+            rows, item = JsonListReader(file, path, start).items(), 1
         else:
             yield from _line_blocks(file, raw, path, least_bytes)
             return
@@ -189,27 +185,24 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 item += len(content) if item else 0
 
 
-def _list_items(file: IO[bytes], path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
-    from toolkit.data.json_lists import JsonListReader
-
-    return JsonListReader(file, path, start).items()
-
-
-def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int:
-    """Return the character at which the list of rows begins in a file like {"version": 1, "data": [{…}, …]}; 0 if the
-    file has no such form, as JSON lines. `columns`: keys that rows have.
+def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int | None:
+    """Return the character at which the list of rows begins in a file like {"version": 1, "data": [{…}, …]}, 0 if the
+    file is a list, None if it holds JSON lines. `columns`: keys that rows have. Decided by content, not by name: JSONL
+    in a .json file is common, and so is the opposite.
     """
     text = file.peek(4096)[:4096].decode("utf-8", "ignore").removeprefix("\ufeff")
+    if text.lstrip(" \t\r\n").startswith("["):
+        return 0
     match = _BEFORE_ROWS.match(text)
     if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
-        return 0
+        return None
     if "\n" not in match[0].strip():
         with _opened(path) as (again, _):
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if again.read(_CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
-                    return 0
+                    return None
     return match.end()
 
 

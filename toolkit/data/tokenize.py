@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
 from toolkit.data.formats import reader_of
@@ -338,7 +339,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
 
 def _version_of_tables(files: list[DataFile]) -> dict[str, int]:
     """Return the version of reading Parquet and Arrow files, if one of them has columns of objects."""
-    if not (paths := [file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES]):
+    if not (paths := [file.path for file in files if file.path.suffix.lower() in TABLE_SUFFIXES]):
         return {}
     from toolkit.data.tables import TABLE_VERSION, has_objects
 

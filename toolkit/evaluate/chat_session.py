@@ -111,11 +111,7 @@ class ChatSession:
         """Generate an answer, print it as it is generated, and add question and answer to the conversation."""
         stream = AnswerStream(self.encoder, _print)
         try:
-            prompt = self._prompt(question)
-            sampling = replace(self.sampling, seed=self.sampling.seed + self.asked)
-            self.asked += 1
-            [ids] = generate(self.model, self.encoder, [prompt], sampling, self.model.device, streamer=stream)
-            answer = decode_answer(self.encoder, ids)
+            answer = self.ask(question, stream)
             _print("\n")
         except KeyboardInterrupt:
             if not self.is_terminal:
@@ -124,7 +120,19 @@ class ChatSession:
             _print("\n")
             _print_notice(tr("Stopped."))
         if answer:
-            self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            self.remember(question, answer)
+
+    def ask(self, question: str, stream: "AnswerStream | None" = None) -> str:
+        """Return the model's answer to a question after all that was said before; `stream` gets it as it comes."""
+        prompt = self._prompt(question)
+        sampling = replace(self.sampling, seed=self.sampling.seed + self.asked)
+        self.asked += 1
+        [ids] = generate(self.model, self.encoder, [prompt], sampling, self.model.device, streamer=stream)
+        return decode_answer(self.encoder, ids)
+
+    def remember(self, question: str, answer: str) -> None:
+        """Add a question and its answer to the conversation."""
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def _prompt(self, question: str) -> list[int]:
         """Return the prompt, after dropping the oldest turns if the context window is full; ModelError if even the

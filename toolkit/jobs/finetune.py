@@ -2,7 +2,6 @@
 second way to train; checks and errors are the command's.
 """
 
-import re
 import signal
 import subprocess
 import sys
@@ -15,12 +14,11 @@ from typing import Any
 
 from toolkit import children
 from toolkit.arguments import parse_checked
+from toolkit.config.files import quoted
 from toolkit.disk import json_lines
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, RunFailed, Stopped, tr
 
-_PLAIN = re.compile(r"(?!(?:true|false|null)$)[A-Za-z_/.][\w./:+-]*", re.ASCII | re.IGNORECASE)
-"""Texts that need no quotes in Hydra's grammar."""
 _LAST_LINES = 20
 
 
@@ -100,26 +98,27 @@ class Run:
 
 
 class Chat:
-    """A conversation: `chat("question")` returns the answer, and remembers both."""
+    """A conversation: `chat("question")` returns the answer, and remembers both, as `toolkit chat` does."""
 
     def __init__(self, model: Any, encoder: Any, *, system: str = "", **sampling: Any) -> None:
-        from toolkit.evaluate.generate import Sampling, check_system
+        from toolkit.evaluate.chat_session import ChatSession
+        from toolkit.evaluate.generate import Sampling
 
-        check_system(encoder, system)
-        self._model, self._encoder = model, encoder
-        self._sampling = Sampling(**{"max_new_tokens": 512, **sampling})
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self._session = ChatSession(model, encoder, Sampling(**{"max_new_tokens": 512, **sampling}), False, "")
+        self._session.set_system(system)
 
     def __call__(self, question: str) -> str:
         """Return the model's answer to a question after all that was said before."""
-        from toolkit.evaluate.generate import decode_answer, generate
-
-        messages = [*self.messages, {"role": "user", "content": question}]
-        prompt = self._encoder.prompt(messages)
-        [ids] = generate(self._model, self._encoder, [prompt], self._sampling, self._model.device)
-        answer = decode_answer(self._encoder, ids)
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        answer = self._session.ask(question)
+        self._session.remember(question, answer)
         return answer
+
+    @property
+    def messages(self) -> list[Any]:
+        """What was said: the system message, questions and answers."""
+        from toolkit.evaluate.generate import with_system
+
+        return with_system(self._session.history, self._session.system)
 
 
 def override_words(settings: Mapping[str, Any]) -> list[str]:
@@ -145,11 +144,7 @@ def _as_written(value: Any) -> str:
         return "{" + ",".join(f"{key}:{_as_written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_as_written, value)) + "]"
-    text = str(value)
-    if _PLAIN.fullmatch(text):
-        return text
-    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
+    return quoted(str(value))
 
 
 def _run_command(command: list[str], quiet: bool) -> tuple[int, str]:

@@ -107,11 +107,8 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
-        """Publish the previous checkpoint and begin to write this state's; the last is probed, as no step follows.
-
-        Nothing is written without room on the disk (`refusal`), or if weights or optimizer states hold NaN or Inf
-        (`self.ruin`): earlier checkpoints stay. One is good at once if its logits or an evaluation at its step are
-        finite; others become so by the next step whose loss is finite.
+        """Publish the previous checkpoint and begin this state's, unless the disk lacks room (`refusal`), or weights or
+        optimizer states hold NaN or Inf (`self.ruin`). The last is probed, as no step follows that could show it good.
         """
         self.finish()
         name = directory.checkpoint_name(state.step)
