@@ -5,7 +5,6 @@ STEP:TASK goes on with a run of the same words as if it had died after that step
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import convert_worker
 import pytest
+import sessions_worker
 import torch
 from torch import nn
 from torch.nn import functional
@@ -95,17 +95,12 @@ def example(name: str) -> Callable[[list[str]], Path]:
     return module.main
 
 
-def die(words: list[str], step: int) -> list[str]:
+def resume_after(words: list[str], step: int) -> list[str]:
     """Leave of a run what one has that died after a step's checkpoint, and return the words of its successor."""
     given = dict(word.split("=", 1) for word in words)
     folder, name = Path(given["run.dir"]), given["run.name"]
     if process_group.rank() == 0:
-        being_written = shutil.ignore_patterns(".heartbeat-*")  # until the next run begins
-        shutil.copytree(folder / name, folder / f"{name}-again", ignore=being_written)
-        (folder / f"{name}-again" / "DONE").unlink()
-        for checkpoint in (folder / f"{name}-again" / "checkpoints").glob("step-*"):
-            if int(checkpoint.name.removeprefix("step-")) > step:
-                shutil.rmtree(checkpoint)
+        sessions_worker.die(str(folder / name), step, str(folder / f"{name}-again"))
     process_group.barrier()
     return [word for word in words if not word.startswith("run.name=")] + [f"run.name={name}-again"]
 
@@ -153,7 +148,7 @@ def main() -> None:
     check_gathering()
     for task, words in jobs:
         step, _, name = task.rpartition(":")
-        TASKS[name](die(words, int(step)) if step else words)
+        TASKS[name](resume_after(words, int(step)) if step else words)
     process_group.stop()
     os._exit(0)
 

@@ -37,7 +37,8 @@ from toolkit.messages import set_language
 
 def die(of: str, step: int, folder: str) -> None:
     """Copy a finished run, without what it did after a checkpoint but for the log."""
-    shutil.copytree(of, folder, ignore=shutil.ignore_patterns(".heartbeat-*"))  # written until the next run begins
+    # Other ranks may still be leaving: these come and go until the next run begins.
+    shutil.copytree(of, folder, ignore=shutil.ignore_patterns(".heartbeat-*", ".rank-*"))
     (Path(folder) / "DONE").unlink()
     for checkpoint in (Path(folder) / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
