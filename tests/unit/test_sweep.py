@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from toolkit.cli import _dispatch
-from toolkit.config.load import grid, load, split_axes
+from toolkit.config.load import load
+from toolkit.config.sweep_axes import grid, split_axes
 from toolkit.extras import sweep as sweeps
 from toolkit.extras.cli import sweep
 from toolkit.extras.sweep import read_result

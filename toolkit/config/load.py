@@ -12,12 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate, product
-from math import inf
+from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hydra import initialize_config_dir
@@ -25,14 +22,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from toolkit.config import dotted_keys, files, objective, schema
-from toolkit.config.validate import Place, TreeReader, about, field_type, is_foreign, unknown_key
+from toolkit.config import data_forms, dotted_keys, files, objective, schema
+from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all, learn_from
 
@@ -43,13 +40,6 @@ _CHOSEN_RECIPE = "chosen"
 that it builds on."""
 _MULTIPLE_CHOICE = ("track",)
 """Groups that allow several choices: track=[tensorboard,wandb]."""
-_SOURCES = ("sources", "validation")
-_OF_SOURCE = {
-    name: kind
-    for name, kind in dotted_keys.types_of(schema.SourceConfig).items()
-    if name not in dotted_keys.types_of(schema.DataConfig)
-}
-"""Keys of a source, which may stand in `data` itself where it has one: data.path, data.columns."""
 _MAX_SHOWN_CHARS = 200
 """Characters of an argument that a message quotes."""
 
@@ -139,14 +129,14 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             # Values of conf/ are not chosen by a user.
             loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
             _merge(tree, document.values, *filter(None, package.split(".")))
-            all_problems.attempt(_set_source, tree, document.source, document.place("data"))
+            all_problems.attempt(data_forms.set_source, tree, document.source, document.place("data"))
         loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
         loaded.layers |= dict.fromkeys(typed.keys, TYPED)
         loaded.explicit |= typed.keys
         for key, value in typed.values:
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
-        all_problems.attempt(_set_source, tree, typed.source, tr("command line"))
+        all_problems.attempt(data_forms.set_source, tree, typed.source, tr("command line"))
         if "${" in repr(tree):  # resolves references to other keys, such as ${run.name}
             values = to_plain(schema.RunConfig())
             _merge(values, tree)
@@ -268,7 +258,7 @@ def _parse(word: str) -> Override:
         limit, shown = files.DEEPEST_NESTING, word[:_MAX_SHOWN_CHARS]
         raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
     try:
-        override = OverridesParser.create().parse_override(quoted(word))
+        override = OverridesParser.create().parse_override(quote_text(word))
         if override.package is not None:
             raise HydraException("no packages")
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
@@ -286,7 +276,7 @@ def _parse(word: str) -> Override:
     return override
 
 
-def quoted(word: str) -> str:
+def quote_text(word: str) -> str:
     """Quote texts with other characters than ASCII in an argument, as Hydra's grammar requires."""
     key, equals, value = word.partition("=")
     if value.isascii() or re.search(r"""['"\\]""", value):
@@ -340,26 +330,27 @@ class _CommandLine:
         """Check one argument, and add what it sets to this object."""
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
-            _expand_data(value, location)
-            inner = [name for name in _OF_SOURCE if name in value]
+            data_forms.expand(value, location)
+            inner = [name for name in data_forms.SOURCE_KEYS if name in value]
             for name in inner:
                 self._takes_source(f"data.{name}", value.pop(name), location, problems)
             if inner and not value:
                 return
         # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
-        if key == "data.validation" and (split := _split_off(value, location)):
+        if key == "data.validation" and (split := data_forms.validation_split(value, location)):
             self.values += [(f"data.{name}", inner) for name, inner in split.items()]
             self.keys.update(f"data.{name}" for name in split)
             return
         is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
-        if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
+        if key == "data" and (is_list or (data_forms.is_path(value) and value not in groups["data"])):
             key = "data.sources"
-        value = _sources(value) if key in [f"data.{name}" for name in _SOURCES] else _stage(key, value)
+        is_source_list = key in ("data.sources", "data.validation")
+        value = data_forms.as_sources(value) if is_source_list else _stage(key, value)
         if _is_choice(key, value, groups, location):
             self.choices[key] = value
             return
         typed = str(override.input_line).partition("=")[2].strip()
-        is_text = _OF_SOURCE.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
+        is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
         if self._takes_source(key, typed if is_text else value, location, problems):
             return
         kind, before = field_type(key), problems.count
@@ -379,13 +370,15 @@ class _CommandLine:
         """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
         parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
         section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
-        if section != "data" or name not in _OF_SOURCE or len(inner) > (name == "columns"):
+        if section != "data" or name not in data_forms.SOURCE_KEYS or len(inner) > (name == "columns"):
             return False
-        read = _read_source({name: {inner[0]: value} if inner else value}, partial(_always, location), problems)
+        read = data_forms.read_source(
+            {name: {inner[0]: value} if inner else value}, partial(_always, location), problems
+        )
         _merge(self.source, read)
         self.keys.add("data.sources")
         if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
-            raise _two_sources(name, location)
+            raise data_forms.two_sources(name, location)
         return True
 
 
@@ -406,91 +399,9 @@ def _texts(value: Any, typed: str) -> Any:
     return dict(zip(value, texts, strict=True)) if is_map else texts
 
 
-def _sources(value: Any) -> Any:
-    """Return a list of sources in which a text alone stands for a path or a name on the Hub; anything else as it is."""
-    listed = [value] if isinstance(value, dict) or (isinstance(value, str) and "${" not in value) else value
-    if not isinstance(listed, list):
-        return value
-    return [files.source_of(item) if isinstance(item, str) and "${" not in item else item for item in listed]
-
-
-def _split_off(value: Any, location: str) -> dict[str, Any]:
-    """Return the keys of `data` that stand for a number of rows or a fraction as `data.validation`; {} for sources. All
-    of them, lest one of a lower layer decides. ConfigError for a number that is neither.
-    """
-    number, text = value, value.strip() if isinstance(value, str) else ""
-    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
-        number = float(Fraction(text.rstrip("% ")) / 100)
-    elif re.fullmatch(r"\d+(\.\d+)?", text) and not os.path.exists(text):
-        number = float(text) if "." in text else int(text)
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return {}
-    is_count = isinstance(number, int) and number >= 1
-    if not is_count and not 0 <= number < 1:
-        raise about(
-            tr(
-                "{place}: 'data.validation' = {value} must be a number of rows (500), a fraction below 1 (0.05 or 5%), "
-                "or files.",
-                place=location,
-                value=value,
-            ),
-            "data.validation",
-        )
-    fraction = schema.DataConfig().validation_fraction if is_count else number
-    return {"validation": [], "validation_rows": number if is_count else 0, "validation_fraction": float(fraction)}
-
-
-def _expand_data(data: dict[str, Any], location: str) -> None:
-    """Replace the short forms in a section `data`: texts for sources, a number for validation data."""
-    if "validation" in data and (split := _split_off(data["validation"], location)):
-        data.update(split)
-    data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
-
-
-def _read_source(values: dict[str, Any], locate: Place, problems: Problems) -> dict[str, Any]:
-    """Return what `data` says of its only source, checked, and without what is wrong."""
-    right: dict[str, Any] = {}
-    for name, value in values.items():
-        own_problems = Problems()
-        TreeReader(locate, own_problems).read(value, _OF_SOURCE[name], f"data.{name}")
-        right |= {} if own_problems.errors else {name: value}
-        for error in own_problems.errors:
-            error.keys = (*error.keys, "data.sources[0]")  # its rows cannot be judged
-            problems.add(error)
-    return right
-
-
-def _set_source(tree: dict[str, Any], values: dict[str, Any], location: str) -> None:
-    """Set keys of the only source; with a path or a name on the Hub it is a new one."""
-    if not values:
-        return
-    data = tree.setdefault("data", {})
-    sources = [{}] if {"path", "hub"} & values.keys() else data.get("sources", [])
-    if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], dict):
-        raise ConfigError(
-            "{place}: data.{name} is for a single source, but data.sources has {count}. Add data.path=FILE, or write "
-            "it into each: data.sources=[{{path: FILE, {name}: …}}, …]",
-            place=location,
-            name=next(iter(values)),
-            count=len(sources),
-        )
-    data["sources"] = [{**sources[0], **values}]
-
-
-def _two_sources(name: str, location: str) -> ConfigError:
-    return ConfigError(
-        "{place}: data.{name} and data.sources both name data. Keep one of them.", place=location, name=name
-    )
-
-
 def _stage(group: str, value: Any) -> Any:
     """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
     return f"stage{value}" if group == "zero" and value in (0, 1, 2, 3) and not isinstance(value, bool) else value
-
-
-def _is_path(value: Any) -> bool:
-    """Return whether a value looks like a file or directory, not like a name of a choice."""
-    return isinstance(value, str) and "${" not in value and (bool(re.search(r"[./*]", value)) or os.path.exists(value))
 
 
 def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
@@ -507,7 +418,7 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
             if group == "task" and name in {"preference", *losses}:
                 loss = name if name in losses else "dpo"
                 advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
-            elif group == "model" and _is_path(name):
+            elif group == "model" and data_forms.is_path(name):
                 advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
             raise about(joined(sentence, advice, choices), group)
     return True
@@ -535,11 +446,11 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
             )
         # Short forms, as on the command line.
         data, zero = document.values.get("data"), document.values.get("zero")
-        if _is_path(data) or isinstance(data, list):
-            document.values["data"] = {"sources": _sources(data)}
+        if data_forms.is_path(data) or isinstance(data, list):
+            document.values["data"] = {"sources": data_forms.as_sources(data)}
         elif isinstance(data, dict):
             written = {*data}
-            problems.attempt(_expand_data, data, document.place("data.validation"))
+            problems.attempt(data_forms.expand, data, document.place("data.validation"))
             line = document.lines.get("data.validation", 0)
             document.lines.update({f"data.{name}": line for name in data if name not in written})
         if _stage("zero", zero) != zero:
@@ -683,12 +594,14 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, partial(_always, document.shown))
     data = document.values if package == "data" else {} if package else document.values.get("data")
-    if isinstance(data, dict) and (of_source := {name: data.pop(name) for name in _OF_SOURCE if name in data}):
-        document.source.update(_read_source(of_source, place, problems))
+    if isinstance(data, dict) and (
+        of_source := {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
+    ):
+        document.source.update(data_forms.read_source(of_source, place, problems))
         at = place(f"data.{next(iter(of_source))}")
         document.leaves.append(("data.sources", at))
         if {"path", "hub"} & of_source.keys() and "sources" in data:
-            problems.add(_two_sources("path" if "path" in of_source else "hub", at))
+            problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", at))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
     reader = TreeReader(place, problems)
     reader.read(document.values, kind, package)
@@ -706,99 +619,3 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None
             _merge(tree, value, key)
         else:
             tree[key] = value
-
-
-@dataclass(kw_only=True, slots=True)
-class Axis:
-    """An override with several values: an axis of a sweep."""
-
-    key: str
-    """Key or group, with the + of the argument."""
-    values: list[str] = field(default_factory=list)
-    """Values in the form of the command line; [] for an interval."""
-    low: float = 0.0
-    high: float = 0.0
-    is_log: bool = False
-    """interval: drawn by its logarithm: tag(log, interval(1e-5, 1e-3))."""
-    is_whole: bool = False
-    """interval: whole numbers only: int(interval(1, 8))."""
-
-    def typed(self, value: Any) -> str:
-        """Return one of its values in the form of the command line."""
-        return str(value) if self.values else str(round(value)) if self.is_whole else f"{value:.6g}"
-
-    def ends(self) -> list[str]:
-        """Return the first and the last value in the form of the command line."""
-        ends: list[Any] = [*self.values] or [self.low, self.high]
-        return [self.typed(ends[0]), self.typed(ends[-1])]
-
-    def __str__(self) -> str:
-        """Return the axis as an argument."""
-        if self.values:
-            return f"{self.key}={','.join(self.values)}"
-        interval = f"interval({','.join(self.ends())})"
-        kind = f"int({interval})" if self.is_whole else interval
-        return f"{self.key}={f'tag(log,{kind})' if self.is_log else kind}"
-
-
-def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
-    """Return the overrides with one value, unchanged, and those with several (Hydra's sweep grammar) as axes.
-    ConfigError if an argument is no override, or its values have a random order.
-    """
-    choices = {"recipe": list(files.known_recipes()), **group_choices(config_dir)}
-    # What Hydra's parser asks for the choices of glob().
-    groups = SimpleNamespace(get_group_options=lambda group, **_: choices.get(group, []))
-    fixed: list[str] = []
-    axes: list[Axis] = []
-    for word in words:
-        try:
-            override = OverridesParser.create().parse_override(quoted(word))
-            override.config_loader = groups
-            if override.is_sweep_override():
-                axes.append(_axis(override, word))
-            else:
-                fixed.append(word)
-        except (HydraException, RecursionError) as error:
-            raise ConfigError(
-                "command line: cannot read '{word}': {reason}", word=word, reason=" ".join(str(error).split())
-            ) from error
-    if twice := {axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1}:
-        raise ConfigError("command line: {key} names several values twice.", key=", ".join(sorted(twice)))
-    return fixed, axes
-
-
-def grid(axes: Sequence[Axis]) -> list[list[str]]:
-    """Return the arguments of every combination, the last axis changing fastest; ConfigError for an interval."""
-    if endless := [axis.key for axis in axes if not axis.values]:
-        raise ConfigError(
-            "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "
-            "them list the values: {key}=A,B,C.",
-            key=endless[0],
-        )
-    return [list(words) for words in product(*([f"{axis.key}={value}" for value in axis.values] for axis in axes))]
-
-
-def _axis(override: Override, word: str) -> Axis:
-    """Return the axis of a parsed argument, an interval or a list of values; ConfigError if it is neither."""
-    key = override.get_key_element()
-    value = override.value()
-    if getattr(value, "shuffle", False):
-        raise ConfigError(
-            "command line: '{word}': the order would be another each time, and a sweep could not be "
-            "resumed. Leave shuffle() out.",
-            word=word,
-        )
-    if isinstance(value, IntervalSweep):
-        low, high = value.start, value.end
-        is_log = "log" in (value.tags or ())
-        if low is None or high is None or not -inf < low < high < inf or (is_log and low <= 0):
-            raise ConfigError(
-                "command line: '{word}': an interval goes from a number to a larger one, above 0 if it is drawn by "
-                "its logarithm.",
-                word=word,
-            )
-        return Axis(key=key, low=low, high=high, is_log=is_log, is_whole=isinstance(low, int))
-    values = list(override.sweep_string_iterator())
-    if not values:
-        raise ConfigError("command line: '{word}' names no value.", word=word)
-    return Axis(key=key, values=list(dict.fromkeys(values)))

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from toolkit import arguments, children, disk, messages, secrets, terminal
 from toolkit.config import files, load, schema
+from toolkit.config.sweep_axes import Axis, grid, split_axes
 from toolkit.disk import json_lines
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import say, tr
@@ -123,7 +124,7 @@ class SweepPlan:
     """The same by name."""
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
-    axes: list[load.Axis] = field(default_factory=list)
+    axes: list[Axis] = field(default_factory=list)
     """Keys with several values or a range."""
     settings: dict[str, str]
     """Arguments of the sweep itself: sweep, max_jobs, trials, metric."""
@@ -173,7 +174,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             overrides.append(word)
         elif equals:
             settings[name] = value
-    fixed, axes = load.split_axes(overrides, config_dir)
+    fixed, axes = split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
             problems.add(messages.ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
@@ -194,7 +195,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
     """
     if "metric" in plan.settings:
         problems.add(messages.ConfigError(tr("metric= has no effect without trials=N.")))
-    combinations = problems.attempt(load.grid, plan.axes) or []
+    combinations = problems.attempt(grid, plan.axes) or []
     most = problems.attempt(arguments.positive_int, plan.settings, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
         problems.add(
