@@ -10,7 +10,7 @@ import pytest
 from tests.unit.data_tools import write_rows
 from toolkit.cli import main
 from toolkit.config.schema import RowFormat
-from toolkit.data.sources import DataFile
+from toolkit.data.readers import DataFile
 from toolkit.extras import data_report
 from toolkit.extras.data_report import SIMILAR, Alike, alike, inspect_files, min_hashes
 

@@ -9,7 +9,8 @@ import pytest
 
 from toolkit.config.load import load
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.sources import derive_pairs, pairs_file, read_conversations
+from toolkit.data.docstrings import derive_pairs, pairs_file
+from toolkit.data.sources import read_conversations
 
 MODULE = '''
 """JSON in a few words. A second sentence.

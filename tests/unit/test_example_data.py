@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import RowFormat, SourceConfig
-from toolkit.data.formats import Conversation, RowReader, as_object, detect_format, parse_row
-from toolkit.data.readers import block_bytes, blocks, files_of, first_row, rows_of
+from toolkit.data.formats import Conversation, RowReader, detect_format
+from toolkit.data.readers import block_bytes, blocks, first_row, rows_of
+from toolkit.data.rows import as_object, parse_row
+from toolkit.data.sources import files_of
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
 LANGUAGES = ("en", "zh")

@@ -16,9 +16,10 @@ from tests.unit.speaker import write_random
 from toolkit import disk
 from toolkit.cli import main
 from toolkit.config.load import load
+from toolkit.data.first_rows import check_sources
 from toolkit.data.formats import detect_format
-from toolkit.data.readers import blocks, files_of
-from toolkit.data.sources import check_sources
+from toolkit.data.readers import blocks
+from toolkit.data.sources import files_of
 from toolkit.extras.board import Board, application
 from toolkit.launch.variables import variables_of_files
 from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Problems, RowError, filled, printable, tr

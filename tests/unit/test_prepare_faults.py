@@ -20,7 +20,7 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong, TrainOn
 from toolkit.data import tokenize as module
-from toolkit.data.sources import read_blocks
+from toolkit.data.readers import read_blocks
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches, prepare_shard
 from toolkit.data.tokenize_workers import PartBuilder

@@ -9,7 +9,7 @@ import pytest
 from toolkit.cli import main as toolkit_main
 from toolkit.config.load import load
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data.sources import estimated_samples
+from toolkit.data.first_rows import estimated_samples
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 

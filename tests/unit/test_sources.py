@@ -18,7 +18,7 @@ from toolkit.config.load import load
 from toolkit.config.paths import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
 from toolkit.data import readers as files_module, sources
-from toolkit.data.row_values import columns_for
+from toolkit.data.rows import columns_for
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.messages import DataError
 
@@ -352,13 +352,13 @@ def test_a_limit_of_rows_is_that_of_its_source(
     assert [line for line in said if "rows, all" in line] == []
     said.clear()
     opened: list[str] = []
-    read = sources.blocks
+    read = files_module.blocks
 
     def blocks(path: Path, *rest: Any) -> Any:
         opened.append(path.name)
         yield from read(path, *rest)
 
-    monkeypatch.setattr(sources, "blocks", blocks)
+    monkeypatch.setattr(files_module, "blocks", blocks)
     assert rows(3, 5, 9) == ["a0", "a1", "a2", "s0", "s1", "s2", "s3"]
     assert opened == ["a.jsonl", "second.jsonl", "v.jsonl"]
     assert said[-1] == "data.sources[1].max_samples = 5: there are 4 rows, all of which are used."
@@ -553,9 +553,9 @@ def test_csv_row_with_too_few_or_many_fields(tmp_path: Path) -> None:
 
 
 def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.data import readers
+    from toolkit.data import json_lists
 
-    monkeypatch.setattr(readers, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(json_lists, "CHUNK_BYTES", 7)
     rows = [{"prompt": f"é{'x' * (number % 90)}", "response": "\\u4f60 你好 \\n"} for number in range(200)]
     for indent in (None, 2):
         text = json.dumps(rows, indent=indent, ensure_ascii=indent is None)

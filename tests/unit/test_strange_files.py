@@ -15,7 +15,8 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.json_lists import JsonListReader
 from toolkit.data.packing import pack, weighted_samples
-from toolkit.data.sources import DataFile, locate_source, usable_rows
+from toolkit.data.readers import DataFile, usable_rows
+from toolkit.data.sources import locate_source
 from toolkit.data.store import read_manifest
 from toolkit.data.tables import TABLE_VERSION
 from toolkit.data.tokenize import CachePair, build_caches

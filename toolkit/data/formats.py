@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.json_rows import check_characters, parse_line
-from toolkit.data.row_values import (
+from toolkit.data.rows import (
     REASONING_KEYS,
     MissingKey,
     as_object,
@@ -462,14 +461,6 @@ def _is_table(row: Mapping[str, object]) -> bool:
         return any(keys and all(str(key).isdecimal() for key in keys) for keys in numbered)
     lists = [value for value in values if isinstance(value, list)]
     return bool(lists) and not any(isinstance(item, dict | list) for value in lists for item in value) and any(lists)
-
-
-def parse_row(row: object) -> object:
-    """Return a row's value: a line of JSON (bytes) is parsed, other values are checked for broken characters."""
-    if isinstance(row, bytes):
-        return parse_line(row)
-    check_characters(row)
-    return row
 
 
 def plain_message(role: str, content: str) -> dict[str, Any]:

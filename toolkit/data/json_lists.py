@@ -7,13 +7,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, NoReturn
 
-from toolkit.data.json_rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER, json_error
+from toolkit.data.readers import CHUNK_BYTES, MEMBER
+from toolkit.data.rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER, json_error
 from toolkit.messages import DataError
 
-_CHUNK_BYTES = 1 << 20
-_TEXT = r'"(?:[^"\\]|\\.)*"'
-_FACT = rf"{_TEXT}\s*:\s*(?:{_TEXT}|[-+.\w]+)"
-_AFTER_ROWS = re.compile(rf"\s*(?:,\s*{_FACT}\s*)*\}}")
+_AFTER_ROWS = re.compile(rf"\s*(?:,\s*{MEMBER}\s*)*\}}")
 """What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -55,7 +53,7 @@ class JsonListReader:
 
     def _end_of_object(self) -> None:
         """Step over what follows the array in the enclosing object; a DataError if that is a second list of rows."""
-        while len(self.text) - self.at < _CHUNK_BYTES and not self.at_end:
+        while len(self.text) - self.at < CHUNK_BYTES and not self.at_end:
             self._read_more()
         match = _AFTER_ROWS.match(self.text, self.at)
         if match is None:
@@ -107,7 +105,7 @@ class JsonListReader:
         last = self.text.rfind("\n", 0, self.at)
         self.column = self.at - last - 1 if last >= 0 else self.column + self.at
         self.text, self.at, self.counted = self.text[self.at :], 0, 0
-        block = self.file.read(max(_CHUNK_BYTES, len(self.text)))
+        block = self.file.read(max(CHUNK_BYTES, len(self.text)))
         self.at_end = not block
         try:
             self.text += self.decoder.decode(block, final=self.at_end)

@@ -20,7 +20,7 @@ from toolkit.data.formats import (
     check_trainable,
     plain_message,
 )
-from toolkit.data.row_values import as_object, conversation_in, kind_of, missing_key, parsed_json, required_text
+from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, required_text
 from toolkit.messages import RowError, tr
 
 _MARKS = PREFERENCE_KEYS | {"completion", "label", "kto_tag", "margin"}

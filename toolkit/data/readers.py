@@ -1,29 +1,30 @@
-"""Which files a source means, and their rows in blocks, with line (or row) numbers. No file is held as a whole."""
+"""The rows of data files, in blocks, with line (or row) numbers. No file is held as a whole."""
 
 import csv
 import io
 import json
-import os
 import re
 import zlib
-from collections.abc import Collection, Generator, Iterator
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, located
-from toolkit.config.schema import ROW_FIELDS, SourceConfig
-from toolkit.data.json_rows import UTF16_MARKS, first_repeated, json_error, parse_line
-from toolkit.disk import matching, walk
-from toolkit.messages import DataError, RowError, json_object, reading, tr
+from toolkit.config.files import TABLE_SUFFIXES
+from toolkit.config.schema import ROW_FIELDS, RowFormat
+from toolkit.data.formats import Conversation, detect_format, reader_of
+from toolkit.data.rows import UTF16_MARKS, first_repeated, json_error, parse_line, parse_row
+from toolkit.messages import DataError, RowError, reading, tr
 
 BOM = b"\xef\xbb\xbf"
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _TEXT = r'"(?:[^"\\]|\\.)*"'
-_FACT = rf"{_TEXT}\s*:\s*(?:{_TEXT}|[-+.\w]+)"
-_BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{_FACT}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\s*\{{)")
+MEMBER = rf"{_TEXT}\s*:\s*(?:{_TEXT}|[-+.\w]+)"
+"""A key and its value, a text, a number or a constant, in a JSON object."""
+_BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{MEMBER}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\s*\{{)")
 """What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 
 
@@ -42,6 +43,20 @@ csv.field_size_limit(_LARGEST_LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of a source."""
+
+    path: Path
+    source: int
+    """Number of its source: training sources from 0, then validation sources."""
+    row_format: RowFormat
+    """As given; `auto` is decided by the first row."""
+    columns: dict[str, str]
+    max_rows: int = 0
+    """Most rows that are used of its source, the first ones; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Some rows that follow each other in a file."""
 
@@ -55,91 +70,78 @@ class Block:
     """Number of the first among the items of a JSON array, several of which may share a line; 0 for other files."""
 
 
-def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
-    path = Path(located(source.path))
-    if os.path.isdir(path):
-        files = _saved_by_datasets(path, source.split) or _data_files_below(path)
-        if not files:
-            raise DataError(
-                "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
-                path=path,
-                suffixes=", ".join(DATA_SUFFIXES),
-            )
-    elif os.path.isfile(path):  # not the method of paths, which raises of a name that is too long
-        files = [path]
-    else:
-        files = sorted(matching(source.path))
-        if not files or not source.path:
-            raise DataError(
-                "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
-                "data.validation.",
-                path=source.path,
-                folder=Path.cwd(),
-            )
-    for file in files:
-        suffixes = file.suffixes[-2:]
-        if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
-            raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
-        if file.stat().st_size == 0:
-            raise DataError("The data file '{path}' is empty.", path=file)
-    return files
+def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[int, DataFile, Block]]:
+    """Yield (index in `files`, file, block of its rows), in order; a file's format `auto` is replaced by the detected
+    one. No more is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so
+    many rows were read from all limited files (0: no limit).
+    """
+    taken, taken_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
+    for number, file in enumerate(files):
+        with_known_format: DataFile | None = None
+        limit = limits[number] if limits else 0
+        of_file = blocks(file.path, least_bytes, file.columns.values())
+        while True:
+            counts = ((limit, taken), (file.max_rows, taken_of_source[file.source]))
+            left = min((most - count for most, count in counts if most), default=None)
+            if (left is not None and left <= 0) or (block := next(of_file, None)) is None:
+                break
+            if left is not None:
+                block, count = first_of(block, left)
+                taken_of_source[file.source] += count
+                taken += count if limit else 0
+            if with_known_format is None:
+                with_known_format = with_format(file, block)
+            yield number, with_known_format or file, block
 
 
-def _data_files_below(folder: Path) -> list[Path]:
-    """Return the files with a data suffix below a directory, sorted; links are followed, hidden files skipped."""
-
-    def raise_error(error: OSError) -> None:
-        raise DataError(
-            "Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error
-        ) from error
-
-    def is_visible(path: Path) -> bool:
-        return not path.name.startswith(".")
-
-    walked = walk(folder, str(folder), is_visible, raise_error)
-    paths = (directory / name for directory, names in walked for name in names)
-    files = [path for path in paths if is_visible(path) and _uncompressed_name(path.name).endswith(DATA_SUFFIXES)]
-    for path in files:
-        if not os.path.exists(path):
-            raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
-    return sorted(path for path in files if os.path.isfile(path))
+def first_of(block: Block, count: int) -> tuple[Block, int]:
+    """Return the first `count` rows of a block as a block, and how many there are."""
+    rows = list(islice(rows_of(block), count))
+    if not isinstance(block.content, bytes):
+        return replace(block, content=rows), len(rows)
+    end = rows[-1][0] + 1 if rows else 0
+    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:end])
+    return replace(block, content=content), len(rows)
 
 
-def _uncompressed_name(name: str) -> str:
+def with_format(file: DataFile, block: Block) -> DataFile | None:
+    """Return the file with the format that its first row shows; None if no row can be parsed, DataError if unknown."""
+    if file.row_format is not RowFormat.auto:
+        return file
+    try:
+        line, row = first_row(block)
+    except RowError:
+        return None
+    if not isinstance(row, dict):
+        # Not an object: the row's own complaint is the clearest.
+        return replace(file, row_format=RowFormat.prompt_response)
+    try:
+        row_format = detect_format(row, file.columns)
+    except RowError as error:  # the whole file is meant, so skipping rows would not help
+        raise DataError(f"{file.path}:{line}: {error}.") from None
+    return replace(file, row_format=row_format)
+
+
+def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
+    """Yield ("file:line", conversation) of the rows of files, skipping unusable ones; `limits` as in `read_blocks`."""
+    for _, file, block in read_blocks(files, limits):
+        reader = reader_of(file.row_format, file.columns)
+        for offset, row in rows_of(block):
+            with suppress(RowError):
+                yield from (
+                    (f"{file.path}:{block.first + offset}", conversation)
+                    for conversation in reader.read_all(parse_row(row))
+                )
+
+
+def total_bytes(files: Sequence[DataFile]) -> int:
+    """Return the bytes of all files on disk together."""
+    return sum(file.path.stat().st_size for file in files)
+
+
+def uncompressed_name(name: str) -> str:
     """Return a file's name in lower case, without .gz or .zst."""
     return name.lower().removesuffix(".gz").removesuffix(".zst")
-
-
-def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
-    """Return the Arrow files of a dataset that `save_to_disk` of `datasets` wrote, [] if the directory is none."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = _json_list(folder / "dataset_dict.json", "splits", str)
-        if split not in splits:
-            raise DataError(
-                "The dataset '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
-                path=folder,
-                split=split,
-                splits=", ".join(splits),
-            )
-        folder = folder / split
-    if not (folder / "state.json").is_file():
-        return []
-    files = _json_list(folder / "state.json", "_data_files", dict)
-    if not files:
-        raise DataError("{path} holds no row.", path=folder)
-    names = [str(item.get("filename", "")) for item in files]
-    if any(name in ("", "..") or Path(name).name != name for name in names):
-        raise DataError("{file} names files outside of its directory: rejected.", file=folder / "state.json")
-    return [folder / name for name in names]
-
-
-def _json_list(file: Path, key: str, item_type: type) -> list[Any]:
-    """Return the list of `item_type` under a key of a JSON file of `datasets`; a DataError if it is not there."""
-    value = json_object(file, DataError).get(key)
-    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value):
-        raise DataError("{file} has no list '{key}': save the dataset again.", file=file, key=key)
-    return value
 
 
 def block_bytes(total_bytes: int) -> int:
@@ -157,7 +159,7 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
     the file cannot be read. `least_bytes`: of a block of JSON lines. `columns`: column names that `data.columns` maps,
     read from Parquet and Arrow besides those of the formats; others are None.
     """
-    name = _uncompressed_name(path.name)
+    name = uncompressed_name(path.name)
     if name.endswith(TABLE_SUFFIXES):
         from toolkit.data.tables import table_rows
 
@@ -201,7 +203,7 @@ def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                if again.read(_CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
+                if again.read(CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
                     return None
     return match.end()
 

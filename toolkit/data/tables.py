@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.json_rows import first_repeated
+from toolkit.data.rows import first_repeated
 from toolkit.messages import tr
 
 TABLE_VERSION = 2

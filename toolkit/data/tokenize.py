@@ -20,18 +20,8 @@ from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
 from toolkit.data.formats import reader_of
-from toolkit.data.sources import (
-    DataFile,
-    check_distinct,
-    content_hash,
-    first_of,
-    local_files,
-    locate_all,
-    read_blocks,
-    row_limits,
-    total_bytes,
-    with_format,
-)
+from toolkit.data.readers import DataFile
+from toolkit.data.sources import check_distinct, content_hash, local_files, locate_all, row_limits
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
@@ -300,8 +290,8 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
         if block is None or time.monotonic() > until:
             continue
         if file.max_rows:
-            block, _ = first_of(block, file.max_rows)
-        with_known_format = with_format(file, block) or file
+            block, _ = readers.first_of(block, file.max_rows)
+        with_known_format = readers.with_format(file, block) or file
         part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
         made = BuiltPart(number, with_known_format, block, Path(), is_new=True)
         builder.check(made, part)
@@ -381,7 +371,7 @@ class _Builder:
         self.encoder, self.files = encoder, files
         if len(files) > np.iinfo(np.uint16).max:
             raise DataError("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}")
-        self.bytes = total_bytes(files)
+        self.bytes = readers.total_bytes(files)
         self.num_workers = cfg.prepare.num_workers or len(os.sched_getaffinity(0))
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
@@ -449,7 +439,7 @@ class _Builder:
 
     def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
         """Yield (file number, file, block of rows) of all files, within the limits of `max_samples`."""
-        return read_blocks(self.files, row_limits(self.data, self.files))
+        return readers.read_blocks(self.files, row_limits(self.data, self.files))
 
     def read(self, made: BuiltPart) -> Part:
         """Return a part from its file; if another build has deleted that, tokenize the block again."""

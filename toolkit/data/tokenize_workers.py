@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.schema import DataConfig, RowFormat, TooLong
-from toolkit.data import readers, sources
-from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, reader_of, turns
+from toolkit.data import readers
+from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, reader_of, turns
+from toolkit.data.rows import parse_row
 from toolkit.messages import DataError, RowError, current_language, tr
 
 Encoded = tuple[list[int], list[bool]]
@@ -226,13 +227,13 @@ class PartBuilder:
         rules += [encoder.text_key] if encoder.text_key else []
         self._key = repr(rules).encode()
 
-    def path(self, file: sources.DataFile, block: readers.Block) -> Path:
+    def path(self, file: readers.DataFile, block: readers.Block) -> Path:
         """Return the file of a block's part, named by a hash of its content and of all that decides the samples."""
         digest = hashlib.sha256(self._key + repr((file.row_format, sorted(file.columns.items()))).encode())
         digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
-    def make(self, number: int, file: sources.DataFile, block: readers.Block) -> tuple[Path, bool]:
+    def make(self, number: int, file: readers.DataFile, block: readers.Block) -> tuple[Path, bool]:
         """Tokenize a block into its part file, unless an undamaged one exists. Return (the file, whether it was made
         now). `number`, of the data file, is not used: it comes with the other two in `make_parts`.
         """
@@ -243,7 +244,7 @@ class PartBuilder:
         return path, True
 
     def encode(self, block: readers.Block, reader: RowReader) -> Part:
-        """Tokenize a block, unparsed lines or rows of a table (data/sources.py, `read_blocks`), whose format `reader`
+        """Tokenize a block, unparsed lines or rows of a table (data/readers.py, `read_blocks`), whose format `reader`
         knows. Return its samples as flat arrays, and counts of what became of its rows. The part is appended to the
         cache unchanged: `TokenizedCache[sample]` (data/store.py) reads ids and mask from it.
         """
@@ -621,14 +622,14 @@ class BuiltPart(NamedTuple):
     """A part file that is ready, with the block of rows that it was made of."""
 
     file_number: int
-    file: sources.DataFile
+    file: readers.DataFile
     block: readers.Block
     path: Path
     is_new: bool
 
 
 def make_parts(
-    blocks: Iterable[tuple[int, sources.DataFile, readers.Block]], maker: PartBuilder, num_workers: int
+    blocks: Iterable[tuple[int, readers.DataFile, readers.Block]], maker: PartBuilder, num_workers: int
 ) -> Iterator[BuiltPart]:
     """Yield the part of each block of (file number, file, block), in order, made by `num_workers` processes unless its
     file exists; a DataError if a process was killed.

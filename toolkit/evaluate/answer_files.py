@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from toolkit.config import files, paths, schema
-from toolkit.data import formats, readers, sources
+from toolkit.data import formats, readers, rows, sources
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, with_system
@@ -60,15 +60,15 @@ def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
     """Yield every row of a source in order, unusable ones too. Rows need no answer."""
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
-    files = [sources.DataFile(path, 0, source.format, dict(source.columns)) for path in readers.files_of(source)]
-    for _, file, block in sources.read_blocks(files):
+    files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in sources.files_of(source)]
+    for _, file, block in readers.read_blocks(files):
         if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         reader = formats.RowReader(file.row_format, file.columns, answered=False)
         for offset, row in readers.rows_of(block):
             where = f"{file.path}:{block.first + offset}"
             try:
-                yield _question_of_row(where, reader.read(formats.parse_row(row)))
+                yield _question_of_row(where, reader.read(rows.parse_row(row)))
             except RowError as error:
                 yield RowQuestion(where=where, error=str(error))
 
@@ -303,7 +303,7 @@ def _with_file_identities(
         for path in sorted(folder.rglob("*"))
         if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
     }
-    inputs = {str(path): sha256(path) for path in readers.files_of(source)}
+    inputs = {str(path): sha256(path) for path in sources.files_of(source)}
     identified: dict[str, Any] = json.loads(json.dumps({**settings, "input": inputs, "weights": weights}))
     return identified
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.data import formats, readers, sources
+from toolkit.data import formats, readers, rows
 from toolkit.data.tokenize import LEAST_BYTES_FOR_PROCESSES, PrepareReport
 from toolkit.messages import RowError, read_table, tr, translated
 from toolkit.report.page import Section, Table, Tile, short, write_page
@@ -103,7 +103,7 @@ class Inspector:
         self.leftovers = re.compile("|".join(re.escape(text) for text in longest_first))
         self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
 
-    def inspect(self, number: int, file: sources.DataFile, block: readers.Block) -> Facts:
+    def inspect(self, number: int, file: readers.DataFile, block: readers.Block) -> Facts:
         """Return the facts of a block of rows of the file with this `number`."""
         facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
         waiting: list[tuple[int, formats.Conversation]] = []
@@ -112,7 +112,7 @@ class Inspector:
             line = block.first + offset
             facts.rows += 1
             try:
-                read = reader.read_all(formats.parse_row(row))
+                read = reader.read_all(rows.parse_row(row))
             except RowError as error:
                 facts.bad += 1
                 facts.note("unusable", str(error)[:80], f"{file.path}:{line}")
@@ -302,14 +302,14 @@ def kinds() -> dict[str, str]:
 
 
 def inspect_files(
-    files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0, limits: Sequence[int] = ()
+    files: Sequence[readers.DataFile], special: Iterable[str] = (), workers: int = 0, limits: Sequence[int] = ()
 ) -> Facts:
     """Return the facts of the rows of files. `special`: the tokenizer's control strings; `workers`: processes, 0 one
     for each core; `limits`: as of `read_blocks`.
     """
-    size, facts = sources.total_bytes(files), Facts()
+    size, facts = readers.total_bytes(files), Facts()
     count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
-    for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files, limits)):
+    for _, part in children.in_order(count, Inspector(special).inspect, readers.read_blocks(files, limits)):
         facts.add(part)
     return facts
 
@@ -320,7 +320,7 @@ def spread(lengths: list[NDArray[Any]]) -> list[str]:
     return [f"{int(value):,}" for value in np.percentile(values, [0, 50, 95, 99, 100])]
 
 
-def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepared: PrepareReport | None) -> str:
+def data_page(title: str, facts: Facts, files: Sequence[readers.DataFile], prepared: PrepareReport | None) -> str:
     """Return the HTML page of the data report; `prepared`: the report of tokenizing, if a recipe's
     data was tokenized.
     """

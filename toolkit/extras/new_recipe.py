@@ -18,7 +18,7 @@ from toolkit.config import files, hub, load, mesh, schema
 from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf
 from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
-from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimated_samples, formats_and_sizes
+from toolkit.data.first_rows import BYTES_PER_TOKEN, check_sources, estimated_samples, formats_and_sizes
 from toolkit.data.tokenize import first_rows, percent
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn

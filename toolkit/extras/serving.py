@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from toolkit import children, disk, messages
 from toolkit.checkpoint import directory
 from toolkit.config.schema import DataConfig, TrainOn
-from toolkit.data import preview, sources
+from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
 from toolkit.export.verify import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
@@ -118,7 +118,7 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
     held = [file for file in located if file.source >= len(data.sources)] or located
-    return list(islice(sources.usable_rows(held), MOST_CONVERSATIONS))
+    return list(islice(readers.usable_rows(held), MOST_CONVERSATIONS))
 
 
 def trained_answers(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
-from toolkit.data.sources import check_distinct, check_sources, estimated_samples, local_files
+from toolkit.data.first_rows import check_sources, estimated_samples
+from toolkit.data.sources import check_distinct, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan.division import rank_part

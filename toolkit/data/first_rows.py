@@ -1,0 +1,183 @@
+"""What the first rows of data files show before a model is loaded: mistakes, and how many sequences they become."""
+
+import math
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
+from toolkit.data.formats import reader_of
+from toolkit.data.readers import DataFile, blocks, first_of, rows_of, with_format
+from toolkit.data.rows import parse_row
+from toolkit.data.sources import files_of, local_files
+from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
+
+_CHECKED_ROWS = 1000
+"""Rows of each file that are checked before the model is loaded."""
+_CHECKED_BYTES = 1 << 20
+"""About as much of a file is read for them."""
+_SHOWN_ERRORS = 3
+"""Errors of one file that are reported in full."""
+_CHECK_S = 3.0
+"""Seconds after which no further file is opened."""
+
+
+def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Problems) -> str:
+    """Check the first rows of every local file and add what is wrong to `problems`. Return a sentence if time allowed
+    only some of the files, else "". `wrong_places`: sources to skip, such as "data.sources[0]", as they are wrong.
+    """
+    until = time.monotonic() + _CHECK_S
+    looked = total = 0
+    for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for index, source in enumerate(sources):
+            location = f"{name}[{index}]"
+            if source.hub or source.format is RowFormat.docstrings or location in wrong_places:
+                continue
+            files = problems.attempt(files_of, source) or []
+            total += len(files)
+            for path in files:
+                if looked and time.monotonic() > until:
+                    break
+                looked += 1
+                file = DataFile(path, index, source.format, dict(source.columns))
+                problems.attempt(_check_file, file, source, location, data.on_bad_row, problems)
+    if looked == total:
+        return ""
+    return tr(
+        "The first rows of {looked} of {total} files were read; the others are read by `toolkit prepare`.",
+        looked=f"{looked:,}",
+        total=f"{total:,}",
+    )
+
+
+def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row: OnBadRow, problems: Problems) -> None:
+    """Check the columns and the first rows of a file: raise a DataError if all of it is unusable, else add the errors
+    of its rows to `problems`. `location`: its source for messages, such as "data.sources[0]".
+    """
+    block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
+    most = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
+    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), most)] if block else []
+    if block is None or not rows:
+        raise DataError("{path} holds no row.", path=file.path)
+    if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
+        raise DataError(wrong)
+    with_known_format = with_format(file, block)
+    reader = reader_of(with_known_format.row_format, file.columns) if with_known_format else None
+    errors = []
+    for line, row in rows:
+        try:
+            parse_row(row) if reader is None else reader.read_all(parse_row(row))
+        except RowError as error:
+            errors.append(DataError(f"{file.path}:{line}: {error}."))
+    if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
+        return  # training counts them, and stops at data.max_bad_fraction
+    for wrong_row in errors[:_SHOWN_ERRORS]:
+        problems.add(wrong_row)
+    if len(errors) > _SHOWN_ERRORS:
+        sentence = tr(
+            "{path}: {count} more of its first {rows} rows cannot be used.",
+            path=file.path,
+            count=len(errors) - _SHOWN_ERRORS,
+            rows=len(rows),
+        )
+        problems.add(DataError(sentence))
+
+
+def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: str) -> str:
+    """Return an error sentence for a name in the source's `columns` that none of the rows (or their messages) has as a
+    key; "" if all are there or no row can be parsed. `location`, `path`: for the sentence.
+    """
+    names: dict[str, None] = {}  # an ordered set
+    for row in rows:
+        try:
+            parsed = parse_row(row)
+        except RowError:
+            continue
+        if isinstance(parsed, dict):
+            lists = [value[:20] for value in parsed.values() if isinstance(value, list)]
+            messages = [item for value in lists for item in value if isinstance(item, dict)]
+            names |= {key: None for mapping in (parsed, *messages) for key in mapping if isinstance(key, str)}
+    for ours, theirs in source.columns.items():
+        if names and theirs not in names:
+            sentence = tr(
+                "{place}.columns: {field} = {name}, but no row of {path} has '{name}'; there are {names}.",
+                place=location,
+                field=ours,
+                name=theirs,
+                path=path,
+                names=", ".join(f"'{name}'" for name in list(names)[:10]),
+            )
+            return joined(sentence, did_you_mean(theirs, names))
+    return ""
+
+
+def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
+    """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending)."""
+    until, formats, sizes = time.monotonic() + _CHECK_S, set[RowFormat](), list[int]()
+    for file in local_files(data):
+        block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
+        if (
+            block is None
+            or (with_known_format := with_format(file, block)) is None
+            or (sizes and time.monotonic() > until)
+        ):
+            continue
+        formats.add(with_known_format.row_format)
+        reader = reader_of(with_known_format.row_format, with_known_format.columns)
+        for _, row in islice(rows_of(block), min(_CHECKED_ROWS, file.max_rows or _CHECKED_ROWS)):
+            with suppress(RowError):
+                for conversation in reader.read_all(parse_row(row)):
+                    sizes.append(sum(len(str(message["content"]).encode()) for message in conversation.messages))
+    return sorted(formats), sorted(sizes)
+
+
+BYTES_PER_TOKEN = 4
+"""Of a row as it is in its file, roughly, in English and in Chinese."""
+_ESTIMATE_S = 1.0
+
+
+def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
+    """Return about (samples, sequences) of an epoch, from a second of reading rows and sizes, without a tokenizer; None
+    if there are more than `most` sequences, or if the data are not local files that can be read in that time.
+    """
+    until = time.monotonic() + _ESTIMATE_S
+    is_split = not data.validation
+    training_share = 1.0 - data.validation_fraction if is_split and not data.validation_rows else 1.0
+    rows = size = 0.0
+    for source in data.sources:
+        if source.hub or source.format is RowFormat.docstrings:
+            return None
+        weight = training_share * (source.mean_weight if source.weights else source.weight)
+        left = source.max_samples or sys.maxsize
+        try:
+            for path in files_of(source):
+                for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()) if left else ():
+                    block, count = first_of(whole_block, left)
+                    left -= count
+                    rows_of_block = list(rows_of(block))
+                    content = block.content
+                    length = (
+                        len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in rows_of_block)
+                    )
+                    rows, size = rows + weight * len(rows_of_block), size + weight * length
+                    if _sequences(data, rows, size) > most or time.monotonic() > until:
+                        return None
+                    if not left:
+                        break
+        except ToolkitError:
+            return None  # told by the check of the files
+    if data.max_samples:
+        rows, size = (value * min(1.0, data.max_samples * training_share / max(rows, 1.0)) for value in (rows, size))
+    if is_split and data.validation_rows:
+        rows, size = (value * max(0.0, 1.0 - data.validation_rows / max(rows, 1.0)) for value in (rows, size))
+    return round(rows), _sequences(data, rows, size)
+
+
+def _sequences(data: DataConfig, rows: float, size: float) -> int:
+    """Return about how many sequences `rows` rows of together `size` bytes become; packed ones are full."""
+    if data.packing is Packing.none:
+        return round(rows)
+    return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))
