@@ -24,7 +24,6 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
-from toolkit.export.engine import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import non_weight_files
@@ -59,9 +58,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
 
     step()  # optimizer states exist from here on
     files = non_weight_files(engine.module, prepared.encoder) if rank() == 0 else {}
-    described = ModelFiles(
-        files, probe.probe_ids([prepared.train[0][0].tolist()], engine.module.config), export_in_background
-    )
+    described = ModelFiles(files, probe.probe_ids([prepared.train[0][0].tolist()], engine.module.config))
     kept = replace(cfg.checkpoint, keep=1, keep_weights=0)
     settings = {
         name: replace(cfg, checkpoint=replace(kept, asynchronous=name == "asynchronous"))

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
-from toolkit.export.engine import check_exportable
 from toolkit.export.verify import verify_logits
-from toolkit.export.write import write_folder
+from toolkit.export.write import check_exportable, write_folder
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model

@@ -47,7 +47,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.parameters import has_finite_states
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, RunFolderError
-from toolkit.train import changes, checkpointer, resume, run_dir
+from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir
 from toolkit.train.checkpointer import Checkpointer, _Pending
 from toolkit.train.rotation import Rotation
 
@@ -256,7 +256,9 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [(-1, [1, 2, 3]), (1, [3]), (2, [2, 3])])
-def test_only_weights_stay_of_what_goes(keep: int, left: list[int], tmp_path: Path) -> None:
+def test_only_weights_stay_of_what_goes(
+    keep: int, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (2, 3, 10):
         checkpoint(tmp_path, step)
     (tmp_path / "step-1-weights").mkdir()
@@ -267,21 +269,25 @@ def test_only_weights_stay_of_what_goes(keep: int, left: list[int], tmp_path: Pa
         made.append(source.name)
         target.mkdir()
 
-    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=keep), export)
+    monkeypatch.setattr(rotation_module, "export_in_background", export)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=keep))
     rotation.request([])
     assert not rotation.is_busy(30)
     assert made == [f"step-{step}" for step in (2, 3) if step in left]
     assert names(tmp_path) == sorted([*(f"step-{step}-weights" for step in left), "step-10"])
 
 
-def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path, said: list[str]) -> None:
+def test_without_room_for_its_weights_a_checkpoint_stays(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
 
     def export(source: Path, target: Path) -> None:
         raise CheckpointError("No space left on device")
 
-    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=1), export)
+    monkeypatch.setattr(rotation_module, "export_in_background", export)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=1))
     rotation.request([])
     assert not rotation.is_busy(30)
     assert names(tmp_path) == ["step-2", "step-3"], "of the older one nothing is wanted"
@@ -306,7 +312,7 @@ def test_what_cannot_be_removed_keeps_nothing_else_on_the_disk(
         real(path)
 
     monkeypatch.setattr(directory.shutil, "rmtree", rmtree)
-    rotation = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1))
     for left in (["step-1.trash", "step-3.trash", "step-4"], ["step-1.trash", "step-4"]):
         rotation.request([])
         assert not rotation.is_busy(30)
@@ -322,7 +328,7 @@ def saver_in(folder: Path, config: CheckpointConfig) -> Checkpointer:
     saver.newest = saver.good = saver._pending = saver._rated = None
     saver.failed, saver.ruin = False, ""
     saver._last_bytes, saver._probe_s, saver._probed_at, saver.patience_s = 1, 0.0, 0.0, 30.0
-    saver._rotation = Rotation(folder, config, lambda source, target: None)
+    saver._rotation = Rotation(folder, config)
     return saver
 
 
@@ -365,7 +371,7 @@ def test_a_save_never_waits_for_what_is_removed(
     assert (tmp_path / "step-1.trash").is_dir()
     assert directory.newest_complete(tmp_path) == tmp_path / "step-3"
 
-    again = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None)
+    again = Rotation(tmp_path, CheckpointConfig(keep=1))
     monkeypatch.setattr(directory.shutil, "rmtree", real)
     again.request()
     assert not again.is_busy(30)

@@ -18,7 +18,7 @@ from toolkit.data.loader import Layout
 from toolkit.data.packing import PackingPlan
 from toolkit.export.adapter import check_adapter_exportable
 from toolkit.export.custom import check_custom_exportable
-from toolkit.export.engine import check_exportable
+from toolkit.export.write import check_exportable
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ModelError, OutOfMemory
 from toolkit.models import fine_tuning

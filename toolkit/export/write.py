@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from toolkit import disk
 from toolkit.checkpoint import directory
+from toolkit.distributed.process_group import full_shape
 from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
 from toolkit.models import probe, weights
 from toolkit.models.directory import is_trusted
-from toolkit.models.load import load_model, stream_parameters
-from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
+from toolkit.models.load import check_structure, load_model, stream_parameters
+from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model, stored_form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +178,19 @@ def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | 
         (folder / name).write_bytes(content)
     if probed is not None:
         probe.write(probed, folder)
+
+
+def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
+    """Raise ModelError unless what `write_folder` would write to `folder` could be read back, by names and shapes, as
+    tried in a temporary directory next to it. For rank 0 only; parameters may be partitioned.
+    """
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+    shapes = {name: full_shape(name, value) for name, value in tensors.items()}
+    with trial_directory(folder) as described:
+        write_files(files, described, None)
+        if is_trusted(described):  # code of a directory may build what cannot be built empty
+            return
+        check_structure(described, stored_form(model, {name: shapes[name] for name in weights.shapes_of(model)}))
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
-from toolkit.export.engine import export_in_background
 from toolkit.export.verify import aside_if_wrong
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
@@ -449,7 +448,7 @@ class CustomTask(task.Task):
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return the model's card; checkpoints hold frozen parameters too, which are nowhere else."""
         files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
-        return checkpointer.ModelFiles(files, None, export_in_background, holds_frozen=True)
+        return checkpointer.ModelFiles(files, None, holds_frozen=True)
 
     def start_lines(self, run: task.RunContext) -> str:
         return tr(

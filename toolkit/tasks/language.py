@@ -23,9 +23,8 @@ from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import generate
 from toolkit.export.card import CARD_FILE, card
-from toolkit.export.engine import check_exportable, export_in_background
 from toolkit.export.verify import aside_if_wrong, verify_model
-from toolkit.export.write import write_folder
+from toolkit.export.write import check_exportable, write_folder
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import chat, directory, loss, probe, save, stages, structure
@@ -200,7 +199,7 @@ class LanguageTask(task.Task):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return checkpointer.ModelFiles(files, probe.probe_ids(rows, model.config), export_in_background)
+        return checkpointer.ModelFiles(files, probe.probe_ids(rows, model.config))
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Set the evaluation up, without questions whose answers would be too long for the model."""

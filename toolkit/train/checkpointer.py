@@ -11,7 +11,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,8 +74,6 @@ class ModelFiles:
     """Of `toolkit.models.save.non_weight_files`; rank 0 alone has them."""
     probe_ids: torch.Tensor | None
     """Token ids of `toolkit.models.probe`, the same on every rank; None for a custom model with inputs of its own."""
-    export: Callable[[Path, Path], None]
-    """Exports a checkpoint to a directory: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
     holds_frozen: bool = False
     """Whether checkpoints hold frozen weights too: those of a custom model are nowhere else."""
 
@@ -98,7 +96,7 @@ class Checkpointer:
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
         self._held = _held_by(engine, described.holds_frozen)
-        self._rotation = Rotation(folder, self.config, described.export)
+        self._rotation = Rotation(folder, self.config)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
         self._rated: list[dict[str, float]] | None = None

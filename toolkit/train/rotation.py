@@ -3,7 +3,7 @@ are renamed first, so that a half-deleted one is never taken for a checkpoint.
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import directory
@@ -13,11 +13,11 @@ from toolkit.messages import CheckpointError, reason_of, warn
 
 class Rotation:
     """Keeps the newest `checkpoint.keep` checkpoints, and exported weights of `keep_weights` older ones; what is not
-    yet removed at a stop, the next start removes. `export(checkpoint, directory)` may raise CheckpointError.
+    yet removed at a stop, the next start removes.
     """
 
-    def __init__(self, folder: Path, config: schema.CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
-        self.folder, self.config, self.export = folder, config, export
+    def __init__(self, folder: Path, config: schema.CheckpointConfig) -> None:
+        self.folder, self.config = folder, config
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_due = False
@@ -74,7 +74,7 @@ class Rotation:
         """Export the weights of `checkpoints` (newest first), and remove each one whose export succeeded."""
         for checkpoint in reversed(checkpoints):  # the oldest first
             try:
-                self.export(checkpoint, directory.weights_of(checkpoint))
+                export_in_background(checkpoint, directory.weights_of(checkpoint))
             except (CheckpointError, OSError) as error:
                 warn(
                     "the weights of the checkpoint {name} could not be exported: {reason}. The checkpoint is kept, and "
@@ -85,3 +85,13 @@ class Rotation:
                 continue
             directory.remove_directories([checkpoint])
             directory.remove_old(self.folder, 0, keep_weights=self.config.keep_weights)
+
+
+def export_in_background(checkpoint: Path, folder: Path) -> None:
+    """Verify a checkpoint and export its weights to `folder`, in a child process, as writing holds Python's lock;
+    CheckpointError if that fails.
+    """
+    from toolkit.launch.processes import run_module
+
+    if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
+        raise CheckpointError(reason)
