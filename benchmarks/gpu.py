@@ -267,7 +267,7 @@ def _config(size: Size, words: Sequence[str]) -> RunConfig:
 
 def _begin(size: Size, words: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     """Join a process group of one; return the config and the DeepSpeed dict."""
-    environment.apply(environment.detect({}), os.environ)
+    environment.set_rank_variables(environment.detect({}), os.environ)
     cfg = _config(size, words)
     process_group.start(cfg.distributed)
     return cfg, build_ds_config(cfg, 1, _ENDLESS).values

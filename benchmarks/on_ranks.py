@@ -89,7 +89,7 @@ def main() -> None:
     names, measure = MEASURES[name]
     ranks = environment.detect(os.environ)
     arguments = parse_checked(words, world_size=ranks.world_size, names=names)
-    environment.apply(ranks, os.environ)
+    environment.set_rank_variables(ranks, os.environ)
     cfg = resolve_model_path(arguments.loaded).cfg
     from toolkit.distributed import process_group
     from toolkit.tasks.language_data import load_data

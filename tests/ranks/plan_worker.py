@@ -21,7 +21,7 @@ def main() -> None:
     words = environment.strip_launcher_arguments(sys.argv[1:])
     cases = json.loads(Path(words[0]).read_text())
     ranks = environment.detect(os.environ)
-    environment.apply(ranks, os.environ)
+    environment.set_rank_variables(ranks, os.environ)
 
     from torch.nn import functional
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from toolkit.launch import deepspeed, environment
-from toolkit.launch.environment import Ranks, apply, check_port, detect, set_interface, strip_launcher_arguments
+from toolkit.launch.environment import (
+    Ranks,
+    check_port,
+    detect,
+    set_interface,
+    set_rank_variables,
+    strip_launcher_arguments,
+)
 from toolkit.messages import LaunchError
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
@@ -83,13 +90,13 @@ def test_variables_that_do_not_fit(environ: dict[str, str], message: str) -> Non
 def test_one_of_several_never_trains_alone(size: str) -> None:
     environ = {"WORLD_SIZE": "2"}
     with pytest.raises(LaunchError, match=r"WORLD_SIZE=2, but RANK is not set.*deepspeed run\.py .*unset WORLD_SIZE"):
-        apply(detect(environ), environ)
-    apply(detect({}), {"WORLD_SIZE": size})
+        set_rank_variables(detect(environ), environ)
+    set_rank_variables(detect({}), {"WORLD_SIZE": size})
 
 
 def test_apply_gives_a_single_process_a_free_port() -> None:
     environ: dict[str, str] = {}
-    apply(detect(environ), environ)
+    set_rank_variables(detect(environ), environ)
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     assert int(environ["MASTER_PORT"]) > 1023
     assert "OMP_NUM_THREADS" not in environ
@@ -97,10 +104,10 @@ def test_apply_gives_a_single_process_a_free_port() -> None:
 
 def test_apply_shares_the_cores_and_asks_for_an_address() -> None:
     environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    apply(Ranks(0, 0, 1000, 1000, "torchrun"), environ)
+    set_rank_variables(Ranks(0, 0, 1000, 1000, "torchrun"), environ)
     assert environ["OMP_NUM_THREADS"] == "1"
     with pytest.raises(LaunchError, match="4 ranks need MASTER_ADDR"):
-        apply(Ranks(0, 0, 4, 2, "openmpi"), {})
+        set_rank_variables(Ranks(0, 0, 4, 2, "openmpi"), {})
 
 
 def test_ranks_of_one_mpirun_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +125,7 @@ def test_ranks_of_one_mpirun_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
     assert port == 10_000 + os.getpid() % 20_000
     monkeypatch.setattr(environment, "meeting_port", lambda variable: {"PMI_RANK": port}[variable])
     environ = {}
-    apply(Ranks(0, 0, 2, 2, "mpich"), environ)
+    set_rank_variables(Ranks(0, 0, 2, 2, "mpich"), environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
 
 
@@ -136,7 +143,7 @@ def test_what_open_mpi_does_to_ranks_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert len(environment.mpi_notes("openmpi", 64, {})) == 1, "its share"
     assert environment.mpi_notes("mpich", 2, {}) == []
     environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    apply(Ranks(0, 0, 2, 2, "openmpi"), environ)
+    set_rank_variables(Ranks(0, 0, 2, 2, "openmpi"), environ)
     assert environ["OMP_NUM_THREADS"] == "1", "32 threads would fight for one core"
 
 
@@ -222,7 +229,7 @@ def test_programs_beside_this_python_are_found() -> None:
     scripts = str(Path(sys.executable).parent)
     ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
     environ = {"PATH": "/usr/bin:/bin"}
-    apply(ranks, environ)
+    set_rank_variables(ranks, environ)
     assert environ["PATH"] == f"{scripts}:/usr/bin:/bin"
-    apply(ranks, environ)
+    set_rank_variables(ranks, environ)
     assert environ["PATH"] == f"{scripts}:/usr/bin:/bin"

@@ -217,7 +217,7 @@ def test_no_command_of_deepspeed_holds_a_secret(launcher: str, monkeypatch: pyte
 
     packed, words = LAUNCHERS[launcher]
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
-    environ, exported = variables.for_launcher(list(SECRETS), launcher, {**os.environ, **SECRETS})
+    environ, exported = variables.launcher_environment(list(SECRETS), launcher, {**os.environ, **SECRETS})
     assert exported == words
     assert json.loads(environ["LC_TOOLKIT_ENV"]) == {name: SECRETS[name] for name in packed}
     wanted = "-p 2222 -o SendEnv=LC_TOOLKIT_ENV" if launcher == "pdsh" else "-p 2222"
@@ -244,8 +244,8 @@ def test_no_command_of_deepspeed_holds_a_secret(launcher: str, monkeypatch: pyte
 
 def test_nobody_knows_how_others_hand_variables_on() -> None:
     with pytest.raises(LaunchError, match=r"launch\.env: A: how --launcher mvapich hands on variables is not tested"):
-        variables.for_launcher(["A"], "mvapich", {"A": "b"})
-    assert variables.for_launcher([], "mvapich", {"A": "b"}) == ({"A": "b"}, [])
+        variables.launcher_environment(["A"], "mvapich", {"A": "b"})
+    assert variables.launcher_environment([], "mvapich", {"A": "b"}) == ({"A": "b"}, [])
 
 
 def test_no_export_of_deepspeed_is_forgotten() -> None:

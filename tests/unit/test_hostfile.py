@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch.hostfile import check_visible_alone, parse_hostfile, read_hostfile
+from toolkit.launch.hostfile import check_visible_devices_here, parse_hostfile, read_hostfile
 from toolkit.messages import LaunchError
 
 WRONG = {
@@ -85,5 +85,5 @@ def test_gpus_that_are_visible_are_those_that_are_taken(
     monkeypatch.setattr("toolkit.config.requirements.shutil.which", lambda name: f"/usr/bin/{name}")  # nvidia-smi
     environ = {"CUDA_VISIBLE_DEVICES": chosen}
     with pytest.raises(LaunchError, match=told) if told else nullcontext():
-        check_visible_alone(options, environ)
-    check_visible_alone(options, environ | {"DS_ACCELERATOR": "cpu"})
+        check_visible_devices_here(options, environ)
+    check_visible_devices_here(options, environ | {"DS_ACCELERATOR": "cpu"})

@@ -50,7 +50,7 @@ def config(size: int, least: int = 1, most: int = 0) -> RunConfig:
 
 def test_options_without_some() -> None:
     typed = ["--hostfile", "h", "--include", "a@b", "--num_nodes=2", "--no_ssh_check", "-i", "a"]
-    assert without_options(typed, hostfile.SELECTING) == ["--hostfile", "h", "--no_ssh_check"]
+    assert without_options(typed, hostfile.SELECTION_OPTIONS) == ["--hostfile", "h", "--no_ssh_check"]
 
 
 class Fleet:

@@ -28,7 +28,7 @@ from toolkit.train.startup import set_environment, warn_remote_code
 def run(words: list[str]) -> None:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
-    environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
+    environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
     arguments, file = _checked(words, ranks.world_size)
     cfg = arguments.loaded.cfg
     set_environment(cfg, ranks, inherited)

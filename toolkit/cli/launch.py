@@ -19,7 +19,7 @@ from toolkit.messages import Problems
 
 def run(words: list[str]) -> int:
     typed, options, rest = deepspeed.typed_options(words)
-    environment.refuse_ranks()
+    environment.reject_if_rank()
     problems = Problems()
     arguments = parse(rest, problems=problems)
     # With the number of ranks: else each rank would report it, on all nodes, after their start. With `launch.min_nodes`

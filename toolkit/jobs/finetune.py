@@ -42,7 +42,7 @@ def finetune(recipe: str, *, gpus: int = 1, hostfile: str = "", quiet: bool = Fa
     """
     if hostfile and gpus != 1:
         raise ConfigError("{name} has no effect with {other}. Remove it.", name="gpus", other="hostfile")
-    environment.refuse_ranks()
+    environment.reject_if_rank()
     words = [f"recipe={_as_written(recipe)}", *override_words(settings)]
     cfg = parse_checked(words, world_size=None if hostfile else gpus).loaded.cfg
     if not cfg.run.name:

@@ -34,23 +34,26 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     """
     folder, nodes = run_dir.make_parent(cfg), Nodes(typed, words, cfg)
     command, environ = _command(nodes)
-    requests, most, timeout_s = processes.SignalRequests(), cfg.run.max_restarts, float(cfg.distributed.timeout_s)
+    requests, most_restarts = processes.SignalRequests(), cfg.run.max_restarts
+    timeout_s = float(cfg.distributed.timeout_s)
     restart, number, died = 0, 0, 0.0
     while True:
-        attempt = Attempt(folder, environ, nodes, number, most, died)
+        attempt = Attempt(folder, environ, nodes, number, most_restarts, died)
         try:
-            child = processes.run_launcher(command, attempt.environ, nodes.words, requests, attempt.look, timeout_s)
+            launcher_code = processes.run_launcher(
+                command, attempt.environ, nodes.words, requests, attempt.poll, timeout_s
+            )
             is_far = bool(requests.last) and len(nodes.hosts) > 1
             status = attempt.final_status(timeout_s if is_far else 0.0)
         finally:
             attempt.end()
-        code, run = exit_code_of_run(status, child, asked=bool(requests.last)), Path(status.get("folder", ""))
+        code, run = exit_code_of_run(status, launcher_code, bool(requests.last)), Path(status.get("folder", ""))
         number, died = 0, status.get("died", time.time())
         if not (attempt.stop and code == STOPPED and not requests.last):
             restart += 1
             number = restart
-            may = bool(most) and should_restart(code, status, asked=bool(requests.last))
-            if not may or not _announce(run, code, restart, most):
+            may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
+            if not may_restart or not _announce(run, code, restart, most_restarts):
                 if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
                     # That of the rank that failed first: what other nodes print comes in any order.
                     text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
@@ -64,8 +67,8 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
 
 
 def _announce(run: Path, code: int, restart: int, most: int) -> bool:
-    """Print that a run died, and return whether it is restarted: not after `most` restarts. RepeatedDeath if another
-    start would end where this one did.
+    """Print that the run in directory `run` died with exit code `code`; return whether it is restarted: not if the next
+    restart, number `restart`, is more than `most`. RepeatedDeath if another start would end where this one did.
     """
     saved = run_dir.newest_step(run)
     run_dir.check_repeated_death(run, saved)
@@ -92,31 +95,34 @@ def _announce(run: Path, code: int, restart: int, most: int) -> bool:
     return True
 
 
-def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
-    """Return the exit code of a run, from what the ranks reported.
-    `child` is the exit code of their launcher, negative if a signal killed it; `asked`: whether this process was asked
-    to stop, and has passed that on.
+def exit_code_of_run(status: Mapping[str, Any], launcher_code: int, is_stopping: bool) -> int:
+    """Return the exit code of a run.
+
+    Args:
+        status: what its ranks have reported, see `environment.read_status`.
+        launcher_code: exit code of their launcher, negative if a signal killed it.
+        is_stopping: whether this process has got a signal to stop, and has passed it on.
     """
     if "folder" in status and (Path(status["folder"]) / "DONE").exists():
         return 0
     code = status.get("code")
-    if asked and (code == 130 or (code is None and "folder" not in status)):
+    if is_stopping and (code == 130 or (code is None and "folder" not in status)):
         return STOPPED  # before the ranks could report it
-    if code == STOPPED and not asked:
+    if code == STOPPED and not is_stopping:
         # Ranks are stopped as well when one of them was killed, or their launcher was: nobody asked for that.
-        is_stop = 0 < child <= _KILLED or child in (-signal.SIGINT, -signal.SIGTERM)
+        is_stop = 0 < launcher_code <= _KILLED or launcher_code in (-signal.SIGINT, -signal.SIGTERM)
         return STOPPED if is_stop else 1
-    if code is None and child == MISTAKE:
+    if code is None and launcher_code == MISTAKE:
         return MISTAKE  # options that the launcher does not know
     return code if code in (MISTAKE, DIVERGED, IO, STOPPED, HANG) else 1
 
 
-def should_restart(code: int, status: Mapping[str, Any], asked: bool) -> bool:
-    """Whether a run that ended like this may resume by itself: after a crash, a kill, a hang, a lost launcher.
-    Not after a disk error (74): the next checkpoint would fail too, and the steps up to it be lost again. Not when it
-    ended before it had a run directory: there is nothing to resume.
+def should_restart(code: int, status: Mapping[str, Any], is_stopping: bool) -> bool:
+    """Whether a run that ended with `code` may be restarted: after a crash, a kill, a hang, a lost launcher. Not after
+    a disk error (74), as the next checkpoint would fail too and the steps up to it be lost again; not without a run
+    directory in `status`, as there is nothing to resume.
     """
-    return code in (1, HANG) and "folder" in status and not asked
+    return code in (1, HANG) and "folder" in status and not is_stopping
 
 
 def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
@@ -135,10 +141,10 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     for name in here:
         secrets.learn(os.environ[name])
     if missing := sorted(set(names).difference(here, *files.values())):
-        raise variables.without_value(missing)
+        raise variables.missing_secrets(missing)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
-    environ, exported = variables.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    environ, exported = variables.launcher_environment(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     port = deepspeed.port_of_one_node(hosts, options)
@@ -183,7 +189,7 @@ class Attempt:
                 return status
             time.sleep(0.5)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Print once how long it took from the end of earlier ranks to the first new step. Return whether all that is
         left may be killed: a node was lost so long ago that the ranks on other nodes have had the time to end.
         """

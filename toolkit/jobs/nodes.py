@@ -25,22 +25,27 @@ _ANSWER_S = 5
 
 
 class Nodes:
-    """The nodes that ranks are started on: all that were asked for, or with `launch.min_nodes` those that can.
+    """The nodes that ranks are started on: all that the user named, or with `launch.min_nodes` those that answer.
 
-    `typed`: the arguments of `deepspeed`; `words`: recipe and overrides of `cfg`. A LaunchError if they are too few
-    or the launcher would misread them, or not start.
+    Args:
+        typed: arguments of `deepspeed`.
+        words: recipe and overrides of `cfg`.
+        cfg: checked config.
+
+    Raises:
+        LaunchError: there are too few nodes, or DeepSpeed's launcher would misread them, or not start.
     """
 
     def __init__(self, typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> None:
-        self._asked, self._recipe, self.cfg = list(typed), list(words), cfg
+        self._typed, self._recipe, self.cfg = list(typed), list(words), cfg
         self.typed, self.words = list(typed), list(words)
-        """As the next start takes them."""
+        """Arguments of `deepspeed`, and recipe and overrides, for the next start of the ranks."""
         self.hosts: Resources = {}
-        """That take part, with their GPUs; {} without a hostfile."""
+        """Nodes that take part, with their GPUs; {} without a hostfile."""
         self.is_elastic = bool(cfg.launch.min_nodes)
         self._broken: set[str] = set()
         """Nodes that answer but would break the run, and have been named."""
-        self._beats: dict[str, tuple[int, float]] = {}
+        self._heartbeats: dict[str, tuple[int, float]] = {}
         """The last heartbeat of each node's first rank, and when it was new."""
         options = self.options
         is_listed = deepspeed.hostfile_of(options) is not None
@@ -62,17 +67,17 @@ class Nodes:
 
     @property
     def _as_several(self) -> dict[str, str]:
-        """The same, by which a node alone is asked through ssh too."""
+        """The launcher's options, with one by which even a single node is reached through ssh."""
         return {**self.options, "--force_multi": ""}
 
-    def choose_again(self, is_asked: Callable[[], bool]) -> None:
-        """Choose nodes anew after the ranks have ended; wait until there are enough, or until `is_asked` to stop."""
+    def choose_again(self, is_stopping: Callable[[], bool]) -> None:
+        """Choose nodes again after the ranks have ended; wait until there are enough, or until `is_stopping()`."""
         last_reason = ""
-        while self.is_elastic and not is_asked():
+        while self.is_elastic and not is_stopping():
             try:
                 reachable = self._keep_reachable(self._named())
                 if failing := self._hosts_with_errors(reachable):  # GPUs are free a while after the ranks have ended
-                    _pause(is_asked)
+                    _pause(is_stopping)
                     failing = self._hosts_with_errors({host: reachable[host] for host in failing})
                 before = self.hosts
                 self._use_hosts({host: gpus for host, gpus in reachable.items() if host not in failing})
@@ -80,7 +85,7 @@ class Nodes:
                 if last_reason != str(error):
                     last_reason = str(error)
                     say("Waiting for nodes: {reason}", reason=last_reason)
-                _pause(is_asked)
+                _pause(is_stopping)
                 continue
             if self.hosts != before:
                 self._show()
@@ -88,7 +93,7 @@ class Nodes:
 
     def _named(self) -> Resources:
         """Return the nodes of the hostfile as it is now."""
-        return deepspeed.named_hosts(deepspeed.split_words(self._asked)[0])
+        return deepspeed.named_hosts(deepspeed.split_words(self._typed)[0])
 
     def would_change(self) -> bool:
         """Whether there are nodes for more ranks, or one that takes part has left the hostfile."""
@@ -113,10 +118,10 @@ class Nodes:
         for host, gpus in self.hosts.items():
             with suppress(OSError, ValueError, KeyError):  # not begun
                 text = (logs / watchdog.heartbeat_file(first)).read_text(encoding="utf-8")
-                if self._beats.get(host, (-1, now))[0] != (beats := json.loads(text)["beats"]):
-                    self._beats[host] = beats, now
+                if self._heartbeats.get(host, (-1, now))[0] != (beats := json.loads(text)["beats"]):
+                    self._heartbeats[host] = beats, now
             first += len(gpus)
-        seconds = {host: now - since for host, (_, since) in self._beats.items()}
+        seconds = {host: now - since for host, (_, since) in self._heartbeats.items()}
         silent = {
             host: self.hosts[host] for host in seconds if seconds[host] > presence.SILENT_S * presence.stretch(first)
         }
@@ -174,29 +179,31 @@ class Nodes:
         return set(errors_by_host)
 
     def _use_hosts(self, hosts: Resources) -> None:
-        """Let the next start take these nodes, or as many of them as the batch divides over."""
-        self._beats = {}
+        """Set the nodes of the next start: `hosts`, or with `launch.min_nodes` as many of them as the batch divides
+        over.
+        """
+        self._heartbeats = {}
         if not self.is_elastic:
             self.hosts = hosts
             return
         self.hosts, more = fitting(self.cfg, hosts)
         included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())
-        self.typed = [*deepspeed.without_options(self._asked, hostfile.SELECTING), "--include", included]
+        self.typed = [*deepspeed.without_options(self._typed, hostfile.SELECTION_OPTIONS), "--include", included]
         if len(self.hosts) == 1 and not any(map(hostfile.is_here, self.hosts)) and "--force_multi" not in self.typed:
             self.typed.append("--force_multi")
         self.words = [*self._recipe, *more]
 
     def _check(self) -> None:
-        """Refuse what DeepSpeed's launcher would misread or not start, and nodes that would break the run."""
+        """Raise a LaunchError if DeepSpeed's launcher would misread or not start the nodes, or one is broken."""
         hosts, options = self.hosts, self.options
         if hosts:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
             deepspeed.check_backend_program(hosts, {} if self.is_elastic else options)
         else:
-            hostfile.check_visible_alone(options)
+            hostfile.check_visible_devices_here(options)
         deepspeed.check_binding(hosts, options)
-        if not deepspeed.logs_in(hosts, options) or "--no_ssh_check" in options:
+        if not deepspeed.needs_ssh(hosts, options) or "--no_ssh_check" in options:
             return
         machines = _examination(options, self.words, self.cfg, hosts)
         machines.run(quick=True)
@@ -229,10 +236,10 @@ def _examination(
     return import_module("toolkit.extras.doctor.examine").plan_examination(options, words, cfg, hosts)
 
 
-def _pause(is_asked: Callable[[], bool]) -> None:
-    """Wait a while, or until this process is asked to stop."""
+def _pause(is_stopping: Callable[[], bool]) -> None:
+    """Wait for LOOK_EVERY_S, or until `is_stopping()`."""
     until = time.monotonic() + LOOK_EVERY_S
-    while time.monotonic() < until and not is_asked():
+    while time.monotonic() < until and not is_stopping():
         time.sleep(0.2)
 
 

@@ -21,7 +21,7 @@ import psutil
 from toolkit import children
 from toolkit.launch import environment, variables
 from toolkit.launch.ancestors import DEEPSPEED, processes_above
-from toolkit.launch.hostfile import SELECTING, Resources, asked_gpus, is_here, read_hostfile, select_gpus
+from toolkit.launch.hostfile import SELECTION_OPTIONS, Resources, asked_gpus, is_here, read_hostfile, select_gpus
 from toolkit.messages import LaunchError, tr
 
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
@@ -35,20 +35,25 @@ _FLAGS = re.compile(
 )
 """Its other options."""
 
-OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
-"""Options of our commands, and whether they take a value."""
+TOOLKIT_OPTIONS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
+"""Option of `toolkit` commands -> whether it takes a value."""
 
 
 def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
-    """Compare what was asked for with what was started.
+    """Check that the launcher above this rank has started what was asked for.
 
-    An error if the hostfile that was asked for is missing or malformed; if other nodes take part than it says, or than
-    `launch.num_nodes` (0: any); if ranks are not bound to cores as asked.
+    Args:
+        num_nodes: `launch.num_nodes`; 0: any number.
+        ranks: who this process is.
+
+    Raises:
+        LaunchError: the hostfile that was asked for is missing or malformed; other nodes take part than it, or
+            `num_nodes`, says; or ranks are not bound to cores as asked.
     """
     chain = list(processes_above())
     nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
-    if world := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
-        nodes = len(json.loads(base64.urlsafe_b64decode(world.partition("=")[2])))
+    if world_info := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
+        nodes = len(json.loads(base64.urlsafe_b64decode(world_info.partition("=")[2])))
     for process, words in chain:
         options, _ = split_words(launcher_options(words))
         path = hostfile_of(options)
@@ -59,7 +64,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         with suppress(psutil.Error):
             folder = Path(process.cwd())
         hosts = select_gpus(read_hostfile(folder / path), options)
-        if not world and ranks.world_size == sum(map(len, hosts.values())):
+        if not world_info and ranks.world_size == sum(map(len, hosts.values())):
             nodes = len(hosts)  # Open MPI starts unequal numbers of ranks, too
         if nodes and len(hosts) != nodes:
             raise LaunchError(
@@ -97,7 +102,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
 
 
 def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
-    """Reject what DeepSpeed would do without a message: train here although another machine was named."""
+    """Raise a LaunchError if `hosts` has one machine alone and it is not this one: DeepSpeed would train here."""
     only = next(iter(hosts)) if len(hosts) == 1 else ""
     if only and "--force_multi" not in options and "--no_ssh" not in options and not is_here(only):
         raise LaunchError(
@@ -132,7 +137,7 @@ def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield each word as a list, together with the next word if it is an option that takes that as its value."""
     rest = iter(words)
     for word in rest:
-        yield [word, *islice(rest, 1 if WITH_VALUE.fullmatch(word) or OURS.get(word) else 0)]
+        yield [word, *islice(rest, 1 if WITH_VALUE.fullmatch(word) or TOOLKIT_OPTIONS.get(word) else 0)]
 
 
 def hostfile_of(options: Mapping[str, str]) -> str | None:
@@ -198,17 +203,19 @@ DEFAULT_PORT = "29500"
 
 
 def port_of_one_node(hosts: Resources, options: Mapping[str, str]) -> dict[str, str]:
-    """Return a free --master_port for ranks on this node alone, where none was given: another run may have 29500."""
-    is_one = len(hosts) < 2 and "--force_multi" not in options
-    return {"--master_port": str(environment.free_port())} if is_one and "--master_port" not in options else {}
+    """Return {"--master_port": a free one} for ranks on this node alone, as another run may use DeepSpeed's own; {} on
+    several nodes, or if the user has chosen one.
+    """
+    is_single = len(hosts) < 2 and "--force_multi" not in options
+    return {"--master_port": str(environment.free_port())} if is_single and "--master_port" not in options else {}
 
 
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
-    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if a hostfile leaves it alone.
+    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if it is the only one of `hosts`.
 
-    One host alone is this node, see `check_machines`; {} without a hostfile.
+    A single host is this node, see `check_machines`. `hosts`: {} without a hostfile.
     """
-    if not hosts or logs_in(hosts, options) or "--no_ssh" in options:
+    if not hosts or needs_ssh(hosts, options) or "--no_ssh" in options:
         return []
     more = [] if "--no_ssh_check" in options else ["--no_ssh_check"]
     return more if "--master_addr" in options else [*more, "--master_addr", "127.0.0.1"]
@@ -231,14 +238,16 @@ def backend(hosts: Resources, options: Mapping[str, str]) -> str:
     return options.get("--launcher", "pdsh").lower() if is_used else ""
 
 
-def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
-    """Return whether ssh is needed. An mpirun starts ranks on its own machine without."""
+def needs_ssh(hosts: Resources, options: Mapping[str, str]) -> bool:
+    """Return whether DeepSpeed's launcher needs ssh; an mpirun starts ranks on its own machine without."""
     used = backend(hosts, options)
     return bool(used) and not (used in environment.MPI_LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
-    """Look for the program by which DeepSpeed's launcher starts ranks on several machines."""
+    """Raise a LaunchError if the program by which DeepSpeed's launcher would start ranks on `hosts` is not installed,
+    or could not start them.
+    """
     used, folder = backend(hosts, options), os.getcwd()
     if used == "pdsh" and shlex.quote(folder) != folder:
         raise LaunchError(
@@ -246,7 +255,7 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
             "this in a directory without spaces and special characters (a link to this one will do).",
             folder=folder,
         )
-    chosen = set(SELECTING) & set(options)
+    chosen = set(SELECTION_OPTIONS) & set(options)
     if chosen and used in ("openmpi", "mpich", "impi"):
         raise LaunchError(
             "--launcher {launcher} takes all nodes and slots of the hostfile (DeepSpeed 0.19.8): leave "
@@ -296,7 +305,9 @@ def mpi_launcher_args(hosts: Resources, options: Mapping[str, str], exported: Se
 
 
 def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
-    """Refuse to bind ranks to cores where DeepSpeed's launcher would not do it in silence, or fail (0.19.8)."""
+    """Raise a LaunchError if ranks are to be bound to cores (--bind_…) where DeepSpeed's launcher (0.19.8) would fail,
+    or would silently not do it.
+    """
     asked = [name for name in options if name.startswith("--bind_core")]
     if not asked:
         return
@@ -322,7 +333,15 @@ def check_restarts(
     environ: Mapping[str, str] = os.environ,
     least_nodes: int = 0,
 ) -> None:
-    """Refuse what would not be started again, or more often than was asked for."""
+    """Raise a LaunchError if the launcher would not restart a run that crashes as often as the config says.
+
+    Args:
+        most: `run.max_restarts`.
+        ranks: who this process is.
+        words: the overrides, for the command in the message.
+        environ: this process's environment.
+        least_nodes: `launch.min_nodes`.
+    """
     if environment.read_status(environ):
         return
     if ranks.launcher == "torchrun" and not least_nodes:

@@ -71,7 +71,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
         if launcher == "torch":
-            # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `apply` does.
+            # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `set_rank_variables` does.
             set_by = (name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"])
             launcher = next(set_by, "environment")
             if "TORCHELASTIC_RUN_ID" in environ:
@@ -101,6 +101,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """Return a variable, or `default`, as a number from 0 on; LaunchError if it is none, or there is neither."""
     text = environ.get(name, default)
     if text is None:
         raise LaunchError("{name} is not set although this process was started as one of several ranks.", name=name)
@@ -109,8 +110,8 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
     return int(text)
 
 
-def refuse_ranks() -> None:
-    """Reject a command that starts ranks itself in a process that is a rank already."""
+def reject_if_rank() -> None:
+    """Raise a LaunchError if this process is a rank already: the command that calls this starts the ranks itself."""
     launcher = detect(os.environ).launcher
     if launcher != "single":
         raise LaunchError("this command starts the ranks itself: type it once, without {launcher}.", launcher=launcher)
@@ -120,9 +121,9 @@ local_rank = 0
 """As the launcher has numbered this process; LOCAL_RANK becomes 0 where a rank sees one GPU alone."""
 
 
-def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
-    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
-    From here on rank 0 alone tells its user anything.
+def set_rank_variables(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
+    """Set the variables that the process group reads (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and
+    OMP_NUM_THREADS and PATH. From here on rank 0 alone prints messages. LaunchError if the launcher has not set enough.
     """
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
@@ -176,8 +177,8 @@ def free_port() -> int:
 
 
 def meeting_port(rank_variable: str) -> int:
-    """Return a port that all ranks of this machine compute alike, from the id of the process that started them: the
-    nearest one above without `rank_variable`, which mpirun sets for ranks alone.
+    """Return the port at which ranks on one machine meet. All of them compute the same one, from the id of the process
+    that started them: the nearest ancestor without `rank_variable`, which mpirun sets for ranks alone.
     """
     starter = os.getppid()
     for parent in psutil.Process().parents():
@@ -231,7 +232,7 @@ def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
 
 
 def check_port(environ: Mapping[str, str]) -> None:
-    """On rank 0, see that nobody listens on the port where the ranks are to meet."""
+    """Raise a LaunchError on rank 0 if another process listens on the port at which the ranks are to meet."""
     # torchrun's agent itself holds the store, and with it the port.
     if environ.get("RANK") != "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -280,7 +281,9 @@ _LAUNCHED_BY = "PYTHON_TOOLKIT_LAUNCHED_BY"
 
 
 def create_status_file(folder: Path, restart: int) -> Path:
-    """Make the file for one start of the ranks, with who reads it; `restart`: how often they were started before."""
+    """Create the file by which ranks report to this process, in `folder`; return it. `restart`: how often they have
+    been restarted.
+    """
     handle, name = tempfile.mkstemp(prefix=".launch-", suffix=".jsonl", dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "restart": restart}) + "\n")
@@ -299,7 +302,7 @@ def front_end() -> int:
 
 
 def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
-    """Report something to the `toolkit launch` that started this rank; does nothing without one."""
+    """Report `facts` (name -> JSON value) to the `toolkit launch` that started this rank; without one do nothing."""
     with suppress(OSError):  # it is gone with its reader
         handle = os.open(_status_file(environ), os.O_WRONLY | os.O_APPEND)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -307,7 +310,9 @@ def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None
 
 
 def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what ranks have reported to `toolkit launch`, {} without one; of several reports on a thing the first."""
+    """Return fact -> value of what ranks have reported to `toolkit launch`, {} without one. Of several values of a fact
+    the first one counts.
+    """
     status: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         for line in Path(_status_file(environ)).read_text(encoding="utf-8").splitlines():
@@ -316,10 +321,11 @@ def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often these ranks have been started again by whoever starts them; 0 the first time."""
-    told = read_status(environ)
-    return int(told["restart"] if told else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Return how often `toolkit launch` or torchrun has restarted these ranks; 0 at their first start."""
+    status = read_status(environ)
+    return int(status["restart"] if status else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _status_file(environ: Mapping[str, str]) -> str:
+    """Return the path of the status file, /dev/null without one."""
     return environ.get(STATUS_VARIABLE, "").strip('"') or os.devnull

@@ -27,7 +27,7 @@ LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots of a hostfile, in its order."""
+    """Return host -> slots of a hostfile, in its order; LaunchError if it cannot be read, see `parse_hostfile`."""
     try:
         with path.open("rb") as file:  # which may be a pipe: hostfile=<(command)
             content = file.read(_LARGEST_FILE_BYTES + 1)
@@ -46,7 +46,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, path: str) -> dict[str, int]:
-    """Parse `HOST slots=N` lines; blank lines and `#` comments are skipped, as by DeepSpeed 0.19.8."""
+    """Return host -> slots of lines `HOST slots=N`; blank lines and `#` comments are skipped, as by DeepSpeed 0.19.8.
+    LaunchError with the line for anything else; `path`: the file, for the message.
+    """
     hosts: dict[str, int] = {}
     if text.startswith("\ufeff"):
         raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
@@ -92,15 +94,20 @@ Resources = dict[str, list[int]]
 """Host -> its GPUs that take part, in the order of the hostfile; ranks are counted in this order."""
 
 
-SELECTING = ("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
+SELECTION_OPTIONS = ("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
 """Options of `deepspeed` that choose among the nodes and GPUs of a hostfile."""
 
 
 def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
-    """Return what --include, --exclude, --num_nodes and --num_gpus leave, as DeepSpeed 0.19.8 reads them.
+    """Return the GPUs that --include, --exclude, --num_nodes and --num_gpus leave, as DeepSpeed 0.19.8 reads them.
 
-    An error if they name what is not there, contradict each other, or leave nothing; or if DeepSpeed would silently
-    take fewer nodes, or more GPUs, than there are.
+    Args:
+        hosts: host -> slots, of the hostfile.
+        options: the launcher's, by name.
+
+    Raises:
+        LaunchError: the options name what is not there, contradict each other, or leave nothing; or DeepSpeed would
+            silently take fewer nodes, or more GPUs, than were asked for.
     """
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""
@@ -154,20 +161,22 @@ def whole_number(options: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
-    """Return host -> GPUs of HOST[:GPU,GPU…]@HOST…; no GPUs stand for all."""
+def _named_gpus(specification: str, available: Resources, option: str) -> Resources:
+    """Return host -> GPUs that HOST[:GPU,GPU…]@HOST… names, [] for all of a host; LaunchError for what is not in
+    `available`. `option`: --include or --exclude, for the message.
+    """
     named: Resources = {}
     for part in specification.split("@"):
         host, colon, gpus = part.partition(":")
-        if host not in there:
+        if host not in available:
             raise LaunchError(
                 joined(
                     tr("{option} {part}: the hostfile has no {host}.", option=option, part=part, host=host),
-                    did_you_mean(host, there),
+                    did_you_mean(host, available),
                 )
             )
         numbers = gpus.split(",") if colon else []
-        slots = {str(gpu) for gpu in there[host]}
+        slots = {str(gpu) for gpu in available[host]}
         wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in slots]
         if wrong:
             raise LaunchError(
@@ -176,14 +185,16 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
                 part=part,
                 host=host,
                 wrong=wrong[0] or "''",
-                last=there[host][-1],
+                last=available[host][-1],
             )
         named[host] = sorted({*named.get(host, []), *map(int, numbers)})
     return named
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) overwrites if there is a hostfile."""
+    """Raise a LaunchError for a CUDA_VISIBLE_DEVICES that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as
+    it does with a hostfile.
+    """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     gpus_here = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in gpus_here] != [chosen]:
@@ -195,11 +206,13 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
         )
 
 
-def check_visible_alone(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads, or leaves out."""
+def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
+    """Raise a LaunchError for a CUDA_VISIBLE_DEVICES that DeepSpeed's launcher (0.19.8, runner.py) misreads or ignores
+    without a hostfile.
+    """
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if not chosen or requirements.device_here(environ) == "cpu" or {*SELECTING[:4]} & options.keys():
+    if not chosen or requirements.device_here(environ) == "cpu" or {*SELECTION_OPTIONS[:4]} & options.keys():
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(
@@ -218,7 +231,7 @@ def check_visible_alone(options: Mapping[str, str], environ: Mapping[str, str] =
 
 
 def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
-    """Return of each host its name, GPUs and ranks."""
+    """Return (host, its GPUs, its ranks) of each host, numbers as ranges such as 0-3,5."""
     rows, first = [], 0
     for host, gpus in resources.items():
         rows.append((host, _as_ranges(gpus), _as_ranges(list(range(first, first + len(gpus))))))
@@ -234,7 +247,7 @@ def _as_ranges(numbers: list[int]) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name means this machine."""
+    """Whether a host name is one of this machine's, by name or by address."""
     if host in ("localhost", socket.gethostname()):
         return True
     our_addresses = {

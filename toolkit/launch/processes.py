@@ -24,7 +24,7 @@ from toolkit.launch.environment import STATUS_VARIABLE, VARIABLES, without_ranks
 from toolkit.messages import tr
 
 _POLL_S = 0.2
-_AGAIN_S = 1.0
+_RESEND_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
 _LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -66,29 +66,35 @@ def run_launcher(
     environ: Mapping[str, str],
     words: Sequence[str],
     requests: SignalRequests,
-    look: Callable[[], bool],
+    must_kill: Callable[[], bool],
     patience_s: float,
 ) -> int:
     """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
-    Signals in `requests` are passed on to all ranks (`_find_ranks`) at once. What still runs `patience_s` after the
-    launcher has ended is killed, and so is everything as soon as `look`, called several times a second, returns True.
+
+    Args:
+        command: the launcher's command line.
+        environ: its environment, with the status file.
+        words: the last words of each rank's command line, by which ranks are found (`_find_ranks`).
+        requests: signals to be passed on to all ranks at once.
+        must_kill: called several times a second; once it returns True, everything is killed.
+        patience_s: what still runs so long after the launcher has ended is killed.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    passed = ended = 0.0
-    status_file, seen = environ[STATUS_VARIABLE], False
+    sent_at = ended_at = 0.0
+    status_file, has_had_ranks = environ[STATUS_VARIABLE], False
     while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, status_file):
         now = time.monotonic()
-        if requests.is_new or (requests.last and now - passed > _AGAIN_S):
+        if requests.is_new or (requests.last and now - sent_at > _RESEND_S):
             ranks = _find_ranks(words, status_file)
             _send_signal(ranks, requests.last)
-            seen = seen or bool(ranks)
-            if not ranks and (requests.is_new or not seen):  # still starting, or all of them are on other machines
+            has_had_ranks = has_had_ranks or bool(ranks)
+            if not ranks and (requests.is_new or not has_had_ranks):  # still starting, or all are on other machines
                 _stop_launchers(process.pid)
-            requests.is_new, passed = False, now
+            requests.is_new, sent_at = False, now
         if code is not None:
-            ended = ended or now
-        if look() or (code is not None and now - ended > patience_s):
+            ended_at = ended_at or now
+        if must_kill() or (code is not None and now - ended_at > patience_s):
             _send_signal(_session_processes(process.pid) + _find_ranks(words, status_file), signal.SIGKILL)
         time.sleep(_POLL_S)
     return code
@@ -144,7 +150,9 @@ def _find_ranks(words: Sequence[str], status_file: str) -> list[psutil.Process]:
 
 
 def run_module(module: str, *words: str) -> str:
-    """Run a module of this package as a program; return "" if it succeeded, else the last line that it printed."""
+    """Run a module of this package as a program, which is no rank; return "" if it succeeded, else why not: the last
+    line that it wrote to stderr.
+    """
     command = [sys.executable, "-m", module, *words]
     try:
         finished = children.run(command, capture_output=True, text=True, env=without_ranks(), timeout=_MODULE_S)

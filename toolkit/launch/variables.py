@@ -22,7 +22,8 @@ from toolkit.messages import LaunchError, file_bytes, reading, tr
 
 PACKED = "LC_TOOLKIT_ENV"
 """Secrets as JSON, name -> value. Debian's and Ubuntu's sshd take variables LC_* from a client, Red Hat's a few."""
-_ANEW = "PYTHON_TOOLKIT_STARTED_ANEW"
+_RESTARTED = "PYTHON_TOOLKIT_STARTED_ANEW"
+"""Set in a process that `apply_env` has restarted."""
 _READ_AT_START = re.compile(r"(?:LD_|PYTHON|MALLOC_|LC_)\w*|GLIBC_TUNABLES|LANG|LANGUAGE|TZ")
 """Variables that the loader, the C library or Python read when a process starts, and not again."""
 EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
@@ -43,9 +44,17 @@ def apply_env(
     inherited: Mapping[str, str],
     replace_process: Callable[[str, list[str], dict[str, str]], object] = os.execve,
 ) -> None:
-    """Set the variables of this rank; start this process anew where some of them are read at its start only.
+    """Set the variables of `launch.env` in this rank; restart the process if a changed one is read at its start only.
 
-    `inherited` is the environment that this process was started with; `replace_process` keeps the process id.
+    Args:
+        env: `launch.env`: name -> value; without a value it is a secret that comes from the environment.
+        ranks: who this process is.
+        environ: the environment to change.
+        inherited: the environment that this process was started with.
+        replace_process: `os.execve`, by which a restarted process keeps its id.
+
+    Raises:
+        LaunchError: a secret has no value here.
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
     forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
@@ -61,20 +70,20 @@ def apply_env(
             mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
         elif ranks.launcher in ("torchrun", "slurm"):
             mend = tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
-        raise without_value(missing, mend)
+        raise missing_secrets(missing, mend)
     for value in forwarded.values():
         secrets.learn(value)
     wanted = {**forwarded, **LaunchConfig(env=dict(env)).values}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
-    is_new = environ.pop(_ANEW, "")  # what does not stay as it is set must not start the process for ever
+    is_new = environ.pop(_RESTARTED, "")  # what does not stay as it is set must not start the process for ever
     if any(map(_READ_AT_START.fullmatch, changed)) and not is_new:
         sys.stdout.flush()
         before = {name: value for name, value in inherited.items() if name != PACKED}
-        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**before, **wanted, _ANEW: "1"})
+        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**before, **wanted, _RESTARTED: "1"})
 
 
-def without_value(names: Collection[str], mend: str = "") -> LaunchError:
+def missing_secrets(names: Collection[str], mend: str = "") -> LaunchError:
     """Return the error about secrets that are not set on this machine; `mend`: what to do, "" to set them here."""
     return LaunchError(
         "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
@@ -84,8 +93,19 @@ def without_value(names: Collection[str], mend: str = "") -> LaunchError:
     )
 
 
-def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment of DeepSpeed's launcher for several machines, and options that it gets for secrets."""
+def launcher_environment(
+    names: Sequence[str], launcher: str, environ: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return how DeepSpeed's launcher hands secrets on to several nodes: (its environment, further options for it).
+
+    Args:
+        names: the secrets, which are in `environ`.
+        launcher: its --launcher, such as pdsh.
+        environ: this process's environment.
+
+    Raises:
+        LaunchError: how this launcher hands variables on is not tested.
+    """
     if not names:
         return dict(environ), []
     if launcher not in ("pdsh", "openmpi", "mpich", "slurm"):
@@ -113,10 +133,12 @@ _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
 
 
 def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
-    """Return what the files set that DeepSpeed reads when it starts several machines; the last file wins.
+    """Return the variables that each `.deepspeed_env` sets, file -> {name: value}: DeepSpeed reads that of the home
+    directory and that of `folder` when it starts several nodes, and the last one counts.
 
-    A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
-    line on which DeepSpeed 0.19.8 would fail.
+    Raises:
+        LaunchError: somebody else could have written a file (whoever clones a repository gets its files), or DeepSpeed
+            0.19.8 would fail on a line or run part of it as a command.
     """
     by_file: dict[Path, dict[str, str]] = {}
     for directory in dict.fromkeys((Path.home(), folder)):

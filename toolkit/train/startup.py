@@ -42,7 +42,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
-    environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
+    environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(native_ops.extensions_dir()))
     if "--cfg" in words:
         index = words.index("--cfg")

@@ -22,5 +22,5 @@ from toolkit.launch import environment
 
 def run(words: list[str]) -> int:
     """Prove."""
-    environment.refuse_ranks()
+    environment.reject_if_rank()
     return run_prove(words)

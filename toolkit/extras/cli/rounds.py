@@ -30,7 +30,7 @@ OWN = ("prompts", "rounds", "reward", "pattern", "least", "most", "allow_code", 
 
 def run(words: list[str]) -> int:
     """Check the arguments and do the rounds; return the exit code."""
-    environment.refuse_ranks()
+    environment.reject_if_rank()
     launcher, options, rest = deepspeed.typed_options(words)
     if any(word.startswith(("data=", "data.sources")) for word in rest):
         raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
@@ -44,7 +44,7 @@ def run(words: list[str]) -> int:
     if number(settings, "temperature", 1.0) == 0:
         raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
     if not deepspeed.hostfile_of(options):
-        hostfile.check_visible_alone(options)
+        hostfile.check_visible_devices_here(options)
     from toolkit.evaluate.rewards import Reward
     from toolkit.extras.rounds import RoundsPlan, run_rounds
 

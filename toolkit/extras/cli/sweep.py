@@ -20,7 +20,7 @@ from toolkit.messages import Problems
 
 def run(words: list[str]) -> int:
     """Run a grid, or with `trials=N` a search; return the exit code."""
-    environment.refuse_ranks()
+    environment.reject_if_rank()
     problems = Problems()
     plan = parse_sweep(words, problems)
     return (run_trials if "trials" in plan.settings else run_grid)(plan, words, problems)

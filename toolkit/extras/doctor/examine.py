@@ -245,7 +245,7 @@ def plan_examination(
 ) -> Examination:
     """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
     hosts = _hosts(options) if hosts is None else hosts
-    through_ssh = deepspeed.logs_in(hosts, options)
+    through_ssh = deepspeed.needs_ssh(hosts, options)
     files = variables.variables_of_files(Path.cwd()) if through_ssh else {}
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
@@ -279,7 +279,7 @@ def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     path = deepspeed.hostfile_of(options)
     if path is None:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTING} & options.keys():
+        if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
             return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
         gpus = list(Path("/dev").glob("nvidia[0-9]*"))
         return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
