@@ -162,7 +162,7 @@ def silent() -> Iterator[None]:
 
 
 def set_main_rank(is_main: bool) -> None:
-    """Choose whether this process prints to the user: one rank of a run does (`launch.environment.set_rank_variables`)."""
+    """Choose whether this process prints to the user: one rank of a run does (launch/environment.py)."""
     _logger.setLevel(logging.INFO if is_main else logging.CRITICAL)
 
 

@@ -1,7 +1,6 @@
 """What the keys of an axolotl YAML become in a recipe."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 from toolkit.config import files
@@ -34,7 +33,7 @@ _ASSISTANT = ("assistant", "gpt", "model")
 """Keys of a dataset that are read, or say nothing here."""
 
 
-def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
+def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Before translating: add the defaults that axolotl derives from other keys, and turn values of its own into the
     Trainer's.
     """
@@ -59,10 +58,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
         "steps" if config.has("save_steps") else "no" if config.has("saves_per_epoch") else "epoch"
     )
     defaults["eval_strategy"] = "steps" if config.has("eval_steps") else "no"
-    config.keys = {
-        **config.keys,
-        **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
-    }
+    config.set_defaults(defaults)
     trackers = [name for name in _TRACKERS if config.flag(f"use_{name}")]
     if "swanlab" in trackers and values.get("swanlab_project"):
         draft.put("track.swanlab.project", str(values["swanlab_project"]), "swanlab_project")
@@ -71,7 +67,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
     config.values["report_to"] = trackers or "none"
 
 
-def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
+def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only this program has."""
     if config.has("plugins") or config.has("liger_fused_linear_cross_entropy"):
         _plugins(config, draft)
@@ -210,7 +206,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
     for entry in entries:
         path = str(entry.get("path") or "")
         if key == "pretraining_dataset":
-            columns: dict[str, Any] | None = {"format": "text"} | _renamed({"text": entry.get("text_column")})
+            columns: dict[str, Any] | None = named_format("text", {"text": entry.get("text_column")})
         else:
             columns = _format(entry, kind, config.flag("reward_model"))
         if columns is None:
@@ -270,12 +266,6 @@ def _unread(entry: dict[str, Any]) -> list[str]:
 def _listed(value: Any) -> list[Any]:
     """Return a value as a list: itself, [] for None, else of one item."""
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _renamed(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return {"columns": …} of those columns (ours -> the file's name) whose names differ; {} if none do."""
-    renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
-    return {"columns": renamed} if renamed else {}
 
 
 def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:

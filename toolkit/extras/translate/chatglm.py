@@ -9,7 +9,7 @@ from toolkit.messages import ConfigError
 _PREFIX_DROPOUT = 0.1
 
 
-def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
+def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only this program has."""
     if not config.flag("do_train"):
         raise ConfigError(

@@ -1,11 +1,9 @@
-"""Translates the arguments of transformers' Trainer, of TRL and of LLaMA-Factory to settings of a recipe."""
+"""Translates the arguments of transformers' Trainer and of TRL, which other programs share, to settings of a recipe."""
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 from toolkit.config import files, rule_tables, schema, validate
 from toolkit.config.program_keys import Key, names_of, sentence
@@ -18,7 +16,7 @@ from toolkit.extras.translate.read import (
     ForeignConfig,
     typed,
 )
-from toolkit.messages import ConfigError, did_you_mean, joined, json_object, parsed_json, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, parsed_json, tr
 
 _LR_END = 1e-7
 """Last learning rate of transformers' polynomial schedule (5.23, get_polynomial_decay_schedule_with_warmup)."""
@@ -52,16 +50,14 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 def translate(config: ForeignConfig) -> RecipeDraft:
     """Translate a config's keys to settings of ours; ConfigError if its values cannot be understood."""
     draft = RecipeDraft(config=config)
+    module = _program_module(config.program)
     if config.program in (SWIFT_NAME, AXOLOTL_NAME):
-        _program_module(config.program).settle(config, draft)
+        module.set_derived_defaults(config, draft)
     trl = _trl_loss(config)
     if rate := _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None:
         defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         defaults["bf16"] = not config.flag("fp16")
-        config.keys = {
-            **config.keys,
-            **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
-        }
+        config.set_defaults(defaults)
     _launcher(config, draft)
     for name, key in config.keys.items():  # those with one counterpart of the same meaning
         value = config.get(name)
@@ -73,8 +69,8 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     _compute(config, draft)
     _logging(config, draft)
     _model(config, draft)
-    if translate_own := _translator(config.program):
-        translate_own(config, draft)
+    if module:
+        module.translate_own_keys(config, draft)
     else:
         _peft(config, draft)
         _named_data(config, draft, trl)
@@ -83,17 +79,13 @@ def translate(config: ForeignConfig) -> RecipeDraft:
 
 
 def _program_module(program: str) -> Any:
-    """Return the module of this package that translates a program's own keys."""
-    from toolkit.extras.translate import axolotl, chatglm, swift  # they build on this module
+    """Return the module of this package that translates the keys that only this program has; None for the Trainer's and
+    TRL's, which are translated here.
+    """
+    from toolkit.extras.translate import axolotl, chatglm, factory, swift  # they build on this module
 
-    return {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl, CHATGLM_NAME: chatglm}[program]
-
-
-def _translator(program: str) -> Callable[[ForeignConfig, RecipeDraft], None] | None:
-    """Return the function that translates the keys that only this program has; None for the Trainer's and TRL's."""
-    if program in (SWIFT_NAME, AXOLOTL_NAME, CHATGLM_NAME):
-        return cast("Callable[[ForeignConfig, RecipeDraft], None]", _program_module(program).translate_own)
-    return _translate_factory if program == FACTORY_NAME else None
+    modules = {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl, CHATGLM_NAME: chatglm, FACTORY_NAME: factory}
+    return modules.get(program)
 
 
 _ZERO = ("", "0", "1", "2", "3")
@@ -513,46 +505,6 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
             draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
 
 
-INFO = "dataset_info.json"
-_MEDIA = ("images", "videos", "audios")
-
-
-def sources_of(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
-    """Return items of `data.sources` for LLaMA-Factory's datasets in the key `name`, by dataset_info.json; ConfigError
-    if that lacks one, [] with a note if it is not on this disk.
-    """
-    sets = config.names(name)
-    folder = str(config.get("dataset_dir"))
-    if not sets:
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
-    if folder == "ONLINE":
-        return [{"hub": item} for item in sets]
-    base = next((path for path in (Path(folder), config.folder / folder) if os.path.isfile(path / INFO)), None)
-    if base is None:
-        draft.notes.append(
-            tr(
-                "{key} = {sets}: {file} is not here, so it is not known which files these are. Run this again where "
-                "it is, or write data.sources (docs/data.md).",
-                key=name,
-                sets=", ".join(sets),
-                file=Path(folder) / INFO,
-            )
-        )
-        return []
-    info = json_object(base / INFO, ConfigError)
-    if not all(isinstance(entry, dict) for entry in info.values()):
-        raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=base / INFO)
-    sources = []
-    for item in sets:
-        if item not in info:
-            location, file = config.location(name), base / INFO
-            unknown = tr("{place}: {file} has no dataset '{name}'.", place=location, file=file, name=item)
-            raise ConfigError(joined(unknown, did_you_mean(item, info)))
-        if source := _source(item, info[item], base, stage, draft):
-            sources.append(source)
-    return sources
-
-
 def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
     """Return the limit of a dataset that another program draws `rows` rows from, with a note; {} where 0."""
     if rows:
@@ -566,157 +518,10 @@ def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
     return {"max_samples": rows} if rows else {}
 
 
-def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
-    """Return one item of `data.sources`, {} with a note if its data cannot be used. `entry`: of dataset_info.json,
-    which is in `base`; `stage`: LLaMA-Factory's.
-    """
-    columns: dict[str, Any] = entry.get("columns") or {}
-    reason = ""
-    has_pairs = stage in ("dpo", "rm")
-    if bool(entry.get("ranking")) != has_pairs:
-        reason = tr("it holds no pairs") if has_pairs else tr("it holds preferences, which stage = dpo trains on")
-    elif media := [kind for kind in _MEDIA if columns.get(kind)]:
-        reason = tr("it holds {media}, and there are texts only", media=", ".join(media))
-    elif not entry.get("file_name") and not entry.get("hf_hub_url"):
-        reason = tr("it is neither a file nor on Hugging Face: save it as a file")
-    if reason:
-        draft.notes.append(tr("the dataset {name} is skipped: {reason}.", name=name, reason=reason))
-        return {}
-    names = {"hub": "hf_hub_url", "subset": "subset", "revision": "revision", "split": "split"}
-    source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
-    if not entry.get("hf_hub_url"):
-        source = {"path": str(base / str(entry["file_name"]))}
-    rows = int(entry.get("num_samples") or 0)
-    return source | limit_rows(name, rows, draft) | _format(name, entry, columns, stage, draft)
-
-
-def _format(
-    name: str, entry: dict[str, Any], columns: dict[str, Any], stage: str, draft: RecipeDraft
-) -> dict[str, Any]:
-    """Return format and columns of a LLaMA-Factory dataset, whose prompt, query and response are our instruction, input
-    and output.
-    """
-    if stage == "pt":
-        return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
-    row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
-    marks = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
-    shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
-    if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
-        tags: dict[str, Any] = entry.get("tags") or {}
-        for tag, aliases in names_of("roles").items():
-            if tags.get(tag, aliases[0]) not in aliases:
-                draft.notes.append(
-                    tr(
-                        "the dataset {name}: {tag} = {value} is no name that is read here; known are {known}.",
-                        name=name,
-                        tag=tag,
-                        value=tags[tag],
-                        known=", ".join(aliases),
-                    )
-                )
-        message_tags = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
-        return named_format(
-            row_format or "sharegpt",
-            {"conversations": columns.get("messages", "conversations"), **message_tags, **shared},
-        )
-    shared["history"] = columns.get("history")
-    if columns and not columns.get("query"):
-        return named_format(
-            row_format or "prompt_response",
-            {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},
-        )
-    asked = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
-    return named_format(row_format or "instruction", asked | shared)
-
-
 def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return a format, and as `columns` those of `columns` (ours -> the file's name) whose names differ."""
     renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
-
-
-_STAGES = ("sft", "pt", "dpo", "kto", "rm")
-
-
-def _translate_factory(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only LLaMA-Factory has."""
-    stage = str(config.get("stage"))
-    if stage not in _STAGES:
-        raise config.without_counterpart("stage", _STAGES)
-    if not config.flag("do_train"):
-        raise ConfigError(
-            "{place}: do_train is not true, so this config trains nothing. `toolkit eval` scores, `toolkit "
-            "generate` answers, `toolkit export-model` merges.",
-            place=config.location("do_train"),
-        )
-    _method(config, draft)
-    if stage in ("dpo", "kto"):
-        _factory_preference(config, draft, stage)
-    elif stage == "rm":
-        draft.groups["task"] = "reward"
-        draft.put("task.kind", "reward", "stage")
-    if config.flag("pure_bf16"):
-        draft.put("precision.dtype", "bf16", "pure_bf16")
-    recompute = not config.flag("disable_gradient_checkpointing")
-    draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
-    if config.flag("enable_liger_kernel"):
-        draft.put("kernels.liger", "always", "enable_liger_kernel")
-    _data(config, draft, stage)
-    if config.flag("use_swanlab"):
-        draft.put("track.swanlab.enabled", True, "use_swanlab")
-        draft.put("track.swanlab.project", str(config.get("swanlab_project")), "swanlab_project")
-        if config.has("swanlab_workspace"):
-            draft.put("track.swanlab.workspace", str(config.get("swanlab_workspace")), "swanlab_workspace")
-        mode = str(config.get("swanlab_mode")).lower()
-        if mode in ("cloud", "local", "offline"):
-            draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
-        else:
-            draft.lost["swanlab_mode"] = tr("there are cloud and local")
-
-
-def _factory_preference(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    """Set LLaMA-Factory's loss of pairs or rated answers; `stage`: dpo or kto."""
-    loss = "kto" if stage == "kto" else str(config.get("pref_loss"))
-    losses = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
-    if stage != "kto" and loss not in losses:
-        raise config.without_counterpart("pref_loss", losses)
-    keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
-    set_preference(config, draft, loss, keys, {"pref_ftx": config.number("pref_ftx")})
-    if loss == "simpo":  # it does not read it
-        draft.put("preference.label_smoothing", 0.0)
-    if loss == "kto":
-        draft.put("preference.desirable_weight", config.number("kto_chosen_weight"), "kto_chosen_weight")
-        draft.put("preference.undesirable_weight", config.number("kto_rejected_weight"), "kto_rejected_weight")
-        if config.number("pref_ftx"):
-            draft.lost["pref_ftx"] = tr("preference=kto has no such term")
-
-
-def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set LLaMA-Factory's tuning method, with its adapter or the layers that it trains."""
-    method = str(config.get("finetuning_type"))
-    bits = config.get("quantization_bit")
-    if method not in ("lora", "freeze", "full"):
-        raise config.without_counterpart("finetuning_type", ("lora", "freeze", "full"))
-    draft.put("tuning.method", method, "finetuning_type")
-    if method == "lora":
-        if bits is not None and config.number("quantization_bit", int) == 4:
-            draft.put("tuning.method", "qlora", "finetuning_type", "quantization_bit")
-        elif bits is not None:
-            draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
-        _lora(config, draft)
-    elif method == "freeze":
-        _freeze(config, draft)
-
-
-def _lora(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the adapter that LLaMA-Factory continues, or the shape of a new one."""
-    adapters = config.names("adapter_name_or_path")
-    if len(adapters) == 1 and not config.flag("create_new_adapter"):
-        draft.put("tuning.adapter", adapters[0], "adapter_name_or_path")
-        return
-    if adapters:
-        draft.lost["adapter_name_or_path"] = tr("several adapters: merge them into the model before")
-    lora_settings(config, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
 
 
 def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
@@ -741,25 +546,6 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
         draft.put("tuning.save_modules", config.names(saved), saved)
 
 
-def _freeze(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the last layers that LLaMA-Factory trains; ConfigError if it trains the first ones."""
-    layers = config.number("freeze_trainable_layers", int)
-    trains_all_modules = config.names("freeze_trainable_modules") == ["all"]
-    if layers <= 0:
-        raise ConfigError(
-            "{place}: freeze_trainable_layers = {layers} trains the first layers, which has no counterpart: the "
-            "last ones can be trained, with a number above 0.",
-            place=config.location("freeze_trainable_layers"),
-            layers=layers,
-        )
-    if not trains_all_modules:
-        draft.lost["freeze_trainable_modules"] = tr("the recipe trains whole layers")
-    draft.put("tuning.last_layers", layers, "freeze_trainable_layers")
-    if config.has("freeze_extra_modules"):
-        patterns = [f"*{name}*" for name in config.names("freeze_extra_modules")]
-        draft.put("tuning.patterns", patterns, "freeze_extra_modules")
-
-
 def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> None:
     """Set what is split off the training rows: the value of `key` is a fraction, or from 1 on a number of rows."""
     size = config.number(key)
@@ -767,27 +553,3 @@ def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> 
         draft.put("data.validation_rows", int(size), key)
     else:
         draft.put("data.validation_fraction", size, key)
-
-
-def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    """Set LLaMA-Factory's data, the sample limit of each dataset, packing, and which answers are trained."""
-    sources = sources_of(config, "dataset", stage, draft)
-    validation = sources_of(config, "eval_dataset", stage, draft) if config.has("eval_dataset") else []
-    limit = ["max_samples"] if config.has("max_samples") else []
-    for source in (*sources, *validation) if limit else ():
-        source["max_samples"] = config.number("max_samples", int)
-    if sources:
-        draft.put("data.sources", sources, "dataset", *limit)
-    if validation:
-        draft.put("data.validation", validation, "eval_dataset", *limit)
-    else:
-        set_validation_size(config, draft, "val_size")
-    set_evaluation(config, draft, bool(validation) or config.number("val_size") > 0)
-    if stage in ("dpo", "kto", "rm"):
-        return
-    packs = (config.flag("packing") if config.has("packing") else stage == "pt") or config.flag("neat_packing")
-    if packs:
-        draft.put("data.packing", "packed", "packing", "neat_packing")
-    if stage == "pt":  # it joins all texts and cuts them into blocks; without packing each is cut off
-        draft.put("data.too_long", "split" if packs else "truncate", "stage", "packing")
-    draft.put("data.train_on", "last" if config.flag("mask_history") else "all", "mask_history")

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ class ForeignConfig:
     def has(self, name: str) -> bool:
         """Whether a key is set."""
         return self.values.get(name) is not None
+
+    def set_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Set what keys mean where they are not set, key -> value, as far as other keys decide that."""
+        self.keys = {**self.keys, **{name: replace(self.keys[name], default=value) for name, value in defaults.items()}}
 
     def location(self, name: str) -> str:
         """Return "file:line" of a key for messages, or the file if the line is unknown."""

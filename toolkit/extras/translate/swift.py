@@ -2,7 +2,6 @@
 
 import math
 import os
-from dataclasses import replace
 from typing import Any
 
 from toolkit.config import files
@@ -30,7 +29,7 @@ _BETA = 0.1
 _TOO_LONG = {"delete": "drop", "left": "truncate", "right": "truncate", "split": "split"}
 
 
-def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
+def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Before translating: add the defaults that ms-swift derives from other arguments to `config.keys`, and rename its
     own spellings to the Trainer's.
     """
@@ -45,10 +44,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
         "bf16": dtype == "bfloat16" and not config.flag("fp16"),
         "fp16": dtype != "bfloat16" and not config.flag("bf16"),
     }
-    config.keys = {
-        **config.keys,
-        **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
-    }
+    config.set_defaults(defaults)
     if strategy == "steps" and not config.has("eval_steps"):
         config.values.setdefault("eval_steps", defaults["eval_steps"])
     if dtype == "float32":
@@ -65,7 +61,7 @@ def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.groups["zero"] = presets[config.values.pop("deepspeed")]
 
 
-def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
+def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only this program has."""
     kind = _kind(config)
     if config.has("torch_dtype"):
@@ -116,7 +112,7 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         raise config.without_counterpart("loss_type", _DPO)
     loss = losses[0] if kind == "dpo" else kind
     if not config.has("beta"):
-        config.keys = {**config.keys, "beta": replace(config.keys["beta"], default=_BETAS.get(kind, _BETA))}
+        config.set_defaults({"beta": _BETAS.get(kind, _BETA)})
     terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
     if config.has("rpo_alpha") and kind == "dpo":
         terms = {"rpo_alpha": config.number("rpo_alpha")}
