@@ -269,6 +269,7 @@ def _sorted_states(
 def _fragment(
     name: str, parameter: torch.nn.Parameter, position: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
 ) -> Fragment:
+    """Return the fragment of a parameter whose values begin at `position` of it, flattened; its shape is the full one."""
     shape = process_group.full_shape(name, parameter)
     return Fragment(name, shape, position, parameter.dtype, process_group.part_of(parameter), values, numbers)
 
@@ -312,31 +313,23 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
 
 
 def _restore_piece(flat: _FlatTensor, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
-    """Copy the saved weights and states of a piece into the flat tensor and its states, which are created if the
-    optimizer has not done so. CheckpointError if the saved parameter has another shape.
+    """Copy what a checkpoint holds of one parameter's piece into this rank's flat tensor and the states of that.
+
+    Args:
+        flat: where weights and states go; states that the optimizer has not created yet are created.
+        piece: which elements of the parameter are where in the flat tensor.
+        name: the parameter's name in the checkpoint.
+        fragments: the checkpoint.
+        bound: whether states are copied whole, as they are not elementwise (Adafactor).
+
+    Raises:
+        CheckpointError: the saved parameter has another shape, or numbers are missing.
     """
-    part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
-    if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
-        raise CheckpointError(
-            "{folder} holds {name} as {saved}, and the model has {shape}: it is of another model.",
-            folder=fragments.folder,
-            name=name,
-            saved=saved,
-            shape=shape,
-        )
-    numbers = fragments.numbers(name)
-    states = set() if bound or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
-    flat.state.update(numbers)
+    _check_shape(piece, name, fragments)
+    _restore_numbers(flat, fragments.numbers(name))
     if bound:
         flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
-    if "step" in numbers:  # PyTorch's optimizers have a tensor for it, all others an int
-        adam = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's second one, which counts steps
-        is_torch = type(adam).__module__.startswith("torch.optim")
-        # Fused kernels read it on the device without a check where it is (torch 2.13, fused_adam_utils.cuh).
-        is_fused = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
-        device = flat.tensor.device if is_fused else torch.device("cpu")
-        step = torch.tensor(numbers["step"], dtype=torch.float32, device=device)
-        flat.state["step"] = step if is_torch else int(numbers["step"])
+    states = set() if bound or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
             # In the type that the optimizer would use: the flat tensor's, and the saved one for Muon's full momentum.
@@ -345,14 +338,40 @@ def _restore_piece(flat: _FlatTensor, piece: Piece, name: str, fragments: Fragme
             size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
             flat.state[state] = empty if not flat.full_offsets else empty.new_zeros(size)
     for state in (WEIGHT, *states):
-        target, into = (
-            (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.piece_in_states(piece))
-        )
+        is_weight = state == WEIGHT
+        target, into = (flat.tensor.data, piece) if is_weight else (flat.state[state], flat.piece_in_states(piece))
+        part = process_group.part_of(piece.parameter)
         value = fragments.read(name, state, into.position, into.length, part, flat.turned(piece))
         if target.is_contiguous():
             target.view(-1).narrow(0, into.offset, into.length).copy_(value)
         else:  # a single parameter with another memory order of its axes
             target.copy_(value.view(target.shape))
+
+
+def _check_shape(piece: Piece, name: str, fragments: Fragments) -> None:
+    """Raise a CheckpointError if the checkpoint holds a piece's parameter in another shape."""
+    shape = process_group.full_shape(name, piece.parameter)
+    if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
+        raise CheckpointError(
+            "{folder} holds {name} as {saved}, and the model has {shape}: it is of another model.",
+            folder=fragments.folder,
+            name=name,
+            saved=saved,
+            shape=shape,
+        )
+
+
+def _restore_numbers(flat: _FlatTensor, numbers: Mapping[str, float]) -> None:
+    """Set the states of a flat tensor that are single numbers, such as the count of steps."""
+    flat.state.update(numbers)
+    if "step" in numbers:  # PyTorch's optimizers have a tensor for it, all others an int
+        adam = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's second one, which counts steps
+        is_torch = type(adam).__module__.startswith("torch.optim")
+        # Fused kernels read it on the device without a check where it is (torch 2.13, fused_adam_utils.cuh).
+        is_fused = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
+        device = flat.tensor.device if is_fused else torch.device("cpu")
+        step = torch.tensor(numbers["step"], dtype=torch.float32, device=device)
+        flat.state["step"] = step if is_torch else int(numbers["step"])
 
 
 _SCALES = ("absmax1", "absmax2")

@@ -20,12 +20,19 @@ _LONGEST_VALUE = 40
 Place = Callable[[str], str]
 """Dotted path -> its location: "recipes/x.yaml:3" or "command line"."""
 
-_EITHER = (int | str, bool | str)
+_OR_AUTO = (int | str, bool | str)
 """Types of keys that take a value or "auto"."""
-_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-_NODES |= zip(_EITHER, (IntegerNode, BooleanNode), strict=True)
-_NODES[int | float] = FloatNode
-"""Type of a scalar field -> OmegaConf's node that converts what YAML holds to it, or raises ValidationError."""
+_SCALARS: dict[Any, tuple[Any, Callable[[], str]]] = {
+    int: (IntegerNode, lambda: tr("a whole number")),
+    float: (FloatNode, lambda: tr("a number")),
+    bool: (BooleanNode, lambda: tr("true or false")),
+    str: (StringNode, lambda: tr("a text")),
+    int | str: (IntegerNode, lambda: tr("a whole number or auto")),
+    bool | str: (BooleanNode, lambda: tr("true, false or auto")),
+    int | float: (FloatNode, lambda: tr("a number")),
+}
+"""Type of a scalar field -> OmegaConf's node that converts what YAML holds to it, or raises ValidationError; and what
+messages call such a value."""
 
 
 def field_type(path: str) -> Any:
@@ -149,6 +156,7 @@ def keys_meant(path: str) -> tuple[str, ...]:
 
 
 def _members(section: str) -> list[str]:
+    """Return the keys of a section of the schema ("": the top), or of the items of a list; [] for anything else."""
     kind = field_type(section) if section else RunConfig
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
@@ -188,30 +196,35 @@ def _is_interpolation(value: str, path: str, locate: Place) -> bool:
     return "${" in value
 
 
+def _enum_member(value: Any, kind: type[Enum], path: str, locate: Place) -> Enum:
+    """Return the member of an enum that a value names; ConfigError if it names none."""
+    if isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    sentence = tr(
+        "{place}: '{key}' = {value} must be one of: {choices}.",
+        place=locate(path),
+        key=path,
+        value=value,
+        choices=", ".join(kind.__members__),
+    )
+    raise about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
+
+
 def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
-    """Return a scalar in its type; ConfigError if it is of another type."""
-    if kind not in _NODES:  # one of several words
-        if isinstance(value, str) and value in kind.__members__:
-            return kind[value]
-        choices = ", ".join(kind.__members__)
-        sentence = tr(
-            "{place}: '{key}' = {value} must be one of: {choices}.",
-            place=locate(path),
-            key=path,
-            value=value,
-            choices=choices,
-        )
-        raise about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
-    if kind in _EITHER and value == AUTO:
+    """Return the value of the scalar key `path` in the type `kind` of its field, as YAML and the command line convert
+    it; ConfigError if it cannot be converted, or is a number too large to compute with.
+    """
+    if kind not in _SCALARS:
+        return _enum_member(value, kind, path, locate)
+    if kind in _OR_AUTO and value == AUTO:
         return value
+    node, describe = _SCALARS[kind]
     try:
-        if value is None or isinstance(value, (dict, list)) or (kind in _EITHER and isinstance(value, str)):
+        if value is None or isinstance(value, (dict, list)) or (kind in _OR_AUTO and isinstance(value, str)):
             raise ValidationError
-        result = _NODES[kind](value=value)._value()
+        result = node(value=value)._value()
     except ValidationError as error:
-        words = (tr("a whole number"), tr("a number"), tr("true or false"), tr("a text"))
-        either = (tr("a whole number or auto"), tr("true, false or auto"), tr("a number"))
-        wanted = dict(zip(_NODES, (*words, *either), strict=True))[kind]
+        wanted = describe()
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
         raise _wrong(path, value, wanted, locate) from error
@@ -224,6 +237,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
 
 
 def _wrong(path: str, value: Any, wanted: str, locate: Place) -> ConfigError:
+    """Return the error for the value of a key that is not what it must be; `wanted`: that, such as "a number"."""
     shown = "null" if value is None else value
     return about(
         tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted),

@@ -347,7 +347,10 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def _import_batch(ds: DsImport) -> None:
-    """Import the batch sizes: two of the three determine the third, once the number of ranks is known."""
+    """Import micro-batch, global batch and accumulation steps. Any two of them determine the third: global = micro x
+    steps x data-parallel ranks. Of what the file omits, the recipe's value is adapted. ConfigError if they contradict
+    each other, or with `strict` if the number of ranks that decides is unknown.
+    """
     if ds.has(MICRO):
         ds.assign("batch.micro_per_gpu", ds.values[MICRO], MICRO)
     if ds.has(BATCH):
