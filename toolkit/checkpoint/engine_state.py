@@ -269,7 +269,7 @@ def _sorted_states(
 def _fragment(
     name: str, parameter: torch.nn.Parameter, position: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
 ) -> Fragment:
-    """Return the fragment of a parameter whose values begin at `position` of it, flattened; its shape is the full one."""
+    """Return the fragment of a parameter: `values` (state -> numbers) from `position` of it on, flattened."""
     shape = process_group.full_shape(name, parameter)
     return Fragment(name, shape, position, parameter.dtype, process_group.part_of(parameter), values, numbers)
 

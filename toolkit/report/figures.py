@@ -67,11 +67,6 @@ def events_of(run: Run) -> list[Event]:
     return sorted(events, key=lambda event: event.step)
 
 
-def is_custom(run: Run) -> bool:
-    """Whether a run trained a custom model (toolkit.custom.train), for which samples are counted, not tokens."""
-    return "program" in run.data and "model" in run.data
-
-
 def _points(run: Run, figure: str, series: str, factor: float = 1.0) -> list[Record]:
     """Return the points of a figure of training: its mean over each group of rows, with the group's extremes.
 
@@ -141,7 +136,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
     of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer"), "labels": tr("loss per sample")}
     y = (
         tr("loss per sample")
-        if is_custom(runs[0])
+        if runs[0].is_custom
         else of_units.get(str(runs[0].data.get("unit")), tr("nats per token"))
     )
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
@@ -285,7 +280,7 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
     if len(runs) == 1:
         records = [point for name, short in shown.items() for point in _validation(runs[0], name, short)]
         colors = dict(zip(shown.values(), PALETTE, strict=False))
-        title = tr("Metrics") if is_custom(runs[0]) else tr("Scores of the answers")
+        title = tr("Metrics") if runs[0].is_custom else tr("Scores of the answers")
         return [draw_scores(records, colors, "answers", title, tr("metric"))] if records else []
     return [
         draw_scores(
@@ -456,7 +451,7 @@ _WORDS: dict[str, Callable[[], Sequence[str]]] = {
 
 def _throughput(runs: Sequence[Run]) -> list[Drawing]:
     """Return the chart of tokens per second, of custom models samples per second."""
-    return _lines("tokens", "samples_per_s" if is_custom(runs[0]) else "tokens_per_s", **_RATE)(runs)
+    return _lines("tokens", "samples_per_s" if runs[0].is_custom else "tokens_per_s", **_RATE)(runs)
 
 
 def _step_time(runs: Sequence[Run]) -> list[Drawing]:

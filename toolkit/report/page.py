@@ -28,7 +28,7 @@ from toolkit.config import dotted_keys, files, schema
 from toolkit.config.load import load, to_dict, to_plain
 from toolkit.messages import tr
 from toolkit.report.charts import Drawing, config
-from toolkit.report.figures import GIB, NAMES, draw, events_of, is_custom
+from toolkit.report.figures import GIB, NAMES, draw, events_of
 from toolkit.report.run import (
     DONE,
     FAILED,
@@ -94,7 +94,7 @@ def short(value: float) -> str:
 
 def speed(run: Run) -> float | None:
     """Return tokens (or samples) per second over all steps that were logged, None where there are none."""
-    paces = run.history.training.series("samples_per_s" if is_custom(run) else "tokens_per_s")
+    paces = run.history.training.series("samples_per_s" if run.is_custom else "tokens_per_s")
     weights = dict(run.history.training.series("step_s"))
     seconds = sum(weights[step].mean for step, _ in paces if step in weights)
     return sum(pace.mean * weights[step].mean for step, pace in paces if step in weights) / seconds if seconds else None
@@ -133,7 +133,7 @@ def tiles(run: Run) -> Iterator[Tile]:
             if series := history.training.series(name):
                 mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
                 detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-        yield Tile(tr("Samples per second") if is_custom(run) else tr("Tokens per second"), digits(pace), detail)
+        yield Tile(tr("Samples per second") if run.is_custom else tr("Tokens per second"), digits(pace), detail)
     most, planned = peak(run)
     if most is not None:
         detail = tr("of {planned} GiB planned", planned=digits(planned / GIB)) if planned else ""
@@ -188,7 +188,7 @@ def overview(runs: Sequence[Run]) -> Table:
 
 def _paced(run: Run, count: str) -> str:
     """Return a count of what a run's speed is measured in: samples of custom models, else tokens."""
-    return tr("{count} samples", count=count) if is_custom(run) else tr("{count} tokens", count=count)
+    return tr("{count} samples", count=count) if run.is_custom else tr("{count} tokens", count=count)
 
 
 def events(run: Run) -> Table | None:
@@ -345,7 +345,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
 def _again_words(run: Run) -> list[str]:
     """Return the words of a command that trains with a run's settings once more."""
     ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_custom(run):
+    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not run.is_custom:
         start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
     else:
         is_launched = isinstance(ranks, int) and ranks > 1
@@ -376,8 +376,8 @@ def head(run: Run) -> list[str]:
     ranks: Any = run.environment.get("world_size")
     parts = [
         tr("recipe {name}", name=run.config["recipe"]) if run.config.get("recipe") else "",
-        str(run.data["model"] if is_custom(run) else model.get("name") or model.get("path") or ""),
-        "" if is_custom(run) else str(tuning.get("method", "")),
+        str(run.data["model"] if run.is_custom else model.get("name") or model.get("path") or ""),
+        "" if run.is_custom else str(tuning.get("method", "")),
         f"ZeRO-{zero['stage']}" if "stage" in zero else "",
         str(run.section("precision").get("dtype", "")),
         (tr("1 rank") if ranks == 1 else tr("{count} ranks", count=ranks)) if ranks else "",

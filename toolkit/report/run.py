@@ -457,6 +457,13 @@ class Run:
         """Return the last step that was logged, 0 without one."""
         return int(self.history.training.last("step") or 0)
 
+    @property
+    def is_custom(self) -> bool:
+        """Whether it trained a custom model (toolkit.custom.train): samples are counted, not tokens, and metrics may
+        have any names.
+        """
+        return "program" in self.data and "model" in self.data
+
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the config, {} without one."""
         section = self.config.get(name)

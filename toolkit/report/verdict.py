@@ -230,7 +230,7 @@ def _from_to(points: Points) -> str:
 
 def curves_of(run: Run) -> Curves:
     """Return what `judge` needs of a run that was read."""
-    history, own = run.history, _own_metric(run)
+    history, metric = run.history, _task_metric(run)
     names = {EVAL_PAIRS[0]: tr("reward accuracy"), EVAL_LABELS[0]: tr("accuracy"), EVAL_EMBED[0]: tr("recall at 1")}
     evaluations = {int(row["step"]): row for row in history.evaluations}  # of a repeated step the last
     rows = [evaluations[step] for step in sorted(evaluations)]
@@ -244,10 +244,10 @@ def curves_of(run: Run) -> Curves:
         validation=[(int(row["step"]), row[EVAL_LOSS]) for row in rows if EVAL_LOSS in row],
         validation_tokens=int(rows[-1].get("eval_tokens", 0)) if rows else 0,
         has_validation=bool(rows) or (isinstance(splits, dict) and bool(splits.get("validation"))),
-        shares=[(int(row["step"]), row[own]) for row in rows if own in row],
-        metric=names.get(own, ""),
-        samples=int(rows[-1].get("eval_pairs", rows[-1].get("eval_samples", 0))) if own else 0,
-        chance=_CHANCE if own == EVAL_PAIRS[0] else 0.0,
+        shares=[(int(row["step"]), row[metric]) for row in rows if metric in row],
+        metric=names.get(metric, ""),
+        samples=int(rows[-1].get("eval_pairs", rows[-1].get("eval_samples", 0))) if metric else 0,
+        chance=_CHANCE if metric == EVAL_PAIRS[0] else 0.0,
         baselines={name: loss for name, loss in baselines.items() if isinstance(loss, float) and math.isfinite(loss)},
         not_finite=history.ends_not_finite or bool(rows and EVAL_LOSS not in rows[-1]),
         skipped=int(skipped),
@@ -300,7 +300,7 @@ def next_commands(run: Run, verdict: Verdict, again: Sequence[str]) -> list[tupl
 def _use(run: Run, *, is_best: bool) -> list[tuple[str, list[str]]]:
     """Return the commands to chat with a run's model and, if it is the best one, to export it where that is left."""
     export: Path = run.folder / "export"
-    if _is_custom(run):
+    if run.is_custom:
         return []
     commands = []
     if export.is_dir() and str(run.section("task").get("kind", "language")) in ("language", "distill"):
@@ -320,7 +320,7 @@ def _best(run: Run, step: int, again: Sequence[str]) -> tuple[str, list[str]]:
         label = tr("Export the checkpoint of step {step}", step=f"{step:,}")
         return label, ["toolkit", "export-model", str(checkpoint), f"output=step-{step}"]
     every = run.section("evaluate").get("every") or step
-    words = [*again, f"evaluate.keep_best={_own_metric(run) or EVAL_LOSS}", f"checkpoint.every={every}"]
+    words = [*again, f"evaluate.keep_best={_task_metric(run) or EVAL_LOSS}", f"checkpoint.every={every}"]
     return tr("Train again and keep the best checkpoint"), words
 
 
@@ -346,12 +346,7 @@ def _other_rate(run: Run, again: Sequence[str], *, lower: bool) -> list[tuple[st
     return commands
 
 
-def _is_custom(run: Run) -> bool:
-    """Whether a run trained a custom model, whose metrics may have any names."""
-    return "program" in run.data
-
-
-def _own_metric(run: Run) -> str:
+def _task_metric(run: Run) -> str:
     """Return the name in metrics.jsonl of the metric of a run's task, such as eval_accuracy; "" if it has none."""
-    row = run.history.evaluations[-1] if run.history.evaluations and not _is_custom(run) else {}
+    row = run.history.evaluations[-1] if run.history.evaluations and not run.is_custom else {}
     return next((name for name in (EVAL_PAIRS[0], EVAL_LABELS[0], EVAL_EMBED[0]) if name in row), "")
