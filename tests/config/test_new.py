@@ -134,7 +134,7 @@ def test_tokens_are_counted_by_the_models_tokenizer(language: str, folder: Path,
     encoder = local_encoder(cfg.model)
     assert encoder is not None
     report, lengths = first_rows(cfg, encoder)
-    report.tell_longer(cfg.data)
+    report.print_longer(cfg.data)
     assert (len(lengths), lengths[-1], report.cut) == (251, 256, 1)
     assert said[0].startswith(("1 of 251 rows (0.4 %) are longer than", "251 行中有 1 行（0.4 %）长于"))
 

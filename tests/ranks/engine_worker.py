@@ -124,8 +124,8 @@ def check_skipped_steps(path: str) -> None:
         poisoned[0] = bad
         rates.append(engine.get_lr()[0])
         result = step.train_step(engine, LanguageTask(), [batch, batch], 2, guard)
-        trouble = guard.check()
-        assert (trouble is not None and trouble.kind is AnomalyKind.loss) == bad
+        anomaly = guard.check()
+        assert (anomaly is not None and anomaly.kind is AnomalyKind.loss) == bad
         assert math.isinf(result.grad_norm) == bad
         if number == 7:
             with pytest.raises(Diverged, match="2 steps in a row up to step 7 were skipped"):

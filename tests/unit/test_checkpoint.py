@@ -359,12 +359,12 @@ def test_a_save_never_waits_for_what_is_removed(
     saver = saver_in(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2):
         save(saver, step)
-        saver.see_good_step()
+        saver.note_good_step()
         saver.finish()
         monkeypatch.setattr(directory.shutil, "rmtree", slow)
     assert begun.wait(30)
     save(saver, 3)
-    saver.see_good_step()
+    saver.note_good_step()
     saver.finish()
     assert saver._rotation.is_busy()
     assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
@@ -392,14 +392,14 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
         return [path.name for path in directory.published_checkpoints(tmp_path)]
 
     save(saver, 1)
-    saver.see_good_step()
+    saver.note_good_step()
     save(saver, 2)
     saver.finish()  # no step has followed, or bad ones alone
     assert kept() == ["step-2", "step-1"]
     save(saver, 3)
     saver.finish()
     assert kept() == ["step-3", "step-1"], "the one in between is good for nothing"
-    saver.see_good_step()
+    saver.note_good_step()
     assert kept() == ["step-3"]
     assert saver.good == tmp_path / "step-3"
 
@@ -418,10 +418,10 @@ def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     for step in (1, 2):
         save(saver, step)
         if step == 1:
-            saver.see_good_step()
+            saver.note_good_step()
     saver.finish()  # and bad steps alone followed it, until the process was killed
     assert resumed() == tmp_path / "step-1"
-    saver.see_good_step()
+    saver.note_good_step()
     assert resumed() == tmp_path / "step-2"
     directory.move_aside_after(tmp_path / "step-1")
     assert resumed() is None

@@ -32,7 +32,7 @@ from toolkit.tasks.custom import (
     on_device,
     structure_digest,
 )
-from toolkit.train.schedule import tell_length
+from toolkit.train.schedule import warn_of_short_run
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"))
 
@@ -179,7 +179,7 @@ def test_a_run_that_cannot_learn_is_reported(dataset: Any, given: list[str], tol
     mine = custom_task.CustomTask(task(Endless() if dataset is iter else dataset))
     mine.begin(cfg, ranks)
     said.clear()
-    tell_length(cfg, mine.epoch, mine.total_steps, 2)
+    warn_of_short_run(cfg, mine.epoch, mine.total_steps, 2)
     assert len(said) == len(told)
     assert all(text in line for text, line in zip(told, said, strict=True))
 

@@ -198,7 +198,7 @@ def test_how_many_rows_are_longer_is_told(tmp_path: Path, said: list[str], rule:
     if rule is TooLong.error:
         return
     report = build_caches(cfg, ByteEncoder()).report
-    report.tell_longer(cfg.data)
+    report.print_longer(cfg.data)
     became = {
         TooLong.truncate: "3 samples were shortened, which took 4 oldest turns and the end of 1 last answers or texts",
         TooLong.drop: "they are skipped",
@@ -210,7 +210,7 @@ def test_how_many_rows_are_longer_is_told(tmp_path: Path, said: list[str], rule:
     )
     assert said == [f"WARNING: {line}"]
     report.rows_read = 300  # one in a hundred is no reason to be alarmed
-    report.tell_longer(cfg.data)
+    report.print_longer(cfg.data)
     assert "WARNING" not in said[-1] and "3 of 300 rows (1 %)" in said[-1]
 
 

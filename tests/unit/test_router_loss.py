@@ -351,7 +351,7 @@ def test_a_step_counts_its_own_passes_and_moves_biases_unless_it_is_skipped() ->
     model, batch = build("glm4_moe"), a_batch()
     model.routers = routers_of(model, configured("model=hf", "model.router_bias_rate=0.25"))
     engine: Any = PlainEngine(model)
-    guard: Any = SimpleNamespace(see_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
+    guard: Any = SimpleNamespace(judge_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
     wanted, task = chosen_by_formula(model, batch), LanguageTask()
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     loss_head(model).path(model)
@@ -370,7 +370,7 @@ def test_a_step_counts_its_own_passes_and_moves_biases_unless_it_is_skipped() ->
 
 def test_the_routers_loss_is_a_mean_over_micro_batches() -> None:
     """Like the loss of tokens: a step of twice the same micro-batch has the gradients of one."""
-    guard: Any = SimpleNamespace(see_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
+    guard: Any = SimpleNamespace(judge_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
     once, twice = build("qwen3_moe"), build("qwen3_moe")
     for model, times in ((once, 1), (twice, 2)):
         model.routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))

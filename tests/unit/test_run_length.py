@@ -10,7 +10,7 @@ from toolkit.cli import main as toolkit_main
 from toolkit.config.load import load
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.first_rows import estimated_samples
-from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, warn_of_short_run
 
 
 def config(*overrides: str) -> RunConfig:
@@ -24,7 +24,7 @@ def steps_of(line: str) -> dict[str, int]:
 
 def test_a_packed_run_of_a_few_steps_names_what_to_change(said: list[str]) -> None:
     cfg = config("data.packing=packed", "batch.global_size=8")
-    tell_length(cfg, Epoch(samples=285, sequences=4, per_step=8), 1, 2)
+    warn_of_short_run(cfg, Epoch(samples=285, sequences=4, per_step=8), 1, 2)
     line = said.pop()
     assert "too few optimizer steps to learn much: 1 (285 samples in 4 sequences" in line
     assert steps_of(line) == {"data.packing=none train.epochs=2": 72, "train.epochs=50": 50}
@@ -32,7 +32,7 @@ def test_a_packed_run_of_a_few_steps_names_what_to_change(said: list[str]) -> No
 
 def test_each_override_does_what_is_promised(said: list[str]) -> None:
     cfg = config("batch.global_size=32")
-    tell_length(cfg, Epoch(samples=285, sequences=285, per_step=32), 9, 2)
+    warn_of_short_run(cfg, Epoch(samples=285, sequences=285, per_step=32), 9, 2)
     line = said.pop()
     ways = steps_of(line)
     assert set(ways) == {"batch.global_size=4", "train.epochs=6"}
@@ -46,7 +46,7 @@ def test_each_override_does_what_is_promised(said: list[str]) -> None:
 @pytest.mark.parametrize("epochs", [1, 7, 49, 60])
 def test_the_largest_batch_of_enough_steps_is_found_at_once(size: int, epochs: int, said: list[str]) -> None:
     cfg = config(f"batch.global_size={size}", f"train.epochs={epochs}")
-    tell_length(cfg, Epoch(samples=100, sequences=100, per_step=size), 1, 2)
+    warn_of_short_run(cfg, Epoch(samples=100, sequences=100, per_step=size), 1, 2)
     named = steps_of(said.pop())
     enough = [n for n in range(2, min(size, 200), 2) if -(-100 // n) * epochs >= FEWEST_STEPS]
     largest = (size - 1) // 2 * 2 if epochs >= FEWEST_STEPS else max(enough)
@@ -55,21 +55,21 @@ def test_the_largest_batch_of_enough_steps_is_found_at_once(size: int, epochs: i
 
 @pytest.mark.parametrize("overrides", [[], ["data.packing=packed"], ["data.packing=grouped"]])
 def test_a_run_of_enough_steps_is_not_reported(overrides: list[str], said: list[str]) -> None:
-    tell_length(config(*overrides), Epoch(samples=9000, sequences=800, per_step=16), 50, 2)
+    warn_of_short_run(config(*overrides), Epoch(samples=9000, sequences=800, per_step=16), 50, 2)
     assert said == []
 
 
 def test_steps_at_a_rate_of_zero_are_reported(said: list[str]) -> None:
     for schedule in ("cosine", "linear", "wsd"):
-        tell_length(config(f"schedule={schedule}", "schedule.warmup_min_ratio=0"), None, 100, 2)
+        warn_of_short_run(config(f"schedule={schedule}", "schedule.warmup_min_ratio=0"), None, 100, 2)
         line = said.pop()
         assert "schedule.warmup_min_ratio=-1" in line
-        tell_length(config(f"schedule={schedule}"), None, 100, 2)
+        warn_of_short_run(config(f"schedule={schedule}"), None, 100, 2)
         assert said == []
 
 
 def test_steps_that_were_asked_for(said: list[str]) -> None:
-    tell_length(config("train.max_steps=20"), None, 20, 2)
+    warn_of_short_run(config("train.max_steps=20"), None, 20, 2)
     line = said.pop()
     assert line.startswith("train.max_steps = 20")
 

@@ -342,7 +342,7 @@ def test_a_limit_of_rows_is_that_of_its_source(
         cfg.data.validation = [SourceConfig(path=str(tmp_path / "v.jsonl"), max_samples=held)]
         cfg.data.max_samples = most
         caches = build_caches(cfg, encoder := ByteEncoder())
-        caches.report.tell_limits(cfg.data)
+        caches.report.print_limits(cfg.data)
         assert caches.validation is not None and len(caches.validation) == held
         return [messages[1]["content"] for messages, _ in encoder.seen if "v" not in messages[1]["content"]]
 

@@ -106,7 +106,7 @@ class PrepareReport(workers.RowCounts):
         for listed in self.examples.values():
             del listed[workers.EXAMPLES :]
 
-    def tell_dropped(self) -> None:
+    def print_dropped(self) -> None:
         """Print how many rows are skipped for each reason, with the first ones' file:line."""
         for reason, count in self.dropped.items():
             say(
@@ -148,12 +148,12 @@ class PrepareReport(workers.RowCounts):
         """The fraction of the rows that are longer than `data.max_length`."""
         return self.longer / max(self.rows_read, 1)
 
-    def tell_longer(self, data: DataConfig) -> None:
+    def print_longer(self, data: DataConfig) -> None:
         """Print the sentence of `longer_rows`; as a warning where more than 1 % of the rows are longer."""
         if line := self.longer_rows(data):
             (warn if self.longer_share > MOST_LONGER else say)(line)
 
-    def tell_limits(self, data: DataConfig) -> None:
+    def print_limits(self, data: DataConfig) -> None:
         """Print which limits of rows (`max_samples`) are above what there is."""
         names = [f"data.sources[{number}]" for number in range(len(data.sources))]
         names += [f"data.validation[{number}]" for number in range(len(data.validation))]
@@ -182,7 +182,7 @@ class PrepareReport(workers.RowCounts):
             validation=f"{self.leaked:,}",
         )
 
-    def tell_duplicates(self) -> None:
+    def print_duplicates(self) -> None:
         """Print the duplicate rows of training and of validation with the first ones' file:line, a line for each."""
         if self.repeated:
             say(

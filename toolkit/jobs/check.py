@@ -16,7 +16,7 @@ from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, active_parameters_line
-from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, warn_of_short_run
 
 if TYPE_CHECKING:  # tokenizers take seconds to import
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     sizes = None if steps else estimated_samples(cfg.data, size * math.ceil(FEWEST_STEPS / cfg.train.epochs))
     epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
     steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
-    tell_length(mesh.with_micro_batch(cfg), epoch, steps, world_size or 1)
+    warn_of_short_run(mesh.with_micro_batch(cfg), epoch, steps, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)
@@ -167,8 +167,8 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> Non
             longest=f"{lengths[-1]:,}",
         )
     )
-    report.tell_dropped()
-    report.tell_longer(cfg.data)
+    report.print_dropped()
+    report.print_longer(cfg.data)
 
 
 def _rows(cfg: schema.RunConfig, world_size: int) -> str:

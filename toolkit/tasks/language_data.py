@@ -228,9 +228,9 @@ def _report(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
     """Report what became of the sources' rows, whether the cache is new or reused."""
     if report.is_new:
         say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
-    report.tell_limits(data)
-    report.tell_dropped()
-    report.tell_longer(data)
+    report.print_limits(data)
+    report.print_dropped()
+    report.print_longer(data)
     if report.divided:
         say(
             "{count} conversations became {samples} samples: the chat template, or the tokenizer, writes earlier "
@@ -252,7 +252,7 @@ def _report(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
         say("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS)
     if missing := [label for label, count in report.labels.items() if not count]:
         warn("No training sample has the label {labels}: it cannot be learned.", labels=", ".join(missing))
-    report.tell_duplicates()
+    report.print_duplicates()
 
 
 def rows_per_step(cfg: schema.RunConfig, packing: schema.Packing) -> tuple[int, int]:

@@ -21,11 +21,11 @@ _MOST_NAMED = 3
 
 
 def warn_of_bad_step(
-    logs: Path, step: int, trouble: Anomaly, result: StepResult, samples: Callable[[], Samples]
+    logs: Path, step: int, anomaly: Anomaly, result: StepResult, samples: Callable[[], Samples]
 ) -> str:
     """Write a bad step's samples to logs/ and warn; return the sentence about it. Collective; see `record_samples`."""
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
-    head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
+    head = {"step": step, "what": anomaly.kind.value, "text": anomaly.text()}
     rows, reason = record_samples(file, head, result, samples)
     worst = rows[0]
     named = [row["where"] + reason for row in rows if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
@@ -34,8 +34,8 @@ def warn_of_bad_step(
         step=step,
         rank=worst["rank"],
         micro_batch=worst["micro_batch"],
-        what=trouble.text(),
-        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
+        what=anomaly.text(),
+        which=tr("it comes from") if anomaly.kind is AnomalyKind.loss else tr("the highest loss is that of"),
         samples=", ".join(named[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else ""),
     )
     warn(
@@ -78,23 +78,24 @@ def record_samples(
     return on_rank0(write)
 
 
-def checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], trouble: str) -> Path:
+def checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
     """Return the checkpoint to go back to, and count it in `rewinds`: the newest, or if that has not helped and no good
-    step has followed it, the newest good one. Diverged if there is none, or it has not helped either. A collective.
+    step has followed it, the newest good one. Diverged if there is none, or it has not helped either; `what`: the bad
+    step, for the message. A collective.
     """
     good, checkpoint = checkpointer.good, checkpointer.newest
     if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:
-        checkpoint = good  # the weights of the newest may be the trouble
+        checkpoint = good  # the weights of the newest may be the cause
         on_rank0(lambda: directory.move_aside_after(good))
     if checkpoint is None:
         raise Diverged(
-            "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=trouble
+            "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=what
         )
     rewinds[checkpoint] += 1
     if rewinds[checkpoint] > MOST_REWINDS:
         raise Diverged(
             "{what}; rewinding to {checkpoint} did not help ({count} times).",
-            what=trouble,
+            what=what,
             checkpoint=checkpoint,
             count=MOST_REWINDS,
         )

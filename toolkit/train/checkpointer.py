@@ -224,7 +224,7 @@ class Checkpointer:
             self._mark_good(target)
         self._rotate()
 
-    def see_good_step(self) -> None:
+    def note_good_step(self) -> None:
         """Take note of a step whose loss and gradient were finite: so are the weights of what was saved before it."""
         if self._pending is not None:
             self._pending.is_good = True

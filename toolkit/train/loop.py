@@ -146,12 +146,12 @@ class TrainLoop:
             raise self.saving.rescue(self._state())
         if vote.proven == process_group.world_size():
             self._publish_in_step()
-        trouble = self.guard.check()
-        if not trouble and not self.guard.skips_in_a_row:
-            self.checkpointer.see_good_step()
-        if trouble and self._is_rewound(trouble, result, lr):
+        anomaly = self.guard.check()
+        if not anomaly and not self.guard.skips_in_a_row:
+            self.checkpointer.note_good_step()
+        if anomaly and self._is_rewound(anomaly, result, lr):
             return
-        self._step_done(vote.stops > 0, vote.save_due > 0, lr, log=trouble is not None)
+        self._step_done(vote.stops > 0, vote.save_due > 0, lr, log=anomaly is not None)
         self.guard.check_patience(self.step)
 
     def _step_done(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
@@ -252,11 +252,11 @@ class TrainLoop:
         with self._paused():
             self.saving.publish()
 
-    def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
+    def _is_rewound(self, anomaly: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a bad step; then, by `train.on_bad_step`, return False, raise Diverged, or rewind and return True."""
         self.state.bad_steps += 1
         logs, samples = self.run.folder / "logs", lambda: self.task.samples_at(self.step_position)
-        what = warn_of_bad_step(logs, self.step, trouble, result, samples)
+        what = warn_of_bad_step(logs, self.step, anomaly, result, samples)
         policy = self.cfg.train.on_bad_step
         if policy is schema.OnBadStep.skip:
             return False
@@ -271,11 +271,13 @@ class TrainLoop:
         self._rewind(what)
         return True
 
-    def _rewind(self, trouble: str) -> None:
-        """Go back to a checkpoint, but not in the data: training continues after the batches that led to `trouble`."""
+    def _rewind(self, what: str) -> None:
+        """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step, which
+        `what` describes.
+        """
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
-        checkpoint = checkpoint_before(self.checkpointer, self.rewinds, trouble)
+        checkpoint = checkpoint_before(self.checkpointer, self.rewinds, what)
         self.metrics.forget()
         run, saved, current = self.run, directory.read_run_state(checkpoint), self.state
         state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)

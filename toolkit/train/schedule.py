@@ -220,7 +220,7 @@ class Epoch:
         return math.ceil(self.sequences / self.per_step)
 
 
-def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
+def warn_of_short_run(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
     """Warn of too few steps to learn much, and of a rate that begins at 0; unknown: `epoch` None, `total_steps` 0."""
     if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
         samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"

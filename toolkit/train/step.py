@@ -99,57 +99,57 @@ class StepGuard:
         self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
         self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
         self.loss = math.nan
-        self.trouble: Anomaly | None = None
+        self.anomaly: Anomaly | None = None
 
-    def see_loss(self, loss: float) -> None:
+    def judge_loss(self, loss: float) -> None:
         """Judge a step's loss over the global batch (nats per token), before its update."""
         self.gate.begin()
-        self.loss, self.trouble = loss, None
+        self.loss, self.anomaly = loss, None
         if not math.isfinite(loss):
-            self.trouble = Anomaly(AnomalyKind.loss, loss, _median(self.losses))
+            self.anomaly = Anomaly(AnomalyKind.loss, loss, _median(self.losses))
         elif _is_spike(loss, self.losses, self.config.max_loss_ratio):
-            self.trouble = Anomaly(AnomalyKind.loss_spike, loss, _median(self.losses))
+            self.anomaly = Anomaly(AnomalyKind.loss_spike, loss, _median(self.losses))
 
     def _may_update(self, grad_norm: float) -> bool:
         """Return whether an update with this gradient norm may happen; see `UpdateVeto`."""
-        if self.trouble is None and not math.isfinite(grad_norm):
+        if self.anomaly is None and not math.isfinite(grad_norm):
             return self.engine.fp16_enabled()  # an overflow belongs to finding the loss scale, and DeepSpeed skips it
-        if self.trouble is None and _is_spike(grad_norm, self.grad_norms, self.config.max_grad_norm_ratio):
-            self.trouble = Anomaly(AnomalyKind.gradient_spike, grad_norm, _median(self.grad_norms))
-        return self.trouble is None
+        if self.anomaly is None and _is_spike(grad_norm, self.grad_norms, self.config.max_grad_norm_ratio):
+            self.anomaly = Anomaly(AnomalyKind.gradient_spike, grad_norm, _median(self.grad_norms))
+        return self.anomaly is None
 
     def check(self) -> Anomaly | None:
         """Return what was wrong with the step just done, None if nothing; Diverged if it updated the weights anyway."""
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
-        if skipped and self.trouble is None and not self.engine.fp16_enabled():
-            self.trouble = Anomaly(AnomalyKind.gradient, self.gate.grad_norm, _median(self.grad_norms))
-        if self.trouble is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
+        if skipped and self.anomaly is None and not self.engine.fp16_enabled():
+            self.anomaly = Anomaly(AnomalyKind.gradient, self.gate.grad_norm, _median(self.grad_norms))
+        if self.anomaly is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
             raise Diverged(
                 "{what}, and {optimizer} has updated the weights all the same.",
-                what=self.trouble.text(),
+                what=self.anomaly.text(),
                 optimizer=type(self.engine.optimizer).__name__,
             )
         if not skipped:
             self.losses.append(self.loss)
             if math.isfinite(self.gate.grad_norm):  # ZenFlow knows it only in steps that update everything
                 self.grad_norms.append(self.gate.grad_norm)
-        return self.trouble
+        return self.anomaly
 
     @property
     def has_bad_loss(self) -> bool:
         """Whether the loss of the step just done is NaN or Inf."""
-        return self.trouble is not None and self.trouble.kind is AnomalyKind.loss
+        return self.anomaly is not None and self.anomaly.kind is AnomalyKind.loss
 
     @property
-    def is_spoilt(self) -> bool:
+    def has_ruined_weights(self) -> bool:
         """Whether the weights seem to be ruined: the loss was bad, and the step before was skipped, too."""
         return self.skips_in_a_row > 1 and self.has_bad_loss
 
     def check_end(self, eval_loss: float | None) -> None:
         """Raise Diverged if the run has ended with ruined weights; `eval_loss` is None without validation."""
-        if self.is_spoilt and (eval_loss is None or not math.isfinite(eval_loss)):
+        if self.has_ruined_weights and (eval_loss is None or not math.isfinite(eval_loss)):
             raise Diverged(
                 "the loss of the last {count} steps was NaN or Inf: the weights are ruined. Lower optim.lr; the last "
                 "checkpoints are older than these steps.",
@@ -405,7 +405,7 @@ def _sum_and_judge(
     if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
     loss = loss_sum / step_counts.losses
-    guard.see_loss(loss)
+    guard.judge_loss(loss)
     return _StepSums(
         micro_losses=micro_losses,
         loss=loss,

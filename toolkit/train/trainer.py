@@ -95,7 +95,7 @@ class Trainer:
         # Changes only what is `auto`, and with plan.auto the layout and what that excludes.
         cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build_engine)
         self.cfg, total_steps = cfg, task.total_steps
-        schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
+        schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
         engine, guard = self._build_engine(cfg, ds, source) if built is None else self._settled(built, ds)
