@@ -280,11 +280,20 @@ def train_step(
     """Do one optimizer step, whose loss is exactly sum(losses) / N over the global batch: N counts trained tokens (or
     what else the task's losses are of) and is summed over ranks before any backward pass. A collective.
 
-    `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `vote`: this
-    rank's, sent with the counts; `copies`: how many ranks compute the same tokens, `parts`: how many have parts of the
-    same sequences. The summed N includes copies, as the engine averages gradients over fewer ranks, and parts where it
-    counts sequences; the result does not. ValueError if no token is trained; Diverged if fp16's loss scale cannot be
-    lowered any more.
+    Args:
+        task: counts tokens, and computes the losses (`Task.loss_sum`).
+        micro_batches: this rank's accumulation window, of `Task.batches`, on the CPU; the same on all stages of a
+            pipeline.
+        guard: judges loss and gradient, and vetoes the update if they are bad.
+        vote: this rank's, sent with the counts.
+        copies: how many ranks compute the same tokens. N includes copies, as the engine averages gradients over fewer
+            ranks; the result does not.
+        parts: how many ranks have parts of the same sequences. N includes parts where it counts sequences; the result
+            does not.
+
+    Raises:
+        ValueError: no token is trained.
+        Diverged: fp16's loss scale cannot be lowered any more.
     """
     task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
