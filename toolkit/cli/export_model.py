@@ -37,15 +37,7 @@ FORMATS: "tuple[Format, ...]" = ("hf", "official")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _USAGE = "toolkit export-model PATH output=DIR"
 _OPTIONAL = (
-    "adapter",
-    "merge",
-    "format",
-    "dtype",
-    "max_shard_size",
-    "text_only",
-    "base",
-    "output",
-    "forward",
+    *("adapter", "merge", "format", "dtype", "max_shard_size", "text_only", "base", "output", "forward"),
     "model.family",
 )
 _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}

@@ -161,20 +161,26 @@ def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
     path, run = Path(resume), loaded.cfg.run
     if run.name and os.path.isfile(Path(run.dir) / run.name / "logs" / "starts.jsonl"):
         return  # what its last start has resumed need not be there any more, see run_dir.py
-    if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
-        yield loaded.error(
-            "resume",
+    has_checkpoint = os.path.isfile(path / "manifest.json") or any((path / "checkpoints").glob("step-*"))
+    if is_exported(path) or not has_checkpoint:
+        yield loaded.about("resume", not_resumable(path))
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a directory holds a model or an adapter alone, which no run can be resumed from."""
+    return any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json"))
+
+
+def not_resumable(path: Path) -> str:
+    """Return why `resume` cannot be a path that holds no checkpoint."""
+    if is_exported(path):
+        return tr(
             "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
             "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
             "tuning.adapter={path}.",
             path=path,
         )
-    elif not (os.path.isfile(path / "manifest.json") or any((path / "checkpoints").glob("step-*"))):
-        yield loaded.error(
-            "resume",
-            "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
-            path=path,
-        )
+    return tr("resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path)
 
 
 def _adapter(loaded: LoadedConfig) -> Iterator[ConfigError]:

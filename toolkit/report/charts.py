@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import altair as alt
@@ -75,7 +75,8 @@ class Key(NamedTuple):
     """full, dashed, or event."""
 
 
-class Caption(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Caption:
     """A chart's name and title, and the note that the page writes below it."""
 
     name: str
@@ -86,17 +87,12 @@ class Caption(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
+class Drawing(Caption):
     """A chart with its caption and legend."""
 
-    name: str
-    """Of its file, without suffix."""
-    title: str
     definition: Any
     keys: Sequence[Key] = ()
     """Its legend, which the page writes as HTML, as text wraps there and in Vega-Lite does not."""
-    note: str = ""
-    is_wide: bool = False
 
 
 def rounded(value: float) -> float:
@@ -154,7 +150,7 @@ def lines(
 def _drawing(definition: Any, caption: Caption, keys: Sequence[Key] = ()) -> Drawing:
     """Return a drawing of an Altair chart, as wide as the page has room for."""
     sized = definition.properties(width="container", height=HEIGHT)
-    return Drawing(definition=sized, keys=keys, **caption._asdict())
+    return Drawing(definition=sized, keys=keys, **asdict(caption))
 
 
 def _steps(title: str) -> alt.X:

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
-from toolkit.config import load
+from toolkit.config import load, paths
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import watchdog
 from toolkit.launch import ancestors, environment
@@ -140,13 +140,8 @@ def newest_intact(folder: Path, *, must_exist: bool = False) -> Path | None:
 def _resolve_checkpoint(path: Path) -> Path:
     """Return the checkpoint that `resume=PATH` means: the path itself, or the newest one of a run directory."""
     path = path.absolute()
-    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ConfigError(
-            "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
-            "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
-            "tuning.adapter={path}.",
-            path=path,
-        )
+    if paths.is_exported(path):
+        raise ConfigError(paths.not_resumable(path))
     if (path / directory.MANIFEST).is_file():
         if wrong := directory.manifest_problems(path):
             raise CheckpointError(
@@ -155,9 +150,7 @@ def _resolve_checkpoint(path: Path) -> Path:
         return path
     checkpoint = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
     if checkpoint is None:
-        raise ConfigError(
-            "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path
-        )
+        raise ConfigError(paths.not_resumable(path))
     return checkpoint
 
 

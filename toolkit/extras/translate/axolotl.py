@@ -162,8 +162,6 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         terms = {"rpo_alpha": config.number("rpo_alpha")}
     loss_key = "loss_type" if kind == "dpo" and config.has("loss_type") else "rl"
     set_preference(config, draft, loss, {"beta": "beta", "loss": loss_key, "smoothing": "label_smoothing"}, terms)
-    for key in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
-        draft.put(f"preference.{key}", config.number(key), key)
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:

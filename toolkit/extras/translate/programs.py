@@ -308,8 +308,6 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     if config.get("rpo_alpha") is not None and kind != "kto":
         terms = {"rpo_alpha": config.number("rpo_alpha")}
     set_preference(config, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
-    for key in _TRL_KTO if kind == "kto" else ():
-        draft.put(f"preference.{key}", config.number(key), key)
 
 
 def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
@@ -333,7 +331,10 @@ def set_preference(
         draft.put("preference.label_smoothing", config.number(keys["smoothing"]), keys["smoothing"])
     if loss == "simpo":
         draft.put("preference.gamma", config.number("simpo_gamma"), "simpo_gamma")
-    if loss != "kto":
+    if loss == "kto" and _TRL_KTO[0] in config.keys:
+        for key in _TRL_KTO:
+            draft.put(f"preference.{key}", config.number(key), key)
+    elif loss != "kto":
         draft.put("preference.sft_weight", float(sum(terms.values()) + (loss == "orpo")), *terms)
 
 

@@ -122,8 +122,6 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         "smoothing": "label_smoothing",
     }
     set_preference(config, draft, loss, keys, terms)
-    for key in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
-        draft.put(f"preference.{key}", config.number(key), key)
 
 
 def _method(config: ForeignConfig) -> str:
