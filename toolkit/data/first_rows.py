@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
 from toolkit.data.formats import reader_of
-from toolkit.data.readers import DataFile, blocks, first_of, rows_of, with_format
+from toolkit.data.readers import DataFile, blocks, first_rows_of, rows_of, with_format
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import files_of, local_files
 from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
@@ -155,7 +155,7 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
         try:
             for path in files_of(source):
                 for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()) if left else ():
-                    block, count = first_of(whole_block, left)
+                    block, count = first_rows_of(whole_block, left)
                     left -= count
                     rows_of_block = list(rows_of(block))
                     content = block.content

@@ -149,7 +149,8 @@ class RowReader:
         try:
             if self.row_format is RowFormat.text:
                 return Conversation([plain_message(TEXT, required_text(mapping, self.names["text"]))])
-            messages = self._listed(mapping) if self.row_format in LIST_FIELDS else self._pair(mapping)
+            is_list = self.row_format in LIST_FIELDS
+            messages = self._listed_messages(mapping) if is_list else self._question_and_answer(mapping)
         except MissingKey as error:
             raise self._explained(error) from None
         system = mapping.get(self.names["system"])
@@ -182,7 +183,7 @@ class RowReader:
         used.update(self._pair_keys(row) if self.row_format in PAIR_FIELDS else ())
         return [str(key) for key in row if key not in used]
 
-    def _pair(self, row: Mapping[str, Any]) -> list[Message]:
+    def _question_and_answer(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the messages of a row with a question and an answer: its history, the question, the answer."""
         question_key, answer_key = self._pair_keys(row)
         messages: list[Message] = []
@@ -230,7 +231,7 @@ class RowReader:
         has_roles = items and all(isinstance(item, dict) and role_keys.intersection(item) for item in items)
         return conversation if has_roles else value
 
-    def _listed(self, row: Mapping[str, Any]) -> list[Message]:
+    def _listed_messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the messages of a row that lists messages ({from, value}, {role, content}) or {human, assistant}."""
         key = self.names[LIST_FIELDS[self.row_format]]
         is_paired = self.row_format is RowFormat.conversation

@@ -86,7 +86,7 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
             if (left is not None and left <= 0) or (block := next(of_file, None)) is None:
                 break
             if left is not None:
-                block, count = first_of(block, left)
+                block, count = first_rows_of(block, left)
                 taken_of_source[file.source] += count
                 taken += count if limit else 0
             if with_known_format is None:
@@ -94,7 +94,7 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
             yield number, with_known_format or file, block
 
 
-def first_of(block: Block, count: int) -> tuple[Block, int]:
+def first_rows_of(block: Block, count: int) -> tuple[Block, int]:
     """Return the first `count` rows of a block as a block, and how many there are."""
     rows = list(islice(rows_of(block), count))
     if not isinstance(block.content, bytes):
@@ -169,7 +169,7 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 yield Block(first, list(enumerate(batch)), position)
                 first += len(batch)
         return
-    with _opened(path) as (file, raw):
+    with _open_data_file(path) as (file, raw):
         item = 0
         if name.endswith((".csv", ".tsv")):
             rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
@@ -199,7 +199,7 @@ def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[
     if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
         return None
     if "\n" not in match[0].strip():
-        with _opened(path) as (again, _):
+        with _open_data_file(path) as (again, _):
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
@@ -219,7 +219,7 @@ def _delimiter(file: io.BufferedReader, usual: str) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
+def _open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
     """Open a data file as (decompressed content, file on disk); the second one's `tell` is the progress in bytes."""
     try:
         with open(path, "rb") as raw:

@@ -72,7 +72,7 @@ def _check_size(size: int) -> None:
         )
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     """Reject NaN and Infinity, which Python's JSON parser accepts although JSON has no such numbers."""
     raise ValueError(tr("{name} is no JSON value", name=name))
 
@@ -86,7 +86,7 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeated_keys)
+DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_without_repeated_keys)
 LENIENT_DECODER = json.JSONDecoder(parse_int=str)  # Python reads no integer of more than 4,300 digits
 
 

@@ -71,15 +71,16 @@ def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
     """Return the files of all sources, training before validation; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
-    return [file for numbered in _numbered(data) for file in locate_source(*numbered, cache_dir)]
+    return [file for source, number in _numbered_sources(data) for file in locate_source(source, number, cache_dir)]
 
 
 def local_files(data: DataConfig) -> list[DataFile]:
     """Return the files of the sources that have a path; downloads and derives nothing."""
-    return [file for numbered in _numbered(data) if numbered[0].path for file in locate_source(*numbered, Path())]
+    with_path = [(source, number) for source, number in _numbered_sources(data) if source.path]
+    return [file for source, number in with_path for file in locate_source(source, number, Path())]
 
 
-def _numbered(data: DataConfig) -> list[tuple[SourceConfig, int]]:
+def _numbered_sources(data: DataConfig) -> list[tuple[SourceConfig, int]]:
     """Return (source, its number) of all sources, validation after training."""
     return [(source, number) for number, source in enumerate([*data.sources, *data.validation])]
 

@@ -61,21 +61,21 @@ class TokenizedCache:
         self._of_files: list[dict[str, Any]] = manifest["files"]
         """Kept, as what is open outlives a cache that is removed, and its manifest does not."""
         self.dtype = np.dtype(manifest["dtype"])
-        self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
-        self.offsets: NDArray[np.int64] = _loaded(folder / OFFSETS)
+        self._ids, self._trained = _open_file(self, folder / IDS), _open_file(self, folder / TRAINED)
+        self.offsets: NDArray[np.int64] = _map_array(folder / OFFSETS)
         """Where each sample of all splits begins in `ids`, and the end, [samples + 1]."""
-        self.files: NDArray[np.uint16] = _loaded(folder / FILES)
+        self.files: NDArray[np.uint16] = _map_array(folder / FILES)
         """File that each sample of all splits comes from, an index of the manifest's `files`, [samples]."""
-        self.lines: NDArray[np.uint32] = _loaded(folder / LINES)
+        self.lines: NDArray[np.uint32] = _map_array(folder / LINES)
         """Line of that file, [samples]."""
-        self.rows: NDArray[np.uint32] = _loaded(folder / ROWS)
+        self.rows: NDArray[np.uint32] = _map_array(folder / ROWS)
         """Row of all files; samples of one row stand next to each other, [samples]."""
-        self.members: NDArray[np.uint32] = _loaded(folder / f"{split}.npy")
+        self.members: NDArray[np.uint32] = _map_array(folder / f"{split}.npy")
         """Which samples belong to this split, ascending, [len(self)]."""
         self.num_tokens: int = manifest["splits"][split]["tokens"]
         self.num_trained_tokens: int = manifest["splits"][split]["trained_tokens"]
         """Tokens of this split that the loss covers."""
-        self._values = _loaded(folder / VALUES) if VALUES in manifest["sizes_bytes"] else None
+        self._values = _map_array(folder / VALUES) if VALUES in manifest["sizes_bytes"] else None
 
     @property
     def has_values(self) -> bool:
@@ -367,13 +367,13 @@ def checksum(path: Path) -> int:
     return value
 
 
-def _loaded(path: Path) -> NDArray[Any]:
+def _map_array(path: Path) -> NDArray[Any]:
     """Return a .npy file as a memory-mapped array, of the plain array type."""
     array: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
     return array
 
 
-def _opened(owner: object, path: Path) -> int:
+def _open_file(owner: object, path: Path) -> int:
     """Open a file for reading and return its descriptor, closed when `owner` is garbage-collected."""
     descriptor = os.open(path, os.O_RDONLY)
     weakref.finalize(owner, os.close, descriptor)

@@ -91,17 +91,17 @@ class PrepareReport(workers.RowCounts):
     """Whether the cache was built since this process began, by whichever rank."""
     folder: str = ""
 
-    def add_part(self, made: BuiltPart, counts: workers.PartCounts) -> None:
+    def add_part(self, built_part: BuiltPart, counts: workers.PartCounts) -> None:
         """Add the counts of a part, and the file:line of the first rows of each kind of problem."""
         self.rows_read += counts.rows
         self.add(counts)
         for reason, rows in counts.dropped_rows.items():
-            self.examples.setdefault(reason, []).extend(_file_and_line(made, row) for row in rows)
+            self.examples.setdefault(reason, []).extend(_file_and_line(built_part, row) for row in rows)
         if counts.bad:
             reason = tr("cannot be used")
             self.bad_rows += len(counts.bad)
             self.dropped[reason] = self.bad_rows
-            messages = (f"{_file_and_line(made, row)}: {why}." for row, why, _ in counts.bad)
+            messages = (f"{_file_and_line(built_part, row)}: {why}." for row, why, _ in counts.bad)
             self.examples.setdefault(reason, []).extend(messages)
         for listed in self.examples.values():
             del listed[workers.EXAMPLES :]
@@ -271,15 +271,15 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     own_blocks = (block for index, block in enumerate(builder.blocks()) if index % count == number - 1)
     total = new = 0
     try:
-        for made in make_parts(own_blocks, builder.maker, builder.num_workers):
-            builder.check(made, builder.read(made))
-            total, new = total + 1, new + made.is_new
+        for built_part in make_parts(own_blocks, builder.maker, builder.num_workers):
+            builder.check(built_part, builder.read(built_part))
+            total, new = total + 1, new + built_part.is_new
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
     return total, new
 
 
-def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, list[int]]:
+def tokenize_first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, list[int]]:
     """Tokenize the first rows of every local file as training would, for some seconds, and write nothing. Return (what
     became of the rows, tokens of each sample, ascending). Raises the DataError that training would.
     """
@@ -290,12 +290,12 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
         if block is None or time.monotonic() > until:
             continue
         if file.max_rows:
-            block, _ = readers.first_of(block, file.max_rows)
+            block, _ = readers.first_rows_of(block, file.max_rows)
         with_known_format = readers.with_format(file, block) or file
         part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
-        made = BuiltPart(number, with_known_format, block, Path(), is_new=True)
-        builder.check(made, part)
-        builder.report.add_part(made, part.counts)
+        built_part = BuiltPart(number, with_known_format, block, Path(), is_new=True)
+        builder.check(built_part, part)
+        builder.report.add_part(built_part, part.counts)
         lengths += part.lengths.tolist()
     return builder.report, sorted(lengths)
 
@@ -392,21 +392,21 @@ class _Builder:
         # `before`: bytes of the files that are done; `position`: bytes read of the current one.
         before = new_bytes = new_tokens = position = file_number = 0
         with closing(store.CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
-            for made in make_parts(self.blocks(), self.maker, self.num_workers):
-                while file_number < made.file_number:
+            for built_part in make_parts(self.blocks(), self.maker, self.num_workers):
+                while file_number < built_part.file_number:
                     before += self.files[file_number].path.stat().st_size
                     file_number, position = file_number + 1, 0
-                part = self.read(made)
-                self.check(made, part)
-                self._count_part(made, part, bad_rows_file)
+                part = self.read(built_part)
+                self.check(built_part, part)
+                self._count_part(built_part, part, bad_rows_file)
                 if part.counts.labels:
                     part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
-                writer.append(part, made.file_number, made.block.first)
-                self.used.append(made.path)
-                new_bytes += made.is_new * (made.block.position - position)
-                new_tokens += made.is_new * len(part.ids)
-                report.parts_kept += not made.is_new
-                position = made.block.position
+                writer.append(part, built_part.file_number, built_part.block.first)
+                self.used.append(built_part.path)
+                new_bytes += built_part.is_new * (built_part.block.position - position)
+                new_tokens += built_part.is_new * len(part.ids)
+                report.parts_kept += not built_part.is_new
+                position = built_part.block.position
                 self.pace.update(before + position, report.rows_read, new_bytes, new_tokens)
                 self.check_limit(before + position, bad_rows_file)
             self.check_limit(self.bytes, bad_rows_file)
@@ -441,48 +441,48 @@ class _Builder:
         """Yield (file number, file, block of rows) of all files, within the limits of `max_samples`."""
         return readers.read_blocks(self.files, row_limits(self.data, self.files))
 
-    def read(self, made: BuiltPart) -> Part:
+    def read(self, built_part: BuiltPart) -> Part:
         """Return a part from its file; if another build has deleted that, tokenize the block again."""
-        part = read_part(made.path)
+        part = read_part(built_part.path)
         if part is None:  # another build that has it too was finished, and removed it
-            part = read_part(self.maker.make(made.file_number, made.file, made.block)[0])
+            part = read_part(self.maker.make(built_part.file_number, built_part.file, built_part.block)[0])
         if part is None:
             raise DataError(
                 "{path} was changed or removed while it was being used. Start the same command again; what is "
                 "whole is kept.",
-                path=made.path,
+                path=built_part.path,
             )
         return part
 
-    def check(self, made: BuiltPart, part: Part) -> None:
+    def check(self, built_part: BuiltPart, part: Part) -> None:
         """Raise a DataError for the first row that is unusable or too long, where the config makes these errors."""
         counts = part.counts
         if counts.bad and self.data.on_bad_row is OnBadRow.error:
             row, reason, _ = counts.bad[0]
             mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
-            raise DataError(f"{_file_and_line(made, row)}: {reason}. {mend}")
+            raise DataError(f"{_file_and_line(built_part, row)}: {reason}. {mend}")
         if counts.too_long:
             row, length = counts.too_long[0]
             raise DataError(
                 "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
                 "to long rows with data.too_long=drop, truncate or split.",
-                where=_file_and_line(made, row),
+                where=_file_and_line(built_part, row),
                 length=length,
                 limit=self.data.max_length,
             )
 
-    def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
+    def _count_part(self, built_part: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's counts to the report, and its unusable rows to `bad_rows_file` (JSON lines)."""
         counts = part.counts
-        self.source_rows[made.file.source] += counts.rows
-        self.report.add_part(made, counts)
+        self.source_rows[built_part.file.source] += counts.rows
+        self.report.add_part(built_part, counts)
         if counts.bad:
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                 for row, why, excerpt in counts.bad:
-                    location = {"file": str(made.file.path), "line": made.block.first + row.offset}
-                    if made.block.first_item:
-                        location["item"] = made.block.first_item + row.ordinal
+                    location = {"file": str(built_part.file.path), "line": built_part.block.first + row.offset}
+                    if built_part.block.first_item:
+                        location["item"] = built_part.block.first_item + row.ordinal
                     line = {**location, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -598,11 +598,11 @@ class _Builder:
         self.report.leaked, self.report.leaked_examples = len(leaked), examples(leaked)
 
 
-def _file_and_line(made: BuiltPart, row: RowPosition) -> str:
+def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:
     """Return "file:line" of a row of a part; of an item of a JSON array also its number, as one line may hold all."""
-    location = f"{made.file.path}:{made.block.first + row.offset}"
-    if made.block.first_item:
-        location += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
+    location = f"{built_part.file.path}:{built_part.block.first + row.offset}"
+    if built_part.block.first_item:
+        location += " " + tr("(item {number})", number=f"{built_part.block.first_item + row.ordinal:,}")
     return location
 
 

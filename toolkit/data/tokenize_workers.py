@@ -176,7 +176,7 @@ class PartCounts(RowCounts):
         if len(rows) < EXAMPLES:
             rows.append(row)
 
-    def refuse(self, row: RowPosition, reason: RowError, value: object) -> None:
+    def reject(self, row: RowPosition, reason: RowError, value: object) -> None:
         """List an unusable row once in `bad`, with the reason and an excerpt of `value`, its content in the file."""
         if not self.bad or self.bad[-1][0] != row:
             text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
@@ -255,9 +255,9 @@ class PartBuilder:
             samples = self._samples_of(batch, reader, counts)
             if reader.gives_pairs:
                 samples = _complete_groups(samples, self.texts)
-            for row, (sample_ids, covered), value in samples:
+            for row, (sample_ids, sample_mask), value in samples:
                 ids.extend(sample_ids)
-                trained.extend(covered)
+                trained.extend(sample_mask)
                 lengths.append(len(sample_ids))
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
@@ -278,18 +278,22 @@ class PartBuilder:
         position and content, as in the file.
         """
         read = self._read_rows(batch, reader, counts)
-        chars_before = accumulate((_chars(conversation) for _, _, conversation in read), initial=0)
+        chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read), initial=0)
         for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
             for (row, value, conversation), encoded in self._encoded([read_row for _, read_row in group], counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
                 try:
-                    samples = self._fit(conversation, encoded, row, counts)
+                    samples = self._fit_to_length(conversation, encoded, row, counts)
                 except RowError as error:
-                    counts.refuse(row, error, value)
+                    counts.reject(row, error, value)
                     continue
-                value = conversation.value if conversation.label is None else _number(conversation.label, counts.labels)
+                value = (
+                    conversation.value
+                    if conversation.label is None
+                    else _label_index(conversation.label, counts.labels)
+                )
                 yield from ((row, sample, value) for sample in samples)
 
     def _read_rows(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> list[_ReadRow]:
@@ -304,7 +308,7 @@ class PartBuilder:
                 texts = self._first_texts(all_texts)
                 conversations = list(chain.from_iterable(self._trained_parts(text, counts) for text in texts))
             except RowError as error:
-                counts.refuse(row, error, value)
+                counts.reject(row, error, value)
                 continue
             if isinstance(parsed, dict) and (keys := (*parsed, len(all_texts) > len(texts) == 2)) not in seen_keys:
                 seen_keys.add(keys)
@@ -364,7 +368,7 @@ class PartBuilder:
             ]
             counts.divided += len(parts) > 1
             counts.divided_samples += len(parts) if len(parts) > 1 else 0
-        if len(parts_trained) > 1 and sum(map(_chars, parts_trained)) > _MOST_TEXT:
+        if len(parts_trained) > 1 and sum(map(_num_chars, parts_trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
                 "characters. Split the conversation over several rows",
@@ -388,7 +392,7 @@ class PartBuilder:
             try:
                 yield (row, value, conversation), self._encode_all([conversation])[0]
             except RowError as error:
-                counts.refuse(row, error, value)
+                counts.reject(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
         """Return ids and mask of each conversation. Of those that are only read (`is_read`) a text ends as the
@@ -415,7 +419,9 @@ class PartBuilder:
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
         return encoded
 
-    def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
+    def _fit_to_length(
+        self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
+    ) -> list[Encoded]:
         """Return the samples of an encoded conversation: itself if it fits into `data.max_length` and anything in it is
         trained, else what `data.too_long` makes of it. Skipped rows are counted.
         """
@@ -433,7 +439,7 @@ class PartBuilder:
                 return []
         if conversation.is_read and samples:
             return samples
-        usable = [sample for sample in map(_usable, samples) if sample]
+        usable = [sample for sample in map(_trainable, samples) if sample]
         if not usable:
             counts.drop(tr("no token the loss covers"), row)
         return usable
@@ -494,7 +500,7 @@ class PartBuilder:
             samples = iter([newest]) if newest else self._windows(encoded)
         else:
             samples = self._turn_windows(conversation)
-        usable = [sample for sample in map(_usable, samples) if sample]
+        usable = [sample for sample in map(_trainable, samples) if sample]
         if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in usable):
             counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
         counts.split += len(usable) > 1
@@ -523,7 +529,7 @@ class PartBuilder:
             stop = start + self.limit
             if stop < len(ids):
                 stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
-            yield _first_untrained(ids[start:stop], trained[start:stop])
+            yield _with_first_untrained(ids[start:stop], trained[start:stop])
             start = stop - 1
 
 
@@ -537,20 +543,20 @@ def _complete_groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]
             yield from group
 
 
-def _number(label: str, labels: list[str]) -> int:
+def _label_index(label: str, labels: list[str]) -> int:
     """Return the index of a label in `labels`, to which it is appended if it is new."""
     if label not in labels:
         labels.append(label)
     return labels.index(label)
 
 
-def _usable(encoded: Encoded) -> Encoded | None:
+def _trainable(encoded: Encoded) -> Encoded | None:
     """Return the sample with its first token untrained, or None if then no token of it is trained."""
-    ids, trained = _first_untrained(*encoded)
+    ids, trained = _with_first_untrained(*encoded)
     return (ids, trained) if any(trained) else None
 
 
-def _first_untrained(ids: list[int], trained: list[bool]) -> Encoded:
+def _with_first_untrained(ids: list[int], trained: list[bool]) -> Encoded:
     """Return (ids, mask) with the first token untrained: no token before it could predict it."""
     if trained and trained[0]:
         trained = [False, *trained[1:]]
@@ -576,7 +582,7 @@ def row_hashes(
     return np.frombuffer(digests, np.uint64)
 
 
-def _chars(conversation: Conversation) -> int:
+def _num_chars(conversation: Conversation) -> int:
     """Return the characters of a conversation's contents and reasoning."""
     return sum(len(m["content"]) + len(m.get("reasoning_content", "")) for m in conversation.messages)
 
@@ -636,8 +642,8 @@ def make_parts(
     """
     maker.folder.mkdir(parents=True, exist_ok=True)
     try:
-        for (number, file, block), made in children.in_order(num_workers, maker.make, blocks):
-            yield BuiltPart(number, file, block, *made)
+        for (number, file, block), path_and_is_new in children.in_order(num_workers, maker.make, blocks):
+            yield BuiltPart(number, file, block, *path_and_is_new)
     except BrokenProcessPool:
         raise DataError(
             "A tokenizing process was killed, most likely by the system for lack of memory (see "

@@ -19,7 +19,7 @@ from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf
 from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
 from toolkit.data.first_rows import BYTES_PER_TOKEN, check_sources, estimated_samples, formats_and_sizes
-from toolkit.data.tokenize import first_rows, percent
+from toolkit.data.tokenize import percent, tokenize_first_rows
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
 from toolkit.plan import speed
@@ -131,7 +131,7 @@ def _token_counts(cfg: RunConfig) -> list[int]:
     task_of(cfg).check(cfg, encoder and encoder.tokenizer)
     if encoder:
         rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
-        report, counts = first_rows(replace(cfg, data=rule), encoder)
+        report, counts = tokenize_first_rows(replace(cfg, data=rule), encoder)
         if report.bad_rows:
             warn(report.examples[tr("cannot be used")][0])
     return counts

@@ -154,9 +154,9 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> Non
     """Say what the first rows become; a DataError if training would reject one."""
     if encoder is None:
         return
-    from toolkit.data.tokenize import first_rows
+    from toolkit.data.tokenize import tokenize_first_rows
 
-    report, lengths = first_rows(cfg, encoder)
+    report, lengths = tokenize_first_rows(cfg, encoder)
     if not lengths:
         return
     say(
