@@ -12,7 +12,7 @@ from ranks import deepspeed, run
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import LEARNING_RATES, Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
-from toolkit.data.tokenize import first_rows
+from toolkit.data.tokenize import tokenize_first_rows
 from toolkit.messages import set_language
 from toolkit.models.chat import fit_tokenizer, local_encoder
 
@@ -133,7 +133,7 @@ def test_tokens_are_counted_by_the_models_tokenizer(language: str, folder: Path,
     cfg = load(["recipe=mine.yaml"]).cfg
     encoder = local_encoder(cfg.model)
     assert encoder is not None
-    report, lengths = first_rows(cfg, encoder)
+    report, lengths = tokenize_first_rows(cfg, encoder)
     report.print_longer(cfg.data)
     assert (len(lengths), lengths[-1], report.cut) == (251, 256, 1)
     assert said[0].startswith(("1 of 251 rows (0.4 %) are longer than", "251 行中有 1 行（0.4 %）长于"))

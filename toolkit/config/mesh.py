@@ -13,10 +13,10 @@ from toolkit.messages import ConfigError, joined, tr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """One rank's place among all. Ranks that work on the same rows are a model's ranks; they lie side by side, and
-    among them those that split matrices.
+    """One rank's position among all. Ranks that work on the same rows are a model's ranks; their numbers are
+    consecutive, and among them those of ranks that split matrices.
 
-    Only with pipeline stages do the ranks of one *stage* lie side by side, as DeepSpeed numbers them (0.19.8,
+    Only with pipeline stages the ranks of one *stage* are consecutive, as DeepSpeed numbers them (0.19.8,
     runtime/pipe/topology.py, PipeModelDataParallelTopology).
     """
 
@@ -30,7 +30,7 @@ class Mesh:
     pipeline: int = 1
     """Ranks that split the layers."""
     expert: int = 1
-    """Ranks that share one copy of all experts, whatever rows they work on; they lie side by side."""
+    """Ranks that share one copy of all experts, whatever rows they work on; their numbers are consecutive."""
 
     @property
     def model_ranks(self) -> int:
@@ -39,12 +39,12 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts the global batch is divided."""
+        """Number of parts into which the global batch is divided."""
         return self.world_size // self.model_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this rank's."""
+        """This rank's part of the global batch, from 0."""
         if self.pipeline > 1:
             return self.rank // self.tensor % self.data_ranks
         return self.rank // self.model_ranks
@@ -61,19 +61,19 @@ class Mesh:
 
     @property
     def leader(self) -> int:
-        """The first of the ranks that know the same of the same samples: what is known of whole samples comes from it,
-        with pipeline stages from the last one.
+        """The first of the ranks that compute the same samples in this stage: values of samples are taken from it, with
+        pipeline stages from that of the last one.
         """
         return self.rank - self.rank % (self.tensor * self.sequence)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for those that work on the same rows."""
+        """Whether values of samples are taken from this rank, for those that work on the same rows."""
         return self.rank == self.leader and self.stage == self.pipeline - 1
 
     @property
     def copies(self) -> int:
-        """How many ranks count the same token: what is summed over all ranks is so many times too large."""
+        """Number of ranks that count the same token: a sum over all ranks is so many times too large."""
         return self.tensor
 
 
@@ -83,7 +83,7 @@ def model_ranks(cfg: RunConfig) -> int:
 
 
 def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
-    """Return a rank's place among all ranks of all nodes; a ConfigError if they cannot be divided so."""
+    """Return a rank's position among all ranks of all nodes; a ConfigError if they cannot be divided so."""
     sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "sequence", "pipeline", "expert")}
     mesh, fewest = Mesh(world_size=world_size, rank=rank, **sizes), model_ranks(cfg)
     if world_size % fewest:
@@ -157,7 +157,9 @@ def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = Fal
 
 
 def partition_config() -> dict[str, Any]:
-    """Return the same for DeepSpeed's AutoTP, which splits nothing but what is named here.
+    """Return how parameters are split as `tensor_parallel.partition_config` of DeepSpeed's AutoTP, which splits nothing
+    that is not named here.
+
     Its own guess (heuristics, or transformers' plan) would gather logits and guess fused matrices from class names
     (deepspeed 0.19.8, engine._apply_autotp_partitioning).
     """
@@ -174,8 +176,8 @@ def partition_config() -> dict[str, Any]:
 
 
 def check_split(config: Mapping[str, Any], size: int) -> None:
-    """Check that a model can be split over so many ranks; a ConfigError if not.
-    `config` holds its `heads`, `key_heads` and `inner`, and `model_type` unless that is known to be right.
+    """Raise a ConfigError if a model cannot be split over `size` ranks. `config`: its `heads`, `key_heads` and `inner`
+    (feed-forward width), and `model_type` unless that is known to be supported.
     """
     if size == 1:
         return

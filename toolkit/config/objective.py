@@ -9,7 +9,7 @@ def has_pairs(cfg: RunConfig) -> bool:
 
 
 def score_labels(cfg: RunConfig) -> list[str]:
-    """Return what the scores of a head are of, as far as the config says; [] where the model is to write."""
+    """Return the labels of the scores of the task's head, as far as the config names them; [] for a language model."""
     if not cfg.task.has_head:
         return []
     return ["reward"] if cfg.task.kind is TaskKind.reward else cfg.classify.labels
@@ -23,7 +23,7 @@ def wanted_format(cfg: RunConfig) -> RowFormat | None:
 
 
 def data_unit(cfg: RunConfig) -> tuple[str, int]:
-    """Return what the data are counted in, and of how many tokenized samples one is."""
+    """Return the unit that the data are counted in (pairs, labels, answers, samples), and its samples per unit."""
     if has_pairs(cfg):
         return "pairs", 2 + cfg.embed.negatives
     if cfg.task.kind is TaskKind.classify:
@@ -32,7 +32,7 @@ def data_unit(cfg: RunConfig) -> tuple[str, int]:
 
 
 def shares_prompts(cfg: RunConfig) -> bool:
-    """Whether the answers of a pair stand behind one prompt, where the model can be trained so."""
+    """Whether the two answers of a pair share one copy of their prompt, where the model can be trained so."""
     return cfg.preference.is_paired and cfg.data.share_prefixes
 
 
@@ -42,7 +42,7 @@ def has_reference_in_step(cfg: RunConfig) -> bool:
 
 
 def _has_base_in_step(cfg: RunConfig) -> bool:
-    """Whether a step can compute what the model before training does: in one pass, without its new adapter."""
+    """Whether each step can also compute the outputs of the model before training: the same without its new adapter."""
     tuning = cfg.tuning
     is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
     return is_adapter and cfg.parallel.pipeline == 1
@@ -55,6 +55,6 @@ def has_own_teacher(cfg: RunConfig) -> bool:
 
 
 def has_live_teacher(cfg: RunConfig) -> bool:
-    """Whether another model computes with each step."""
+    """Whether each step runs a teacher that is another model."""
     is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
     return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)

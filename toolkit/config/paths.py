@@ -14,7 +14,7 @@ from toolkit.messages import ConfigError, did_you_mean, joined, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """An nvme path must be a folder that can be written to, found out by writing."""
+    """Yield an error for each `nvme_path` that is missing, or to which a file cannot be written, as tried here."""
     for section in ("zero.offload_optimizer", "zero.offload_param"):
         if dotted_keys.get_value(loaded.cfg, f"{section}.device") is not schema.Device.nvme:
             continue
@@ -33,7 +33,7 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Model, teacher, tokenizer and chat template must be here, or names on the Hub."""
+    """Yield an error for a model, teacher, tokenizer or chat template that is neither here nor named on the Hub."""
     model = loaded.cfg.model
     is_read = model.init is not schema.Init.random
     if is_read and not model.path:
@@ -65,6 +65,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Yield an error for each mistake in a data source, and for a config without sources."""
     data = loaded.cfg.data
     if not data.sources:
         sentence = tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try.")
@@ -76,7 +77,7 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
-    """Yield what is wrong with a data source, which `location` names in the sentences."""
+    """Yield a sentence for each mistake in a data source; `location` names it, such as data.sources[0]."""
     if source.format is schema.RowFormat.docstrings:
         for name in ("path", "hub", "split", "columns"):
             value = getattr(source, name)
@@ -121,7 +122,7 @@ def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
 
 
 def check_columns(source: schema.SourceConfig, location: str) -> str:
-    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is."""
+    """Return a sentence on a name in a source's `columns` that its format does not read; "" if there is none."""
     fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
     for column in source.columns:
         if column not in fields:
@@ -136,14 +137,14 @@ def _existing(folder: Path) -> Path:
 
 
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The run folder's parent must be writable, found out before anything is loaded."""
+    """Yield an error if no run directory can be made in `run.dir`."""
     existing = _existing(Path(loaded.cfg.run.dir).absolute())
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
 def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Tokenized data must be readable, and where there are none yet, their folder writable."""
+    """Yield an error if tokenized data in `prepare.dir` cannot be read, or where there are none, not be written."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
     existing = _existing(stores)
     wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
@@ -154,7 +155,7 @@ def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
+    """Yield an error if `resume` is a path without a checkpoint; whether that is intact is found when it is read."""
     resume = loaded.cfg.resume
     if resume in ("auto", "must", "never"):
         return
@@ -184,7 +185,7 @@ def not_resumable(path: Path) -> str:
 
 
 def _adapter(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The adapter to train on must be a directory."""
+    """Yield an error if `tuning.adapter` is no directory."""
     adapter = loaded.cfg.tuning.adapter
     if adapter and not os.path.isdir(adapter):
         yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a directory here.")

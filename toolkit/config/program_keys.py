@@ -48,7 +48,7 @@ def own_names(program: str) -> list[str]:
 
 
 def names_of(what: str) -> dict[str, Any]:
-    """Return a table of names of values: the other program's -> ours."""
+    """Return a table of program_keys.yaml by its name, of values: the other program's -> ours."""
     names: dict[str, Any] = _table()["names"][what]
     return names
 

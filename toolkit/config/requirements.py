@@ -54,7 +54,9 @@ _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "ze
 
 
 def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that the ranks' device computes in the precision of the run, and what works on NVIDIA GPUs alone."""
+    """Yield an error for each setting that the device or the packages here do not support: fp16 on CPUs, what needs
+    NVIDIA GPUs, Liger's kernels, 8-bit optimizers.
+    """
     # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
     if loaded.cfg.precision.dtype is schema.Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
@@ -89,8 +91,10 @@ def reason_not_to_use_liger(on_gpu: bool) -> str:
     return "" if has_package else tr("the package liger-kernel is not installed (pip install liger-kernel)")
 
 
-def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """What the metrics of the ChatGLM repositories need is no part of this package: it is old, and few need it."""
+def _check_metric_packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Yield an error if packages are missing that the metrics of the ChatGLM repositories need: old ones, which are no
+    dependencies as few runs need them.
+    """
     wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
     packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
     missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
@@ -103,8 +107,8 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-def _quantized(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """QLoRA needs a package, and a GPU or ranks that are meant to compute on CPUs."""
+def _check_qlora(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Yield an error if QLoRA cannot be done here, see `reason_not_to_use_qlora`."""
     if loaded.cfg.tuning.method is schema.TuningMethod.qlora and (reason := reason_not_to_use_qlora()):
         yield loaded.error("tuning.method", reason)
 
@@ -118,7 +122,7 @@ def reason_not_to_use_qlora() -> str:
     return tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing)
 
 
-RULES = (_packages, _quantized)
+RULES = (_check_metric_packages, _check_qlora)
 """Rules about packages and devices that a method or a metric of a language model needs."""
 
 

@@ -106,7 +106,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check numbers against the bounds at their fields in the schema."""
+    """Yield an error for each number outside of the bounds that its field in the schema declares."""
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     for key, limits in dotted_keys.bounds().items():
         value: Any = dotted_keys.get_value(loaded.cfg, key)
@@ -119,7 +119,7 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Two keys for one thing, from one file or the command line, contradict each other; else one overrides."""
+    """Yield an error for two keys that set the same thing, both in one file or both on the command line."""
 
     def are_from_one_place(*keys: str) -> bool:
         return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
@@ -141,7 +141,7 @@ def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Reject a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can."""
+    """Yield an error for a global batch that one of `batch.world_sizes` cannot divide; it names those that all can."""
     cfg, key = loaded.cfg, "batch.world_sizes"
     sizes, size = cfg.batch.world_sizes, cfg.batch.global_size
     if any(ranks < 1 for ranks in sizes):
@@ -164,7 +164,9 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Weights that change: points in their order, something to mix, and always a source to take rows from."""
+    """Yield an error for weights of sources that have no effect, are out of order, or leave no source to take rows
+    from.
+    """
     for number, source in enumerate(loaded.cfg.data.validation):
         for name in [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]:
             yield loaded.error(
@@ -196,7 +198,7 @@ _PLAIN = schema.SourceConfig()
 
 
 def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the weights of source `number`."""
+    """Yield an error for each mistake in the weights of training source `number`."""
     key, points = "data.sources", [point.at for point in source.weights]
     if source.weights and source.weight != 1:
         yield loaded.error(
@@ -215,7 +217,7 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
 
 
 def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that the sizes of a random model fit each other, and divide over `parallel.tensor`."""
+    """Yield an error if the sizes of a random model do not fit each other, or do not divide over `parallel.tensor`."""
     shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
     if loaded.cfg.model.init is not schema.Init.random:
         return
@@ -240,7 +242,7 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Rows of preferences need a loss of such rows, and the other way round."""
+    """Yield an error for each source whose format the task, or the preference loss, does not read."""
     data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, objective.wanted_format(loaded.cfg)
     of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled)
     of_scores = (schema.RowFormat.reward, schema.RowFormat.classify, schema.RowFormat.embed)
@@ -280,7 +282,7 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_general(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Sources are marked `general` where the teacher is the model before training, and must be there then."""
+    """Yield an error for sources marked `general` without effect, and if none is where task=distill has no teacher."""
     cfg, is_distilled = loaded.cfg, loaded.cfg.task.kind is schema.TaskKind.distill
     for key, sources in (("data.sources", cfg.data.sources), ("data.validation", cfg.data.validation)):
         marked = [number for number, source in enumerate(sources) if source.general]
@@ -307,7 +309,7 @@ def _check_general(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that settings which need others have them (`rule_tables.REQUIRES`)."""
+    """Yield an error for each setting that needs another one which is off (`rule_tables.REQUIRES`)."""
     for row in rule_tables.REQUIRES:
         missing = [override for override, is_so in row.needs.items() if not is_so(loaded.cfg)]
         if row.is_on(loaded.cfg) and missing:
@@ -315,7 +317,7 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Reject combinations that are untested, and whose errors would be silent."""
+    """Yield an error for combinations that are untested, and whose errors would be silent."""
     cfg, default = loaded.cfg, schema.RunConfig()
     changed = [
         key for key in rule_tables.GROUPING if dotted_keys.get_value(cfg, key) != dotted_keys.get_value(default, key)
@@ -367,7 +369,7 @@ def parse_deadline(text: str, now: datetime) -> datetime | None:
 
 
 def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that `run.deadline` is a time."""
+    """Yield an error if `run.deadline` is no time."""
     if loaded.cfg.run.deadline and parse_deadline(loaded.cfg.run.deadline, datetime.now()) is None:
         yield loaded.error(
             "run.deadline",
@@ -385,7 +387,7 @@ def check_time_left(loaded: LoadedConfig) -> None:
 
 
 def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Reject invalid variables in `launch.env`, those that launchers set, and secrets. Messages omit the values."""
+    """Yield an error, without the value, for each variable of `launch.env` that is invalid, secret or a launcher's."""
     interface = loaded.cfg.distributed.interface
     for name, value in loaded.cfg.launch.env.items():
         text = "" if value is None else schema.as_text(value)
@@ -413,7 +415,7 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that `evaluate.keep_best` names a figure of the evaluations for which more, or less, is better."""
+    """Yield an error if `evaluate.keep_best` names no figure of the evaluations by which checkpoints can be ranked."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     figures = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
@@ -437,7 +439,7 @@ def _has_teacher(cfg: schema.RunConfig) -> bool:
 
 
 def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]:
-    """Apply the rules that need the number of ranks."""
+    """Yield errors of the rules that need the number of ranks: of ZeRO++'s partitions and of ZenFlow."""
     zero, batch = loaded.cfg.zero, loaded.cfg.batch
     if world_size % zero.zero_hpz_partition_size:
         yield loaded.error(
