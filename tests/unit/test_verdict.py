@@ -173,6 +173,21 @@ def test_a_verdict_says_what_the_curves_show(name: str) -> None:
     assert verdict is not None and (verdict.kind, verdict.text) == (kind, text)
 
 
+HEADLINES = {
+    "real": "Learned: the validation loss is below the unigram and bigram baselines.",
+    "without baselines": "Learned.",
+    "few steps, falling": "30 steps are too few to judge.",
+    "one step": "1 step is too few to judge.",
+    "the same rise on many tokens": "",
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_a_headline_repeats_no_figure(name: str) -> None:
+    verdict = judge(CASES[name][0])
+    assert verdict is not None and verdict.headline == HEADLINES[name]
+
+
 def test_nothing_is_said_of_a_run_without_steps(tmp_path: Path) -> None:
     assert judge(Curves(steps=0, training=())) is None
     (tmp_path / "config.yaml").touch()

@@ -69,6 +69,8 @@ class Verdict(NamedTuple):
     """The step from which on validation became worse."""
     is_falling: bool = False
     """Whether the last evaluation is still clearly better than the one before."""
+    headline: str = ""
+    """The text without figures, for a reader who has them already; "" where the figures are what it says."""
 
 
 def judge(curves: Curves) -> Verdict | None:
@@ -88,7 +90,8 @@ def judge(curves: Curves) -> Verdict | None:
         verdict = _judge_training(curves)
     if curves.steps and curves.skipped >= _SKIPPED * curves.steps:
         more = tr("Skipped steps: {count} of {steps}.", count=f"{curves.skipped:,}", steps=f"{curves.steps:,}")
-        verdict = verdict._replace(text=joined(verdict.text, more))
+        headline = joined(verdict.headline, more) if verdict.headline else ""
+        verdict = verdict._replace(text=joined(verdict.text, more), headline=headline)
     return verdict
 
 
@@ -109,29 +112,31 @@ def _judge_losses(curves: Curves) -> Verdict:
         return Verdict(OVERFIT, text, best_step)
     is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], least)
     if few and (not fell or is_falling or len(points) < 3):
-        return Verdict(
-            SHORT, _too_few(curves.steps, tr("validation loss {losses}", losses=losses)), is_falling=is_falling
-        )
+        return _too_few(curves.steps, tr("validation loss {losses}", losses=losses))._replace(is_falling=is_falling)
     if not fell:
-        return Verdict(FLAT, tr("Loss did not fall: validation loss {losses}.", losses=losses))
+        text = tr("Loss did not fall: validation loss {losses}.", losses=losses)
+        return Verdict(FLAT, text, headline=tr("Loss did not fall."))
     below = [name for name in ("unigram", "bigram") if last < curves.baselines.get(name, -math.inf)]
     values = {"losses": losses, "unigram": "", "bigram": ""}
     values |= {name: digits(loss) for name, loss in curves.baselines.items()}
     if "unigram" in curves.baselines and "unigram" not in below:
         text = tr("Not enough yet: validation loss {losses}, above the unigram baseline ({unigram}).", **values)
-        return Verdict(SHORT, text, is_falling=is_falling)
-    text = tr("Learned: validation loss {losses}.", losses=losses)
+        headline = tr("Not enough yet: the validation loss is above the unigram baseline.")
+        return Verdict(SHORT, text, is_falling=is_falling, headline=headline)
+    text, headline = tr("Learned: validation loss {losses}.", losses=losses), tr("Learned.")
     if len(below) == 2:
         text = tr(
             "Learned: validation loss {losses}, below the unigram ({unigram}) and bigram ({bigram}) baselines.",
             **values,
         )
+        headline = tr("Learned: the validation loss is below the unigram and bigram baselines.")
     elif below and "bigram" in curves.baselines:
         text = tr(
             "Learned: validation loss {losses}, below the unigram baseline ({unigram}), not the bigram one ({bigram}).",
             **values,
         )
-    return Verdict(LEARNED, text, is_falling=is_falling)
+        headline = tr("Learned: the validation loss is below the unigram baseline, not below the bigram one.")
+    return Verdict(LEARNED, text, is_falling=is_falling, headline=headline)
 
 
 def _judge_shares(curves: Curves) -> Verdict:
@@ -155,10 +160,10 @@ def _judge_shares(curves: Curves) -> Verdict:
     if last - first > noise:
         is_falling = len(points) > 2 and last - points[-2][1] > noise
         text = tr("Learned: validation {metric} {first} -> {last}.", **values)
-        return Verdict(LEARNED, joined(text, more), is_falling=is_falling)
+        return Verdict(LEARNED, joined(text, more), is_falling=is_falling, headline=tr("Learned."))
     if curves.steps < _FEW_STEPS:
-        text = _too_few(curves.steps, tr("validation {metric} {first} -> {last}", **values))
-        return Verdict(SHORT, joined(text, more))
+        few = _too_few(curves.steps, tr("validation {metric} {first} -> {last}", **values))
+        return few._replace(text=joined(few.text, more))
     if first >= 1 - noise:
         text = tr("Validation {metric} was {first} from the start and is {last}.", **values)
         return Verdict(FLAT, joined(text, more))
@@ -198,17 +203,20 @@ def _judge_training(curves: Curves) -> Verdict:
             "No validation set: training loss {losses}, which does not show whether the model does better on new data.",
             losses=losses,
         )
-        return Verdict(UNSEEN, text)
+        headline = tr("No validation set: this does not show whether the model does better on new data.")
+        return Verdict(UNSEEN, text, headline=headline)
     if curves.steps < _FEW_STEPS:
-        return Verdict(SHORT, _too_few(curves.steps, tr("training loss {losses}", losses=losses)))
-    return Verdict(FLAT, tr("Loss did not fall: training loss {losses}.", losses=losses))
+        return _too_few(curves.steps, tr("training loss {losses}", losses=losses))
+    text = tr("Loss did not fall: training loss {losses}.", losses=losses)
+    return Verdict(FLAT, text, headline=tr("Loss did not fall."))
 
 
-def _too_few(steps: int, what: str) -> str:
-    """Return the sentence about a run of too few steps; `what`: what they have changed."""
+def _too_few(steps: int, what: str) -> Verdict:
+    """Return the verdict on a run of too few steps; `what`: what they have changed."""
     if steps == 1:
-        return tr("1 step is too few: {what}.", what=what)
-    return tr("{steps} steps are too few: {what}.", steps=steps, what=what)
+        return Verdict(SHORT, tr("1 step is too few: {what}.", what=what), headline=tr("1 step is too few to judge."))
+    text = tr("{steps} steps are too few: {what}.", steps=steps, what=what)
+    return Verdict(SHORT, text, headline=tr("{steps} steps are too few to judge.", steps=steps))
 
 
 def _is_less(value: float, other: float, least: float) -> bool:

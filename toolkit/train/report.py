@@ -49,10 +49,10 @@ class AutomaticReport(Hook):
             self.begin()
 
     def after_done(self) -> None:
-        """Say what the run's curves show, and make the final report, once DONE is written."""
+        """Say what the run's curves show, whose figures were just printed, and make the final report."""
         with suppress(Exception):  # the report fails for the same reason, and says so
             if verdict := verdict_of(read_within(self.patience_s, lambda: read_run(self.folder), self.folder)):
-                say(verdict.text)
+                say(verdict.headline or verdict.text)
         self.finish()
 
     def begin(self) -> None:
