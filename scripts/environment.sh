@@ -27,11 +27,6 @@ find_python() {
     exit 2
 }
 
-if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
-    echo "A C++ compiler is needed (DeepSpeed compiles its ops). Debian: apt install g++ python3-dev" >&2
-    exit 2
-fi
-
 if [ -n "${TOOLKIT_NO_INSTALL:-}" ]; then
     source scripts/environment_as_it_is.sh
     return
