@@ -134,7 +134,7 @@ def test_the_image_without_cuda_is_built_and_runs() -> None:
         pytest.skip("neither docker nor podman is installed")
     if subprocess.run([engine, "info"], capture_output=True, timeout=60).returncode:
         pytest.skip(f"{engine} is installed, but `{engine} info` fails: no engine answers")
-    tag = "deepspeed-toolkit-test:cpu"
+    tag = "exacttune-test:cpu"
     build = [engine, "build", "-f", str(DOCKERFILES[1]), "-t", tag, str(ROOT)]
     subprocess.run(build, check=True, timeout=3000)
     check = ["toolkit", "check", "recipe=quickstart", "world_size=2"]
