@@ -1,4 +1,4 @@
-"""The files that GitHub reads: issue forms, the citation, and the version in each."""
+"""The files that GitHub reads: issue forms, the pull request form, the citation, and the version in each."""
 
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ def test_who_reports_a_failure_attaches_what_the_toolkit_collects() -> None:
     asking = {path.stem: "toolkit doctor --report" in path.read_text(encoding="utf-8") for path in FORMS}
     others = {"4-feature": False, "5-install": False, "6-question": False}
     assert asking == {"1-bug": True, "2-wrong-number": True, "3-model": True} | others
+
+
+def test_the_pull_request_form_asks_in_both_languages_for_what_contributing_asks() -> None:
+    text = (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith(("## ", "- [ ] "))]
+    assert len(lines) >= 5 and all(" / " in line for line in lines)
+    for name in ("CONTRIBUTING.md", "CONTRIBUTING_zh.md"):
+        assert name in text and "scripts/test ranks" in (ROOT / name).read_text(encoding="utf-8")
 
 
 def test_the_citation_is_of_this_version() -> None:
