@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/gpus.md and docs/gpus_zh.md from benchmarks/*.json: of each part the newest result on a GPU, or none."""
+"""Write docs/gpus.md and docs/gpus_zh.md from benchmarks/*.json, once these hold a result on a GPU: the newest of each part.
+
+When the pages appear, add them to docs/index.md and docs/index_zh.md.
+"""
 
 import json
 from pathlib import Path
@@ -9,6 +12,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
+PAGES = ("gpus.md", "gpus_zh.md")
+"""In English and in Chinese."""
 
 _TABLES = yaml.safe_load((ROOT / "benchmarks" / "gpu_page.yaml").read_text(encoding="utf-8"))
 PARTS, STAGES, MARKS, TEXTS = (_TABLES[name] for name in ("parts", "stages", "marks", "texts"))
@@ -83,10 +88,14 @@ def _outcome(row: dict[str, Any], whole: dict[str, Any], language: int) -> list[
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write both pages, or remove them where nothing has been measured."""
     files = list((ROOT / "benchmarks").glob("*.json"))
-    for language, name in enumerate(("gpus.md", "gpus_zh.md")):
-        (ROOT / "docs" / name).write_text(page(files, language), encoding="utf-8")
+    for language, name in enumerate(PAGES):
+        file = ROOT / "docs" / name
+        if newest(files):
+            file.write_text(page(files, language), encoding="utf-8")
+        else:
+            file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
