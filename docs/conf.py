@@ -13,16 +13,16 @@ from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).parents[1]
 IS_CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821 (sphinx-build -t zh)
-ENGLISH_ONLY = ["CHANGELOG.md", "SECURITY.md", "recipes/README.md", "benchmarks/README.md"]
+ENGLISH_ONLY = ["SECURITY.md", "recipes/README.md", "benchmarks/README.md"]
 
 project = "ExactTune"
 language = "zh_CN" if IS_CHINESE else "en"
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "docs/index_zh" if IS_CHINESE else "docs/index"
 include_patterns = (
-    ["docs/*_zh.md", "README_zh.md", "CONTRIBUTING_zh.md"]
+    ["docs/*_zh.md", "README_zh.md", "CONTRIBUTING_zh.md", "CHANGELOG_zh.md"]
     if IS_CHINESE
-    else ["docs/*.md", "README.md", "CONTRIBUTING.md"]
+    else ["docs/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 )
 include_patterns += ENGLISH_ONLY
 # Folders without a page are not even walked: environments and runs may hold a million files.
