@@ -14,10 +14,10 @@ from combinations import LAYOUTS, STAGES, TUNINGS, Cell  # noqa: E402
 
 HEADS = {"en": "layout", "zh": "布局"}
 BELOW = {
-    "en": "Each was trained with a tiny GLM, and its losses were those of a plain PyTorch loop within {limit:.1e} "
-    "([benchmarks](../benchmarks/README.md)); `–` is rejected.\n",
-    "zh": "每种组合都用微型 GLM 训练过，loss 与普通 PyTorch 循环相差不超过 {limit:.1e}"
-    "（见 [benchmarks](../benchmarks/README.md)）；`–` 表示会报错。\n",
+    "en": "`–` is rejected with an error. All others give the losses of a plain PyTorch loop, within {limit:.1e} "
+    "([how this was compared](proving.md)).\n",
+    "zh": "`–` 表示会报错。其余组合的 loss 与普通 PyTorch 循环相同，相差不超过 {limit:.1e}"
+    "（[怎样对比的](proving_zh.md)）。\n",
 }
 
 
