@@ -19,6 +19,7 @@ ASYNC = "checkpoint.asynchronous=true"
 NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
 GROUPS = ["optim.decay=matrices", "optim.layer_lr_decay=0.5", "optim.weight_decay=0.3"]
+STATES = ["precision=bf16", "precision.optimizer_states=bf16"]
 CHANGED = ["optim.lr=0.001", "optim.weight_decay=0.5", "optim.eps=1e-6", "checkpoint.allow_changes=[optim]"]
 # 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
 ONE_AND_A_QUARTER = ["train.max_steps=0", "train.epochs=1.25"]
@@ -40,6 +41,9 @@ CELLS: dict[str, tuple[int, list[str]]] = {
     ),
     "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE]),
     "stage3-fp32": (8, ["zero=stage3", ASYNC, *GROUPS]),
+    "stage1-bf16-states": (4, ["zero=stage1", *STATES]),
+    "stage2-bf16-states": (8, ["zero=stage2", *STATES, "train.rehearse=true", "optim=adam", "optim.weight_decay=0.1"]),
+    "stage3-bf16-states": (4, ["zero=stage3", *STATES, "zero.sub_group_size=30000", *GROUPS]),
     "stage2-fp32": (4, ["zero=stage2"]),
     "stage2-fp32-curriculum": (4, ["zero=stage2", *CURRICULUM, *GROUPS]),
 }
@@ -64,6 +68,7 @@ OTHERS: dict[str, tuple[str, int, list[str]]] = {
     "2-to-1-offload-to-stage2": ("stage2-fp32-offload", 1, ["zero=stage2"]),
     "2-to-1-mixture": ("stage1-fp32-mixture", 1, ["zero=stage1", MIXTURE]),
     "2-to-1-curriculum": ("stage2-fp32-curriculum", 1, ["zero=stage2", *CURRICULUM, *GROUPS]),
+    "2-to-1-bf16-states": ("stage3-bf16-states", 1, ["zero=stage2", *STATES, *GROUPS]),
     "stage2-to-1": ("stage2-fp32", 2, ["zero=stage1"]),
     "stage1-to-2": ("stage1-fp32-grouped", 2, ["zero=stage2", "data.packing=grouped", "batch.global_size=2"]),
     "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false", *GROUPS]),

@@ -22,6 +22,7 @@ from pathlib import Path
 from toolkit.config import schema
 from toolkit.config.load import LoadedConfig
 from toolkit.config.requirements import device_here
+from toolkit.config.rule_tables import has_bf16_states
 from toolkit.messages import LaunchError, tr
 
 _KINDS = {schema.OptimizerName.adamw: "adam", schema.OptimizerName.adam: "adam", schema.OptimizerName.muon: "adam"}
@@ -34,7 +35,9 @@ def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.enviro
     if cfg.optim.torch != schema.AUTO:
         return cfg, ""
     kind, is_torch = device_here(environ), False
-    if cfg.optim.name not in _KINDS:
+    if has_bf16_states(cfg):
+        is_torch, reason = True, tr("its states are in bf16")
+    elif cfg.optim.name not in _KINDS:
         reason = tr("{name} is neither's", name=cfg.optim.name.value)
     elif cfg.zero.offload_optimizer.device is not schema.Device.none:
         reason = tr("the optimizer is offloaded")

@@ -60,6 +60,18 @@ def is_client(optim: schema.OptimConfig) -> bool:
     )
 
 
+def has_bf16_states(cfg: schema.RunConfig) -> bool:
+    """Whether master weights, gradients and the optimizer's states are in bf16."""
+    precision = cfg.precision
+    return precision.dtype is schema.Dtype.bf16 and precision.optimizer_states is schema.StateDtype.bf16
+
+
+def state_bytes(cfg: schema.RunConfig) -> tuple[int, float]:
+    """Return the bytes of a trained parameter's master weight, and those of the optimizer's states."""
+    size = OPTIMIZERS[cfg.optim.name].state_bytes
+    return (2, size / 2) if has_bf16_states(cfg) else (4, size)
+
+
 def is_grouped(optim: schema.OptimConfig) -> bool:
     """Whether parameter groups differ in learning rate or weight decay."""
     return optim.decay.value != "all" or optim.layer_lr_decay != 1 or bool(optim.adam_lr)

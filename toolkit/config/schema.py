@@ -270,6 +270,13 @@ class Dtype(str, Enum):
     fp16 = "fp16"
 
 
+class StateDtype(str, Enum):
+    """The arithmetic in which the optimizer keeps weights, gradients and its states."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class Fp8(str, Enum):
     """What shares a scale where linear layers multiply in FP8; names and numbers are torchao's."""
 
@@ -807,6 +814,8 @@ class PrecisionConfig:
 
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
+    optimizer_states: StateDtype = StateDtype.fp32
+    """bf16: master weights, gradients and Adam's moments in bf16 instead of fp32, half their memory; computed in fp32 and rounded stochastically, so that small updates are not lost, but each adds noise (docs/optimizers.md)."""
     fp8: Fp8 = Fp8.none
     """bf16: the decoder's linear layers multiply in FP8 in training, on GPUs that have it; weights, optimizer, evaluation and what is saved stay as they are. What shares a scale: tensorwise a matrix (fastest), rowwise a row or column, rowwise_with_gw_hp likewise with weight gradients in bf16 (most accurate); none: products in bf16."""
     tf32: bool = False

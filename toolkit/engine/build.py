@@ -130,7 +130,7 @@ def initialize_engine(
         model,
         received,
         model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
-        optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
+        optimizer=_optimizer(optim, received) if optim else None,
         mpu=_tensor_groups(model, ds_config),
         lr_scheduler=make_schedule,
     )
@@ -264,6 +264,16 @@ def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         divided += [group | {"params": others}] if others else []
         divided += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
     return divided
+
+
+def _optimizer(optim: schema.OptimConfig, ds_config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Return a function that makes the optimizer of a DeepSpeed JSON; None if DeepSpeed makes it by name."""
+    if not ds_config.get("bf16", {}).get("bf16_optimizer_states"):
+        return client_optimizer(optim, "offload_optimizer" in ds_config["zero_optimization"])
+    from toolkit.engine.bf16_adam import Bf16Adam
+
+    is_decoupled = optim.name is schema.OptimizerName.adamw
+    return lambda groups: Bf16Adam(groups, optim.lr, tuple(optim.betas), optim.eps, optim.weight_decay, is_decoupled)
 
 
 def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:

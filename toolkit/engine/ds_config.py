@@ -149,7 +149,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.offload_param": _shared_names("zero.offload_param"),
     "zero_optimization.zenflow": _shared_names("zero.zenflow", "enabled"),
     "aio": _shared_names("zero.aio"),
-    "fp16": _shared_names("precision", "dtype", "communication_dtype", "tf32", "fp8"),
+    "fp16": _shared_names("precision", "dtype", "optimizer_states", "communication_dtype", "tf32", "fp8"),
     "optimizer.params": ("optim", ("lr", "weight_decay", *rule_tables.SOMETIMES_READ)),
     "activation_checkpointing": _shared_names("train.activation_checkpointing", "enabled"),
     "flops_profiler": _shared_names("profile.flops"),
@@ -173,6 +173,11 @@ DERIVED: dict[str, str] = {
     "gradient_accumulation_steps": "batch.global_size",
     "fp16.enabled": "precision.dtype",
     "bf16.enabled": "precision.dtype",
+    "bf16.bf16_master_weights_and_grads": "precision.optimizer_states",
+    "bf16.bf16_optimizer_states": "precision.optimizer_states",
+    "torch_autocast.enabled": "precision.dtype",
+    "torch_autocast.dtype": "precision.dtype",
+    "torch_autocast.lower_precision_safe_modules": "precision.dtype",
     "tensor_parallel.partition_config.use_default_specs": "parallel.tensor",
     "tensor_parallel.partition_config.layer_specs": "parallel.tensor",
     "optimizer.type": "optim.name",
@@ -252,6 +257,13 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     ds.put("bf16.enabled", cfg.precision.dtype is schema.Dtype.bf16, "precision.dtype")
     if cfg.precision.dtype is schema.Dtype.fp16:
         _copy_section(ds, cfg, "fp16")
+    if rule_tables.has_bf16_states(cfg):
+        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            ds.put(f"bf16.{name}", True, "precision.optimizer_states")
+        ds.omit(
+            "Stochastic rounding is omitted: DeepSpeed's Adam rounds states in bf16 to nearest, which loses small "
+            "updates. Pass an optimizer that rounds stochastically to deepspeed.initialize."
+        )
     ds.put("data_types.grad_accum_dtype", *_choose_accumulation_dtype(cfg))
     if cfg.precision.communication_dtype is not schema.CommunicationDtype.auto:
         key = "communication_data_type"
@@ -385,10 +397,13 @@ def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     bf16 keeps 8 bits, so sums over many micro-batches lose small gradients: fp32 is used wherever DeepSpeed supports
     it, in stages 1 (by its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types are equal.
     Stages 1 and 2 with an offloaded optimizer sum in host buffers of the model's type, whatever is set here. fp16
-    gradients are scaled so that small ones survive, and checked for overflow: they stay fp16.
+    gradients are scaled so that small ones survive, and checked for overflow: they stay fp16. States in bf16 take
+    gradients in bf16; with fp32 stage 1 would use BF16_Optimizer, which ignores that they are.
     """
     dtype, stage = cfg.precision.dtype, cfg.zero.stage
     offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none
+    if rule_tables.has_bf16_states(cfg):
+        return ("bf16", "precision.optimizer_states")
     if dtype is schema.Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
         return ("fp32", tr("= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32", stage=stage))
     reason = tr(
@@ -426,7 +441,8 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     """
     optim, kind, params = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # PyTorch's Adam, and what DeepSpeed makes by name, are on its list of tested optimizers, offloaded ones too.
-    if cfg.zero.stage and (rule_tables.is_client(optim) or not kind.is_known):
+    is_ours = rule_tables.is_client(optim) or rule_tables.has_bf16_states(cfg)
+    if cfg.zero.stage and (is_ours or not kind.is_known):
         why = tr("= true: DeepSpeed has not tested its ZeRO with optim.name")
         ds.put("zero_allow_untested_optimizer", True, why)
     if rule_tables.is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:

@@ -1,7 +1,8 @@
 """Memory in bytes of a rank and of a node in each phase of a run, from the shapes of the model's parameters. No torch.
 
 P: number of the model's parameters; X: of trained ones; N: ranks; w: bytes of a weight; g: of an accumulated gradient
-(4, or 2 in fp16); s: of the optimizer's states per parameter (8 for Adam). Each ZeRO stage has a function with its
+(4, or 2 in fp16); m: of a master weight (4); s: of the optimizer's states per parameter (8 for Adam). With
+precision.optimizer_states=bf16 g and m are 2, and s is half. Each ZeRO stage has a function with its
 formulas (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5). What DeepSpeed 0.19.8 allocates besides
 is from its code, and was measured tensor by tensor on two and four ranks (docs/planning.md).
 
@@ -273,6 +274,8 @@ _DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
 """With a teacher chunks are a fourth (distill_losses.py), and take this factor of their bytes."""
 _ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed flattens at once without ZeRO (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
+BF16_CHUNK = 2**22
+"""Elements that an update with states in bf16 computes at once: `CHUNK` of engine/bf16_adam.py, as a test checks."""
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
 """Bytes of a weight."""
 
@@ -366,9 +369,12 @@ class _RankPlanner:
         self.own_all, self.own_trained = sum(-(-size // over) for size, _, over in groups), sum(self.own_groups)
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
-        # g and s: bytes of an accumulated gradient's element, and of the optimizer's states per trained parameter.
-        self.grad = 2 if cfg.precision.dtype is schema.Dtype.fp16 else 4
-        self.states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes
+        # g, m and s: bytes of an accumulated gradient's element, of a master weight, and of the optimizer's states per
+        # trained parameter.
+        self.has_bf16_states = rule_tables.has_bf16_states(cfg)
+        self.sums_in_fp32 = cfg.precision.dtype is schema.Dtype.bf16 and not self.has_bf16_states
+        self.grad = 4 if self.sums_in_fp32 or not self.is_half else 2
+        self.master, self.states = rule_tables.state_bytes(cfg)
         self.largest = max((math.prod(outline.shapes[name]) for name in outline.trained), default=0)
         self.largest_of_all = max(map(math.prod, outline.shapes.values()))
         self.rows = longest_rows(outline, cfg, on_cpu)
@@ -410,7 +416,7 @@ class _RankPlanner:
             device["load"] = stage.load | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
         loaded = dict(host)
         if "optimizer" in host:
-            loaded["optimizer"] = int(host["optimizer"] * 4 / (4 + self.states))
+            loaded["optimizer"] = int(host["optimizer"] * self.master / (self.master + self.states))
         device = {phase: _add_parts(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
         return RankMemory(device=device, host={})
 
@@ -428,6 +434,18 @@ class _RankPlanner:
             size = gathered + (self.part(size) if zero.offload_param.device is schema.Device.none else 0)
         layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
+
+    def update(self) -> Parts:
+        """Return the bytes of gradients during an update below ZeRO 3: flattened, and in float32, of which states in
+        bf16 take chunks alone.
+        """
+        if self.has_bf16_states:
+            return {"gradients": self.grad * self.own_trained + self.chunk()}
+        return {"gradients": (self.grad + 4) * self.own_trained}
+
+    def chunk(self) -> int:
+        """Return the bytes of what engine/bf16_adam.py computes at once: five tensors in float32, as a test checks."""
+        return 5 * 4 * min(BF16_CHUNK, self.own_trained)
 
     def weights(self) -> int:
         """Return the bytes of all weights. QLoRA has the layers' matrices and experts in 4 bits, with 1/64 byte of
@@ -534,7 +552,7 @@ class _RankPlanner:
         zero, part = self.cfg.zero, self.own_trained
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is schema.Device.cpu:
-            parts["optimizer"] = int((4 + self.states) * part)
+            parts["optimizer"] = int((self.master + self.states) * part)
         elif zero.offload_optimizer.device is schema.Device.nvme:
             tile = min(part, zero.sub_group_size)
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
@@ -621,13 +639,13 @@ def _stage0(rank: _RankPlanner) -> _StageMemory:
 
 
 def _stage1(rank: _RankPlanner) -> _StageMemory:
-    """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced.
+    """Weights w P, states (m + s) X / N, gradients w X, and w X / N of them reduced.
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
     weight, trained = rank.weight, rank.trained
     own_weights, bucket = weight * rank.own_trained, weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
-    if rank.cfg.precision.dtype is schema.Dtype.bf16 and not rank.offloads:
+    if rank.sums_in_fp32 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
         return _StageMemory(
             load=_before_states(rank, at_rest, is_flattened=False),
@@ -641,14 +659,14 @@ def _stage1(rank: _RankPlanner) -> _StageMemory:
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
         backward={"gradients": weight * trained, "buckets": bucket + own_weights - rank.part(own_weights)},
-        update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.own_trained},
+        update={} if rank.offloads else rank.update(),
     )
 
 
 def _stage2(rank: _RankPlanner) -> _StageMemory:
-    """Weights w P, states (4 + s) X / N, gradients g X / N."""
+    """Weights w P, states (m + s) X / N, gradients g X / N."""
     cfg, weight, part = rank.cfg, rank.weight, rank.own_trained
-    is_bf16, bucket = cfg.precision.dtype is schema.Dtype.bf16, weight * rank.bucket
+    is_bf16, bucket = rank.sums_in_fp32, weight * rank.bucket
     gradients = 0 if rank.offloads else rank.grad * part
     flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
     backward = {"gradients": gradients, "buckets": bucket + flush}
@@ -665,24 +683,26 @@ def _stage2(rank: _RankPlanner) -> _StageMemory:
             backward["gradients"] = 0
     vocab, hidden = rank.outline.vocabulary
     at_rest = _at_rest_below_3(rank)
-    update = 4 * part + 4 * rank.largest // 2 if is_bf16 else (rank.grad + 4) * part
+    update = {"gradients": 4 * part + 4 * rank.largest // 2} if is_bf16 else rank.update()
     return _StageMemory(
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": gradients},
         first_gradient={"loss": weight * vocab * hidden if rank.outline.trains_head else 0, "buckets": bucket},
         backward=backward,
-        update={} if rank.offloads else {"gradients": update},
+        update={} if rank.offloads else update,
     )
 
 
 def _stage3(rank: _RankPlanner) -> _StageMemory:
-    """Weights w P / N, states (4 + s) X / N, gradients g X / N; and the layers that are gathered."""
+    """Weights w P / N, states (m + s) X / N, gradients g X / N; and the layers that are gathered."""
     zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
     persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
     own_numbers = rank.own_all if zero.offload_param.device is schema.Device.none else 0
-    states = {} if rank.offloads else {"optimizer": int((4 + rank.states) * part), "gradients": rank.grad * part}
+    states = (
+        {} if rank.offloads else {"optimizer": int((rank.master + rank.states) * part), "gradients": rank.grad * part}
+    )
     at_rest = {"weights": weight * (own_numbers + persistent), **states, "buckets": weight * rank.bucket}
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
         at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
@@ -691,7 +711,9 @@ def _stage3(rank: _RankPlanner) -> _StageMemory:
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
-        update={} if rank.offloads else {"gradients": 4 * min(part, zero.sub_group_size)},
+        update={}
+        if rank.offloads
+        else {"gradients": rank.master * min(part, zero.sub_group_size) + rank.has_bf16_states * rank.chunk()},
     )
 
 
@@ -701,7 +723,7 @@ _STAGES = (_stage0, _stage1, _stage2, _stage3)
 def _at_rest_below_3(rank: _RankPlanner) -> Parts:
     """Return the bytes of stages 1 and 2 between two steps."""
     if not rank.offloads:
-        return {"weights": rank.weights(), "optimizer": int((4 + rank.states) * rank.own_trained)}
+        return {"weights": rank.weights(), "optimizer": int((rank.master + rank.states) * rank.own_trained)}
     parts = {"weights": rank.weights(), "buckets": (rank.weight + rank.grad) * rank.largest // 2}
     zenflow = rank.cfg.zero.zenflow
     if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
@@ -779,8 +801,8 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
 
 
 def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
-    """Return the bytes of one checkpoint, of all ranks: trained weights in fp32, and their states."""
-    return int((4 + rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes) * outline.num_trained)
+    """Return the bytes of one checkpoint, of all ranks: master weights of what is trained, and their states."""
+    return int(sum(rule_tables.state_bytes(cfg)) * outline.num_trained)
 
 
 def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:

@@ -22,6 +22,10 @@ _CPU_FLOPS = 20e9
 """FLOP/s of a CPU core without a calibration."""
 
 
+_BF16_ADAM_BYTES = 190
+"""Bytes that engine/bf16_adam.py's operations, which are not fused, read and write for a parameter, in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speeds of a rank, measured or assumed."""
@@ -114,9 +118,9 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     updated = sum(
         trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in division.zero_groups(part, world)
     )
-    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes
-    # Bytes: fp32 gradients read; fp32 masters, optimizer states and weights of the run's precision read and written.
-    moved = updated * (4 + 2 * 4 + 2 * states + 2 * weight)
+    # Bytes: gradients read; master weights, optimizer states and weights of the run's precision read and written.
+    master, states = rule_tables.state_bytes(cfg)
+    moved = updated * (3 * master + 2 * states + 2 * weight + _BF16_ADAM_BYTES * rule_tables.has_bf16_states(cfg))
     is_offloaded = zero.offload_optimizer.device is not schema.Device.none
     communication, waits = _communication(outline, part, cfg, machine, rates)
     return StepTime(
