@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from toolkit.config.rule_tables import has_bf16_states
 from toolkit.config.schema import Device, RunConfig
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
@@ -42,6 +43,8 @@ class Layout:
         """Short name for users."""
         zero = self.cfg.zero
         words = [f"ZeRO {zero.stage}"]
+        if has_bf16_states(self.cfg):
+            words.append(tr("optimizer states in bf16"))
         if zero.offload_optimizer.device is not Device.none:
             words.append(tr("optimizer states on {device}", device=zero.offload_optimizer.device.value))
         if zero.offload_param.device is not Device.none:

@@ -7,7 +7,7 @@ from itertools import product
 
 from toolkit.config import mesh, rule_tables
 from toolkit.config.dotted_keys import get_value
-from toolkit.config.schema import Device, RunConfig
+from toolkit.config.schema import Device, RunConfig, StateDtype
 from toolkit.plan.layouts import Layout, evaluate_layout
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import Outline
@@ -34,6 +34,7 @@ _LAYOUT_KEYS = (
     "zero.offload_optimizer.device",
     "zero.offload_param.device",
     *BEYOND,
+    "precision.optimizer_states",
     "zero.overlap_comm",
     "optim.torch",
     "train.activation_checkpointing.enabled",
@@ -108,11 +109,19 @@ def with_layout(
     return other
 
 
+def with_bf16_states(cfg: RunConfig) -> RunConfig | None:
+    """Return a copy of a config with the optimizer's states in bf16; None if they are already, or cannot be."""
+    other = deepcopy(cfg)
+    other.precision.optimizer_states = StateDtype.bf16
+    key = "precision.optimizer_states"
+    return None if rule_tables.has_bf16_states(cfg) or _is_contradictory(other, [key]) else other
+
+
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the arguments that change one layout of a config to another."""
     words = []
     for key in _LAYOUT_KEYS:
         old, new = get_value(before, key), get_value(after, key)
         if old != new:
-            words.append(f"{key}={new.value if isinstance(new, Device) else str(new).lower()}")
+            words.append(f"{key}={getattr(new, 'value', str(new).lower())}")
     return words

@@ -1,18 +1,20 @@
 """A plan as text and as JSON: the recipe's layout, all others, the fastest, and notes on uncertainty. No torch."""
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
 from toolkit.config import mesh
 from toolkit.config.dotted_keys import get_value
-from toolkit.config.schema import Device, Fp8, Init, RunConfig
+from toolkit.config.rule_tables import has_bf16_states
+from toolkit.config.schema import Device, Fp8, Init, RunConfig, StateDtype
 from toolkit.messages import joined, listed, tr
 from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
 from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
-from toolkit.plan.search import BEYOND, fastest, overrides
+from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, overrides
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
@@ -27,6 +29,7 @@ def plan_lines(
             "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
             "another gpus= or nodes=."
         )
+        advice = joined(advice, *_bf16_states_line(outline, machine, rates, cfg))
     elif changes := overrides(cfg, best.cfg):
         advice = tr("The fastest that fits: {words}", words=" ".join(changes))
     else:
@@ -82,6 +85,19 @@ def _tight_memory_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) 
         return [text]
     words = " ".join(overrides(cfg, roomier.cfg)) or tr("the recipe as it is")
     return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
+
+
+def _bf16_states_line(outline: Outline, machine: Machine, rates: Rates, cfg: RunConfig) -> list[str]:
+    """Return a line, in a list, if a layout fits with the optimizer's states in bf16."""
+    leaner = deepcopy(cfg)
+    leaner.precision.optimizer_states = StateDtype.bf16
+    best = fastest(list(layouts_of(outline, leaner, machine, rates)))
+    if best is None or has_bf16_states(cfg) or not has_bf16_states(best.cfg):
+        return []
+    words = " ".join(overrides(cfg, best.cfg))
+    return [
+        tr("With optimizer states in bf16, rounded at each step (docs/optimizers.md), this fits: {words}", words=words)
+    ]
 
 
 def _teacher_scores_line(cfg: RunConfig) -> str:

@@ -27,10 +27,10 @@ from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, sho
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, OutOfMemory, TrackError, listed, reason_of, tr, warn
 from toolkit.models import stages, structure
-from toolkit.plan import layouts, speed
+from toolkit.plan import layouts, search, speed
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import Machine, gpu_by_driver, host_memory_bytes
-from toolkit.plan.memory import process_bytes
+from toolkit.plan.memory import BF16_CHUNK, process_bytes
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
 
@@ -377,7 +377,8 @@ def trial_step(
 
 def _take_update_memory(engine: DeepSpeedEngine) -> None:
     """Allocate and free what an update would: missing optimizer states, an fp32 copy of the largest group's gradients
-    (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots).
+    (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots), or with
+    states in bf16 a bf16 copy, and a chunk in fp32 (engine/bf16_adam.py).
     """
     optimizer = engine.basic_optimizer
     states = _STATES_PER_PARAMETER.get(type(optimizer).__name__, 2)
@@ -392,6 +393,8 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
         if not optimizer.state.get(tensor)
     ]
     largest_group = max((sum(tensor.numel() for tensor in group) for group in on_device), default=0)
+    if any(tensor.dtype is torch.bfloat16 for group in on_device for tensor in group):
+        largest_group = largest_group // 2 + 5 * min(BF16_CHUNK, largest_group)
     allocated.append(torch.empty(largest_group, dtype=torch.float32, device=engine.device))
 
 
@@ -446,5 +449,6 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     if zero.offload_param.device is Device.none and highest == 3:
         words.append("zero=stage3_offload")
     if cfg.tuning.method is TuningMethod.full:
+        words += ["precision.optimizer_states=bf16"] if search.with_bf16_states(cfg) else []
         words.append("tuning=lora")
     return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
