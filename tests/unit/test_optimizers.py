@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,18 @@ from toolkit.config.load import LoadedConfig, load
 from toolkit.config.native_ops import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
+from toolkit.engine import bf16_adam
+from toolkit.engine.bf16_adam import Bf16Adam, round_stochastically
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
 from toolkit.engine.deepspeed_patches import pass_rate_to_second_optimizers
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
+from toolkit.engine.memory import PeakMemory
 from toolkit.messages import ConfigError
 from toolkit.models.load import random_config
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.memory import plan_rank
+from toolkit.plan.memory import BF16_CHUNK, checkpoint_bytes, plan_rank
+from toolkit.plan.search import with_bf16_states
 from toolkit.train import changes
 from toolkit.train.schedule import Schedule
 
@@ -164,6 +169,90 @@ def test_all_parameters_of_a_fused_optimizer_have_its_count(kind: str, monkeypat
         optimizer.step()
     assert counts == [1, 1, 2, 2, 3, 3]
     assert [optimizer.state[one]["step"] for one in weights[:4]] == [3, 3, 3, 3] and weights[4] not in optimizer.state
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_in_bf16_is_pytorchs_but_for_rounding(decoupled: bool) -> None:
+    """What is stored after a step is a neighbour in bf16 of what PyTorch computes in float32 from the same numbers."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(1000).bfloat16())
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = Bf16Adam([weight], *options.values(), is_decoupled=decoupled)
+    for step in range(1, 4):
+        weight.grad = torch.randn(1000).bfloat16()
+        exact = torch.nn.Parameter(weight.detach().float())
+        exact.grad = weight.grad.float()
+        make = torch.optim.AdamW if decoupled else torch.optim.Adam
+        reference = make([exact], **options, foreach=False)
+        if step > 1:
+            states = {name: optimizer.state[weight][name].float() for name in ("exp_avg", "exp_avg_sq")}
+            reference.state[exact] = states | {"step": torch.tensor(step - 1.0)}
+        reference.step()
+        optimizer.step()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert is_neighbour(optimizer.state[weight][name], reference.state[exact][name])
+        assert is_neighbour(weight.detach(), exact.detach())
+        assert {weight.dtype, *(optimizer.state[weight][name].dtype for name in ("exp_avg", "exp_avg_sq"))} == {
+            torch.bfloat16
+        }
+
+
+def is_neighbour(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether each number in bf16 is `exact`, or next to it on one side."""
+    bits = exact.view(torch.int32)
+    below = (bits & -(2**16)).view(torch.float32)
+    above = ((bits & -(2**16)) + 2**16).view(torch.float32)
+    return bool(((rounded.float() == below) | (rounded.float() == above)).all())
+
+
+def test_stochastic_rounding_is_exact_on_average() -> None:
+    generator = torch.Generator().manual_seed(1)
+    exact = torch.tensor([1.0009765625, -3.1e-5, 0.02, 7e30])
+    rounded = torch.stack([round_stochastically(exact.clone(), generator) for _ in range(20_000)])
+    assert torch.equal(rounded, rounded.bfloat16().float()) and len(rounded[:, 0].unique()) == 2
+    # A step between neighbours is at most 2^-7 of a number; the deviation of the mean is below 2^-8 / sqrt(20,000).
+    assert ((rounded.double().mean(0) / exact.double() - 1).abs() < 2**-8 * 5 / 20_000**0.5).all()
+    kept = torch.tensor([1.0, -0.5, 0.0, math.inf, -math.inf, math.nan])
+    assert torch.equal(round_stochastically(kept.clone(), generator).nan_to_num(5), kept.nan_to_num(5))
+
+
+def test_small_updates_are_not_lost_in_bf16() -> None:
+    """Adam moves each weight by the rate: 200 times 1e-4 of a weight of 1, of which bf16 has none below 1/256."""
+    weight = torch.nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
+    optimizer = Bf16Adam([weight], 1e-4, (0.9, 0.95), 1e-8, 0.0, is_decoupled=True)
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert float(weight.detach().double().mean()) == pytest.approx(0.98, abs=5e-4)
+    plain = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    plain.grad = torch.ones_like(plain)
+    nearest = torch.optim.AdamW([plain], lr=1e-4)
+    for _ in range(200):
+        nearest.step()
+    assert float(plain.detach()) == 1.0
+
+
+def test_an_update_in_bf16_takes_what_is_planned() -> None:
+    assert bf16_adam.CHUNK == BF16_CHUNK
+    weight = torch.nn.Parameter(torch.ones(2 * BF16_CHUNK + 1, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = Bf16Adam([weight], 1e-4, (0.9, 0.95), 1e-8, 0.0, is_decoupled=True)
+    with PeakMemory(torch.device("cpu"), only_new=True) as memory:
+        optimizer.step()
+        peak = memory.peak()
+    # Weight, gradient and two moments, which it reads, and a chunk.
+    assert peak == pytest.approx(4 * 2 * weight.numel() + 5 * 4 * BF16_CHUNK, rel=0.02)
+
+
+def test_the_plan_counts_states_in_bf16() -> None:
+    cfg = load(["recipe=zero1", "model=glm_tiny", "zero=stage2", "batch.global_size=2"]).cfg
+    outline = outline_of(cfg)
+    half = with_bf16_states(cfg)
+    assert half is not None
+    full, halves = (plan_rank(outline, one, 2).device["step"] for one in (cfg, half))
+    assert halves["optimizer"] == 6 * -(-outline.num_trained // 2) == full["optimizer"] / 2
+    assert checkpoint_bytes(outline, half) == 6 * outline.num_trained
+    assert with_bf16_states(half) is None and with_bf16_states(load(["recipe=zero1", "precision=fp32"]).cfg) is None
 
 
 def silent() -> LoadedConfig:

@@ -1,5 +1,6 @@
 """Activation checkpointing of layers that take, return or share more than hidden states: the gradients are the same."""
 
+import importlib
 from collections import Counter
 from typing import Any
 
@@ -64,6 +65,43 @@ def gradients(model: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
     ids = torch.arange(24).view(2, 12) % 50
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}, counts
+
+
+class HostMemory:
+    """Stands in for DeepSpeed's engine that moves activations between GPU and host memory."""
+
+    def __init__(self) -> None:
+        self.moved: dict[int, torch.Tensor] = {}
+        self.restored: list[int] = []
+
+    def offload_input(self, tensor: torch.Tensor) -> int:
+        self.moved[len(self.moved)] = tensor.clone()
+        return len(self.moved) - 1
+
+    def restore_input(self, token: int) -> torch.Tensor:
+        self.restored.append(token)
+        return self.moved[token]
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "hrm_text"])
+def test_inputs_of_layers_go_to_host_memory_and_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose copies are not made here: by the reentrant function, and by the other one."""
+    function = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(deepspeed.checkpointing, "configure", lambda *given, **named: settings.update(named))
+    expected, _ = gradients(built(kind))
+    model, host = built(kind), HostMemory()
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(deepspeed.accelerator.get_accelerator(), "device_name", lambda *_: "cuda")
+        checkpoint_activations(model, ActivationCheckpointingConfig(enabled=True, cpu_checkpointing=True), stage=2)
+    assert settings["checkpoint_in_cpu"] is True
+    monkeypatch.setattr(function, "CPU_CHECKPOINT", True)
+    monkeypatch.setattr(function, "_get_cpu_offload_engine", lambda: host)
+    result, _ = gradients(model)
+    assert len(host.moved) >= SIZES["num_hidden_layers"] and sorted(host.restored) == sorted(host.moved)
+    assert all(torch.equal(result[name], gradient) for name, gradient in expected.items())
+    with pytest.raises(ConfigError, match="recomputed layers contain others"):
+        checkpoint_activations(built("zamba2"), ActivationCheckpointingConfig(cpu_checkpointing=True), stage=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -298,6 +298,14 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
         )
     for key, value in dotted_keys.leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
+    sums_in = ds.values["data_types"]["grad_accum_dtype"]
+    if rule_tables.has_bf16_states(cfg) and cfg.zero.stage == 1 and sums_in != "bf16":
+        # DeepSpeed 0.19.8 then takes its BF16_Optimizer (engine.py, _do_optimizer_sanity_check), whose states are fp32.
+        raise ConfigError(
+            "ds_extra.data_types.grad_accum_dtype = {dtype}: zero.stage = 1 with precision.optimizer_states = bf16 "
+            "sums gradients in bf16. Leave it out, or use zero=stage2.",
+            dtype=sums_in,
+        )
     return ds
 
 

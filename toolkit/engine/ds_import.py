@@ -48,7 +48,9 @@ _HARMLESS = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.l
 _SIMILARITY = 0.8
 """From this similarity on (difflib) an unknown name is a misspelling."""
 _DERIVED_TYPES: dict[str, type] = {
-    **dict.fromkeys(("fp16.enabled", "bf16.enabled"), bool),
+    **dict.fromkeys(("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"), bool),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"), bool),
+    "torch_autocast.dtype": str,
     **dict.fromkeys(("optimizer.type", "scheduler.type", "zero_optimization.zenflow.select_strategy"), str),
     **dict.fromkeys(("optimizer.params.adam_w_mode", "optimizer.params.fused"), bool),
     **dict.fromkeys(("optimizer.params.muon_lr", "scheduler.params.warmup_max_lr"), float),
@@ -57,6 +59,8 @@ _DERIVED_TYPES: dict[str, type] = {
     **{key: bool if key.endswith(".enabled") else str for key in ds_config.MONITORS},
 }
 """Types of the DeepSpeed keys that are not in `ds_config.SAME`."""
+_AUTOCAST_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+"""DeepSpeed's names of types (0.19.8, runtime/config.py, DtypeEnum) -> values of precision.dtype."""
 _LONGEST_VALUE = 60
 """Characters of a value that a message quotes."""
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
@@ -415,17 +419,55 @@ def _import_accumulation(ds: DsImport, times: int, data_ranks: int) -> None:
 
 
 def _import_precision(ds: DsImport) -> None:
-    """Import the sections fp16 and bf16 as precision.dtype; without either it is fp32."""
+    """Import the sections fp16, bf16 and torch_autocast as precision.dtype; without any it is fp32."""
     switches = {f"{dtype}.enabled": ds.values.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
     enabled = [key for key, value in switches.items() if value is True]
     if len(enabled) > 1:
         raise ds.error("bf16.enabled", "fp16 and bf16 are both enabled. Keep one of them.")
     if enabled:
         ds.assign("precision.dtype", enabled[0].partition(".")[0], enabled[0])
+    elif ds.values.get("torch_autocast.enabled") is True:
+        name = ds.values.get("torch_autocast.dtype", "bfloat16").removeprefix("torch.").lower()
+        ds.assign("precision.dtype", _AUTOCAST_DTYPES.get(name, name), "torch_autocast.dtype")
     elif "auto" not in switches.values():
         stated = [key for key in switches if key in ds.values]
         if stated or "precision.dtype" not in ds.loaded.explicit:
             ds.assign("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
+    ds.explained |= {key for key in ds.values if key.startswith("torch_autocast.")}
+    if ds.values.get("torch_autocast.enabled") is True:
+        ds.note(
+            "torch_autocast.enabled",
+            "torch_autocast is not used. In its place is precision.dtype = {dtype}: products in the same precision, "
+            "weights in it too, and their fp32 masters in the optimizer (docs/deepspeed.md).",
+            dtype=ds.current("precision.dtype"),
+        )
+    _import_bf16_states(ds)
+
+
+def _import_bf16_states(ds: DsImport) -> None:
+    """Import master weights and optimizer states in bf16; offloaded ones become fp32, as DeepSpeed's Adam on the CPU
+    would round them to nearest.
+    """
+    weights, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    has_weights, has_states = (ds.values.get(key) is True for key in (weights, states))
+    ds.explained |= {weights, states}
+    if not (has_weights or has_states):
+        return
+    is_offloaded = ds.current("zero.offload_optimizer.device") != "none"
+    if is_offloaded and has_weights:
+        ds.note(
+            weights,
+            "master weights and optimizer states stay in fp32: in bf16, DeepSpeed's Adam on the CPU would lose most "
+            "updates by rounding (docs/optimizers.md).",
+        )
+    elif has_weights != has_states:  # as DeepSpeed asks for (0.19.8, base_optimizer.py, _configure_master_weights)
+        raise ds.error(
+            weights if has_weights else states,
+            "bf16_master_weights_and_grads and bf16_optimizer_states need each other without an offloaded optimizer. "
+            "Set both to true, or leave both out.",
+        )
+    else:
+        ds.assign("precision.optimizer_states", "bf16", states)
 
 
 def _import_optimizer(ds: DsImport) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config import schema
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, warn
 
 
 def checkpoint_activations(
@@ -33,6 +33,8 @@ def checkpoint_activations(
     # On CPU ranks the activations are in host memory already, and DeepSpeed 0.19.8 would empty them there: its copy to
     # the CPU is the same tensor (checkpointing.py, get_cpu_activations_for_backward).
     in_host_memory = deepspeed.accelerator.get_accelerator().device_name() == "cpu"
+    if config.cpu_checkpointing and in_host_memory:
+        warn("train.activation_checkpointing.cpu_checkpointing = true has no effect on CPU ranks.")
     deepspeed.checkpointing.configure(
         None,
         partition_activations=config.partition_activations,
@@ -43,12 +45,24 @@ def checkpoint_activations(
         profile=config.profile,
     )
     layers = _layers(model)
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    if config.cpu_checkpointing and not inner.isdisjoint(layers):
+        # DeepSpeed 0.19.8 never frees what an inner layer moves in the first forward pass (offload_activations.py).
+        raise ConfigError(
+            "train.activation_checkpointing.cpu_checkpointing = true cannot be with {architecture}, whose recomputed "
+            "layers contain others: host memory would grow with every step. Set it to false.",
+            architecture=type(model).__name__,
+        )
     # DeepSpeed's non-reentrant function is needed in two cases: a layer reads something with a gradient that is not
     # among its inputs (a learned prefix); or a layer runs several times, as ZeRO-2 takes one gradient of each
     # parameter, and the reentrant function makes one each time. It is wrong for trained layers under ZeRO-3: their
     # weights are partitioned again when its gradients are computed (deepspeed 0.19.8).
     reads_more = any(layer._can_checkpoint_with_cache for layer in layers)
-    function = partial(_checkpoint, reentrant=not (reads_more or _repeated_parameter(model)))
+    function = partial(
+        _checkpoint,
+        reentrant=not (reads_more or _repeated_parameter(model)),
+        is_moved=config.cpu_checkpointing and not in_host_memory,
+    )
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
     if first := next(trained, None):
@@ -103,7 +117,7 @@ def _with_input_gradient(checkpoint: Callable[..., Any], function: Callable[...,
     return checkpoint(function, *inputs)
 
 
-def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool) -> Any:
+def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_moved: bool = False) -> Any:
     """Run a layer through DeepSpeed's checkpoint function.
 
     Its gradients reach only tensors that are positional arguments, and it returns a tuple of one tensor as that tensor
@@ -123,7 +137,8 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool) -> 
     ]
     if reentrant and not positions:
         return function(*inputs)
-    tensors = [leaves[position] for position in positions]
+    # A view, as DeepSpeed empties what it has moved, and a later layer may take the same tensor (Gemma 4).
+    tensors = [leaves[at].view_as(leaves[at]) if is_moved else leaves[at] for at in positions]
     for position in positions:
         leaves[position] = None  # no reference is kept, as they may be moved to host memory
     kinds = {name: type(value) for name, value in mappings.items()}

@@ -274,6 +274,9 @@ _DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
 """With a teacher chunks are a fourth (distill_losses.py), and take this factor of their bytes."""
 _ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed flattens at once without ZeRO (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
+_KEPT_INPUTS = 3
+"""Inputs of layers that stay on the GPU under cpu_checkpointing: the last one, and two whose copies may be under way
+(deepspeed 0.19.8, offload_activations.py, keep_last_count and max_fwd_stash_count)."""
 BF16_CHUNK = 2**22
 """Elements that an update with states in bf16 computes at once: `CHUNK` of engine/bf16_adam.py, as a test checks."""
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
@@ -494,8 +497,19 @@ class _RankPlanner:
             saved = activation_bytes(self.outline, rows, self.weight, dropout)
             return {kind: self.in_flight * size for kind, size in saved.items()} | computed
         last = layer_activation_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
-        inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
-        return {"layer inputs": inputs, **last, **computed}
+        layers = sizes["layers"] * self.in_flight
+        kept = min(layers, _KEPT_INPUTS) if self.offloads_inputs else layers
+        return {"layer inputs": self.layer_input() * kept, **last, **computed}
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the inputs of recomputed layers are moved to host memory."""
+        recompute = self.cfg.train.activation_checkpointing
+        return recompute.enabled and recompute.cpu_checkpointing and not self.on_cpu
+
+    def layer_input(self) -> int:
+        """Return the bytes of the hidden states that a layer takes."""
+        return self.weight * self.outline.sizes["hidden"] * self.rows.tokens
 
     def scaled(self) -> int:
         """Return the bytes of an FP8 product with the largest matrix: both factors in FP8, and the larger one in
@@ -567,6 +581,9 @@ class _RankPlanner:
             parts["weights"] = self.weight * self.own_all
         elif zero.offload_param.device is schema.Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
+        if self.offloads_inputs:  # each in a page-locked block
+            block = self.layer_input() + _rounding_bytes(1, self.layer_input())
+            parts["layer inputs"] = block * self.outline.sizes["layers"] * self.in_flight
         parts.update({} if self.on_cpu else self.page_locked())
         return {kind: count for kind, count in parts.items() if count}
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, fragments, state_files
 from toolkit.config import mesh
+from toolkit.config.requirements import device_here
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
@@ -437,10 +438,13 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")
-    if not cfg.train.activation_checkpointing.enabled:
+    recompute = cfg.train.activation_checkpointing
+    if not recompute.enabled:
         words.append("train.activation_checkpointing.enabled=true")
     if smaller[:-1]:
         words.append("batch.micro_per_gpu=1")
+    if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
+        words.append("train.activation_checkpointing.cpu_checkpointing=true")
     highest = cfg.tuning.max_stage
     if world_size > 1:
         words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
