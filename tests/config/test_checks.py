@@ -114,6 +114,18 @@ REFUSED = {
         "zero.offload_optimizer.device = nvme needs zero.stage = 3, but it is 2. Use cpu."
     ),
     "zero=stage3_offload zero.offload_optimizer.ratio=2": "zero.offload_optimizer.ratio = 2.0 must be from 0 to 1.",
+    "precision.optimizer_states=bf16 zero=stage2_offload": (
+        "precision.optimizer_states = bf16 cannot be: DeepSpeed's Adam for offloaded states rounds to nearest, and "
+        "most updates would be lost. Set zero.offload_optimizer.device=none, or leave the states in fp32."
+    ),
+    "precision.optimizer_states=bf16 optim=lion": (
+        "precision.optimizer_states = bf16 cannot be: optim.name = lion is not rounded stochastically, and small "
+        "updates would be lost. Use optim=adamw, or leave the states in fp32."
+    ),
+    "precision.optimizer_states=bf16 parallel=tensor parallel.tensor=2 batch.global_size=32": (
+        "precision.optimizer_states = bf16 cannot be: ranks would round the weights that all of them have differently. "
+        "Set parallel.tensor=1."
+    ),
     "precision=fp8 tuning=qlora": (
         "tuning.method = qlora and precision.fp8 = tensorwise do not go together: the layers' weights have 4 bits and "
         "are expanded to bf16. Use precision=bf16, or tuning=lora."

@@ -265,6 +265,30 @@ def test_what_a_plan_proposes_is_accepted() -> None:
     ]
 
 
+def test_a_plan_offers_states_in_bf16_instead_of_offloading() -> None:
+    cfg, machine = load(["recipe=chatglm", "zero=stage3"]).cfg, parse_machine("1xA100-80GB", 1, "1TB")
+    outline, rates = outline_of(cfg), assumed(machine, "bf16")
+    found = list(layouts(outline, cfg, machine, rates))
+    text = plan_lines(outline, machine, rates, evaluate_layout(outline, cfg, machine, rates), found)
+    (line,) = (line for line in text if "With optimizer states in bf16" in line)
+    words = line.rpartition(": ")[2].split()
+    leaner = load(["recipe=chatglm", "zero=stage3", *words]).cfg
+    check_rules(load(["recipe=chatglm", "zero=stage3", *words]), world_size=1, files=False)
+    assert "precision.optimizer_states=bf16" in words
+    assert evaluate_layout(outline, leaner, machine, rates).fits
+
+
+def test_a_plan_counts_activations_in_host_memory() -> None:
+    """All but three of the inputs of layers leave the GPU, into page-locked blocks."""
+    moves = "train.activation_checkpointing.cpu_checkpointing=true"
+    outline = outline_of(load(["recipe=chatglm"]).cfg)
+    plain, moved = (plan_rank(outline, load(["recipe=chatglm", *more]).cfg, 8) for more in ([], [moves]))
+    layers = outline.sizes["layers"]
+    one = plain.device["step"]["layer inputs"] // layers
+    assert moved.device["step"]["layer inputs"] == 3 * one
+    assert moved.host["layer inputs"] == layers * (1 << (one - 1).bit_length()) and "layer inputs" not in plain.host
+
+
 def hpz_plan(gpus: str, nodes: int, *more: str) -> tuple[list[str], str]:
     """Return what changes the recipe with hpZ to the fastest layout, and the plan as text."""
     cfg = load(["recipe=chatglm", "zero=stage3_hpz", *more]).cfg

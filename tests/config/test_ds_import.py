@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.arguments import parse_checked
 from toolkit.config.files import known_recipes
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import model_ranks
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
+from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, StateDtype, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
@@ -154,6 +155,25 @@ def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
     }
     assert values["optimizer"]["params"]["weight_decay"] == 3e-7
     assert values["zero_optimization"]["offload_optimizer"]["pin_memory"] is True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_in_bf16_there_and_back(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 8)
+    states = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    loaded, _ = import_json(write(tmp_path, {"bf16": states, "zero_optimization": {"stage": stage}}), recipe(), 8)
+    assert loaded.cfg.precision.optimizer_states is StateDtype.bf16
+    ds = build_ds_config(loaded.cfg, 8, 100)
+    theirs = DeepSpeedConfig(ds.values)
+    assert theirs.bfloat16_config.bf16_master_weights_and_grads and theirs.bfloat16_config.bf16_optimizer_states
+    assert theirs.grad_accum_dtype == "bf16" and any("Stochastic rounding is omitted" in one for one in ds.missing)
+    again, _ = import_json(write(tmp_path, ds.values), recipe(), 8)
+    assert again.cfg.precision.optimizer_states is StateDtype.bf16
+    loaded.cfg.ds_extra = {"data_types": {"grad_accum_dtype": "fp32"}}
+    if stage == 1:  # DeepSpeed would keep fp32 states in silence
+        with pytest.raises(ConfigError, match=r"grad_accum_dtype = fp32: zero.stage = 1"):
+            build_ds_config(loaded.cfg, 8, 100)
 
 
 def test_other_keys_go_to_ds_extra(tmp_path: Path) -> None:
@@ -326,6 +346,7 @@ def test_all_wrong_types_are_one_message(tmp_path: Path) -> None:
         ),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "There are WarmupLR, WarmupDecayLR, WarmupCosineLR."),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled."),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "ds.json:4: bf16_master_weights_and_grads and"),
         (
             {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0.5}},
             "reduce_bucket_size = 0.5 must be a whole number.",
@@ -424,6 +445,17 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine", "last_batch_iteration": -1}}},
         "DeepSpeed has no warmup_type 'cosine' and takes log.",
+    ),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "torch.float16", "lower_precision_safe_modules": ["a.B"]}},
+        "ds.json:3: torch_autocast is not used. In its place is precision.dtype = fp16",
+    ),
+    (
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        },
+        "ds.json:4: master weights and optimizer states stay in fp32: in bf16, DeepSpeed's Adam on the CPU would lose",
     ),
     ({"prescale_gradients": "auto"}, 'no setting of the recipe can replace "auto": omitted.'),
     ({"gradient_accumulation_steps": 3}, "says nothing without the number of ranks: give world_size=N."),

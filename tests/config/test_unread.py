@@ -11,6 +11,8 @@ UNREAD = {
     "precision.loss_scale=128": "precision.dtype is bf16, not fp16",
     "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": "precision.loss_scale = 128.0 is fixed",
     "precision=fp32 precision.fp8=rowwise": "precision.dtype is fp32, not bf16",
+    "precision=fp16 precision.optimizer_states=bf16": "precision.dtype is fp16, not bf16",
+    "precision.optimizer_states=bf16 optim.torch=false": "an Adam of the toolkit keeps its states in bf16",
     "precision=bf16 precision.tf32=true": "precision.dtype is bf16, not fp32",
     "zero.stage3_prefetch_bucket_size=7": "zero.stage is 1",
     "zero=stage3 zero.allgather_bucket_size=7": "zero.stage is 3",

@@ -83,7 +83,8 @@ SHORT = ("stage2-fp32", "2-to-1-stage2-micro4")
 """Cells of the default tier."""
 LATE = (
     *("stage0-fp32", "stage1-fp32-grouped", "stage1-bf16", "stage2-fp32-offload", "stage2-bf16-packed", "stage3-fp32"),
-    *(name for name in OTHERS if name not in ("2-to-1-mixture", "2-to-1-curriculum", *SHORT)),
+    *("stage1-bf16-states", "stage2-bf16-states"),
+    *(name for name in OTHERS if name not in ("2-to-1-mixture", "2-to-1-curriculum", "2-to-1-bf16-states", *SHORT)),
 )
 """Those of the nightly tier: each axis is met in another cell, and layouts change in test_layouts.py."""
 

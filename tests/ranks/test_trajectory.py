@@ -34,7 +34,10 @@ FP32_CELLS = {
         "train.activation_checkpointing.cpu_checkpointing=true",
     ],
 }
-BF16_CELLS = {f"bf16-stage{stage}": [f"zero=stage{stage}", "precision=bf16"] for stage in range(4)}
+BF16_CELLS = {f"bf16-stage{stage}": [f"zero=stage{stage}", "precision=bf16"] for stage in range(4)} | {
+    f"bf16-states-stage{stage}": [f"zero=stage{stage}", "precision=bf16", "precision.optimizer_states=bf16"]
+    for stage in (1, 2, 3)
+}
 # Several samples to a row, or rows of like length: against a plain loop that gives every sample a row of its own.
 PACKED_CELLS = {
     "packed-stage2-varlen": ["zero=stage2", "data.packing=packed"],
@@ -77,6 +80,7 @@ SHORT = ("stage0", "stage1", "stage2", "stage3")
 """Cells of the default tier."""
 LATE = (
     *("stage2-micro2", "stage2-recompute", "one-rank-1x4", "bf16-stage0", "bf16-stage1"),
+    *("bf16-states-stage1", "bf16-states-stage3"),
     *("packed-stage2-varlen", "grouped-stage2", "zenflow-stage2"),
 )
 """Those of the nightly tier."""

@@ -200,6 +200,8 @@ def test_what_helps() -> None:
         for word in words:  # each can be pasted behind it
             check_rules(load([*begun, word]), 2, files=False)
         assert ("zero=stage3" in words) == ("zero=stage3_offload" in words) == (tuning in (["full"], ["lora"]))
+    begun = ["zero=stage1", "precision=bf16", "optim.torch=auto"]
+    assert remedies(cfg(*begun), 2)[-3:-1] == ["precision.optimizer_states=bf16", "tuning=lora"]
     smallest = ["zero=stage3_offload", "batch.micro_per_gpu=1", "train.activation_checkpointing.enabled=true"]
     assert remedies(cfg(*smallest, "data.max_length=128", "optim.torch=false"), 2) == [
         "tuning=lora",

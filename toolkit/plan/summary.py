@@ -29,7 +29,6 @@ def plan_lines(
             "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
             "another gpus= or nodes=."
         )
-        advice = joined(advice, *_bf16_states_line(outline, machine, rates, cfg))
     elif changes := overrides(cfg, best.cfg):
         advice = tr("The fastest that fits: {words}", words=" ".join(changes))
     else:
@@ -63,6 +62,7 @@ def plan_lines(
         *_layout_table(layouts),
         "",
         advice,
+        *_bf16_states_line(outline, machine, rates, cfg, best),
         *(
             [*_switched_off_line(cfg, best, layouts), *_tight_memory_line(cfg, best, layouts), _leanest_line(layouts)]
             if best
@@ -87,17 +87,21 @@ def _tight_memory_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) 
     return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
 
 
-def _bf16_states_line(outline: Outline, machine: Machine, rates: Rates, cfg: RunConfig) -> list[str]:
-    """Return a line, in a list, if a layout fits with the optimizer's states in bf16."""
+def _bf16_states_line(
+    outline: Outline, machine: Machine, rates: Rates, cfg: RunConfig, best: Layout | None
+) -> list[str]:
+    """Return a line, in a list, if no layout fits without offloading the optimizer's states, or none at all, and one
+    that fits with states in bf16 is faster.
+    """
+    if has_bf16_states(cfg) or (best and best.cfg.zero.offload_optimizer.device is Device.none):
+        return []
     leaner = deepcopy(cfg)
     leaner.precision.optimizer_states = StateDtype.bf16
-    best = fastest(list(layouts_of(outline, leaner, machine, rates)))
-    if best is None or has_bf16_states(cfg) or not has_bf16_states(best.cfg):
+    fast = fastest(list(layouts_of(outline, leaner, machine, rates)))
+    if fast is None or not has_bf16_states(fast.cfg) or (best and fast.time.seconds >= best.time.seconds):
         return []
-    words = " ".join(overrides(cfg, best.cfg))
-    return [
-        tr("With optimizer states in bf16, rounded at each step (docs/optimizers.md), this fits: {words}", words=words)
-    ]
+    text = "With optimizer states in bf16, rounded at each step (docs/optimizers.md), {seconds} s per step: {words}"
+    return [tr(text, seconds=f"{fast.time.seconds:.3g}", words=" ".join(overrides(cfg, fast.cfg)))]
 
 
 def _teacher_scores_line(cfg: RunConfig) -> str:
