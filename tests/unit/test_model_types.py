@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import PromptTuningConfig, get_peft_model
 from torch.nn import functional
 
 from toolkit.config.schema import Attention, TaskKind, TuningConfig, TuningMethod
@@ -14,7 +15,7 @@ from toolkit.evaluate.generate import Sampling, generate
 from toolkit.messages import ModelError
 from toolkit.models import load_model, lora
 from toolkit.models.attention import choose_attention
-from toolkit.models.fine_tuning import freeze_towers
+from toolkit.models.fine_tuning import freeze_towers, new_settings
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import check_vocabulary, stream_parameters
 from toolkit.models.loss import token_loss_sum
@@ -131,6 +132,63 @@ def test_a_learned_prompt_has_the_first_positions(tmp_path: Path) -> None:
     expected = model(inputs_embeds=embedded, use_cache=False).logits[:, 3:]
     attach_prompt(model, SoftPrompt(prompt))
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mamba", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}),  # without heads
+        (
+            "opt",
+            {
+                "vocab_size": 64,
+                "hidden_size": 32,
+                "word_embed_proj_dim": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+        ),
+    ],
+)
+def test_a_learned_prompt_is_what_a_plain_loop_and_peft_compute(kind: str, values: dict[str, Any]) -> None:
+    model, plain = built(kind, **values), built(kind, **values)
+    settings = new_settings(model, TuningConfig(method=TuningMethod.prompt, num_tokens=3), "base")
+    learned = torch.randn(3, settings["token_dim"], generator=torch.Generator().manual_seed(1))
+    attach_prompt(model, SoftPrompt(learned.clone()))
+    rows = [torch.arange(5, 25), torch.arange(40, 52)]
+    ids, segments = (torch.zeros(2, 20, dtype=torch.long) for _ in range(2))
+    for row, values_of_row in enumerate(rows):
+        ids[row, : len(values_of_row)], segments[row, : len(values_of_row)] = values_of_row, 1
+    labels, positions = ids.masked_fill(segments == 0, -100), torch.arange(20).repeat(2, 1)
+    loss = token_loss_sum(
+        model, {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": positions}
+    )
+    loss.backward()
+    tuned = get_peft_model(
+        plain,
+        PromptTuningConfig.from_peft_type(**settings | {"inference_mode": False, "base_model_name_or_path": None}),
+    )
+    weight = tuned.prompt_encoder["default"].embedding.weight
+    weight.data.copy_(learned)
+    expected = 0.0
+    for row in rows:
+        logits = tuned(input_ids=row[None], use_cache=False).logits[0, 3:-1]
+        one = functional.cross_entropy(logits, row[1:], reduction="sum")
+        one.backward()
+        expected += float(one.detach())
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(model.soft_prompt.embedding.weight.grad, weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_learned_prompt_has_no_ids_to_look_up() -> None:
+    model = built("gemma4_text", **HEADS, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
+    with pytest.raises(ModelError, match=r"Gemma4ForCausalLM: its layers look up the ids of tokens"):
+        attach_prompt(model, SoftPrompt(torch.zeros(3, 32)))
+    model = built("llama", **SIZES)
+    model.resize_token_embeddings(72)
+    model.config.vocab_size = 64
+    with pytest.raises(ModelError, match="its embedding has 72 rows, and peft looks for vocab_size = 64"):
+        attach_prompt(model, SoftPrompt(torch.zeros(3, 32)))
 
 
 def test_what_only_images_go_through_stays_as_it_is(tmp_path: Path) -> None:

@@ -52,4 +52,6 @@ def mask_and_positions(
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:] + first
-    return torch.cat((mask.new_ones(rows, num_before), mask), dim=1), positions
+    longer = torch.cat((mask.new_ones(rows, num_before), mask), dim=1)
+    longer.is_right_padded = getattr(mask, "is_right_padded", False)  # see `attention.training_mask`
+    return longer, positions

@@ -120,9 +120,9 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
             num_virtual_tokens=config.num_tokens,
-            token_dim=text.hidden_size,
+            token_dim=model.get_input_embeddings().embedding_dim,  # OPT's and ELECTRA's differ from hidden_size
             num_layers=text.num_hidden_layers,
-            num_attention_heads=text.num_attention_heads,
+            num_attention_heads=getattr(text, "num_attention_heads", None) or 1,  # peft wants a number of Mamba, too
             num_transformer_submodules=1,
         )
     else:

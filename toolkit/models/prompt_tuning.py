@@ -209,8 +209,31 @@ class SoftPrompt(nn.Module):
         return output
 
 
+_READ_IDS = ("embed_tokens_per_layer", "tid2eid")
+"""Parts of layers (transformers 5.23: Gemma 3n, small Gemma 4, DeepSeek-V4) that look up token ids themselves."""
+
+
 def attach_prompt(model: PreTrainedModel, prompt: SoftPrompt) -> None:
-    """Let every forward pass of a model begin with learned embeddings, its submodule `soft_prompt`."""
+    """Let every forward pass of a model begin with learned embeddings, its submodule `soft_prompt`.
+
+    Raises ModelError where layers need the ids of tokens too, or peft would not find the embedding.
+    """
+    architecture, rows = type(model).__name__, model.get_input_embeddings().num_embeddings
+    names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
+    if any(name.rpartition(".")[2] in _READ_IDS for name in names):
+        raise ModelError(
+            "tuning = prompt is not supported with {architecture}: its layers look up the ids of tokens, which learned "
+            "embeddings do not have. Use tuning=lora.",
+            architecture=architecture,
+        )
+    if rows != (size := model.config.get_text_config().vocab_size):
+        raise ModelError(
+            "tuning = prompt is not supported with {architecture}: its embedding has {rows} rows, and peft looks for "
+            "vocab_size = {size}. Use tuning=lora.",
+            architecture=architecture,
+            rows=rows,
+            size=size,
+        )
     model.soft_prompt = prompt
     model.register_forward_pre_hook(prompt.reserve_prompt_tokens, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(prompt.insert_prompt)
