@@ -15,14 +15,14 @@ from toolkit.evaluate.generate import Sampling, generate
 from toolkit.messages import ModelError
 from toolkit.models import load_model, lora
 from toolkit.models.attention import choose_attention
-from toolkit.models.fine_tuning import freeze_towers, new_settings
+from toolkit.models.fine_tuning import freeze_untrained, new_settings
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import check_vocabulary, stream_parameters
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.save import save_model
 from toolkit.models.structure import decoder_layers_name, tower_prefixes
-from toolkit.models.trainable import check_trains
+from toolkit.models.trainable import check_trains, frozen_parts
 from toolkit.models.weights import assign_state
 from toolkit.plan.outline import flop_sizes
 
@@ -202,12 +202,48 @@ def test_what_only_images_go_through_stays_as_it_is(tmp_path: Path) -> None:
     assert len(targets) == 6
     assert all(name.startswith("model.language_model.layers.") for name in targets)
     model.save_pretrained(tmp_path / "model")
-    freeze_towers(model, tmp_path / "model")
+    freeze_untrained(model, tmp_path / "model")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if "language_model" in name}
     ids = torch.arange(5, 15)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for name, parameter in model.named_parameters() if name in trained)
+
+
+TEXT = SIZES | {"num_key_value_heads": 2}
+IMAGE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+IMAGE |= {"patch_size": 14}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "parts"),
+    [
+        ("git", SIZES | {"vision_config": IMAGE}, ["git.image_encoder", "git.visual_projection"]),
+        (
+            "bart",
+            {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48},
+            ["model.decoder.layers.*.encoder_attn", "model.decoder.layers.*.encoder_attn_layer_norm"],
+        ),
+        (
+            "deepseek_v32",
+            TEXT | LATENT | {"first_k_dense_replace": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+            ["model.layers.*.self_attn.indexer"],
+        ),
+    ],
+)
+def test_what_the_loss_gives_no_gradient_stays_as_it_is(
+    kind: str, values: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    """Weight decay would shrink it, step by step."""
+    model = built(kind, **values).train()
+    model.save_pretrained(tmp_path / "model")
+    assert frozen_parts(model)[0] == parts
+    freeze_untrained(model, tmp_path / "model")
+    ids = torch.arange(5, 45).reshape(2, 20)
+    model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def test_a_model_of_text_has_nothing_beside_it() -> None:
@@ -218,8 +254,7 @@ def test_a_model_of_text_has_nothing_beside_it() -> None:
 
 def test_the_embedding_of_padding_is_exported_and_read_back(tmp_path: Path) -> None:
     """Youtu's class sets it to 0 whenever it is loaded, also where it is a trained row of the output layer."""
-    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    model = built("youtu", **SIZES, **latent, num_key_value_heads=2, pad_token_id=0)
+    model = built("youtu", **SIZES, **LATENT, num_key_value_heads=2, pad_token_id=0)
     torch.nn.init.ones_(model.get_input_embeddings().weight)
     save_model(model, tmp_path / "export")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -228,8 +263,7 @@ def test_the_embedding_of_padding_is_exported_and_read_back(tmp_path: Path) -> N
 
 def test_the_embedding_of_padding_is_read_as_transformers_loads_it(tmp_path: Path) -> None:
     """Tensor by tensor, as under ZeRO-3, and whole."""
-    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    model = built("youtu", **SIZES, **latent, num_key_value_heads=2, pad_token_id=3)
+    model = built("youtu", **SIZES, **LATENT, num_key_value_heads=2, pad_token_id=3)
     torch.nn.init.ones_(model.get_input_embeddings().weight)
     model.save_pretrained(tmp_path / "youtu")
     streamed, values = stream_parameters(tmp_path / "youtu")

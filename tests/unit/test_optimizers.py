@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,12 @@ def glm() -> torch.nn.Module:
 
 def by_name(model: torch.nn.Module, optim: OptimConfig) -> dict[str, dict[str, Any]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model.named_parameters(), optim)
+    groups = parameter_groups(model, optim)
     return {names[id(one)]: group for group in groups for one in group["params"]}  # type: ignore[index,call-overload]
 
 
 def test_one_group_unless_something_differs(glm: torch.nn.Module) -> None:
-    groups = parameter_groups(glm.named_parameters(), OptimConfig(weight_decay=0.1))
+    groups = parameter_groups(glm, OptimConfig(weight_decay=0.1))
     assert [type(one) for one in groups] == [torch.nn.Parameter] * len(list(glm.parameters()))
 
 
@@ -60,7 +61,7 @@ def test_rates_fall_from_layer_to_layer(glm: torch.nn.Module) -> None:
     assert rates["model.layers.0.mlp.down_proj.weight"] == rates["model.layers.0.input_layernorm.weight"] == 0.5**2
     assert rates["model.layers.1.self_attn.q_proj.bias"] == 0.5
     assert rates["model.norm.weight"] == rates["lm_head.weight"] == 1.0
-    first = parameter_groups(glm.named_parameters(), OptimConfig(lr=1.0, layer_lr_decay=0.5))[0]
+    first = parameter_groups(glm, OptimConfig(lr=1.0, layer_lr_decay=0.5))[0]
     assert first["lr"] == 1.0, "what logs show"  # type: ignore[index,call-overload]
 
 
@@ -76,13 +77,26 @@ def test_what_decays(glm: torch.nn.Module, decay: DecayOf, without: set[str]) ->
         assert group["weight_decay"] == (0.0 if any(part in name for part in without) else 0.1), name
 
 
-def test_experts_biases_do_not_decay() -> None:
-    """As gpt-oss has them: one matrix for all experts of a layer."""
-    names = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj_bias")
-    named = [(name, torch.nn.Parameter(torch.ones(4, 8))) for name in names]
-    groups = parameter_groups(named, OptimConfig(weight_decay=0.1, decay=DecayOf.matrices))
-    found = {id(one): group["weight_decay"] for group in groups for one in group["params"]}  # type: ignore[index,call-overload]
-    assert [found[id(parameter)] for _, parameter in named] == [0.1, 0.0]
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "without"),
+    [
+        ("cohere", HEADS | {"use_qk_norm": True}, r"norm"),  # a row for each head
+        ("gpt_oss", HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1}, r"norm|bias|sinks"),  # a row per expert
+        ("mamba", {}, r"norm|bias|A_log|\.D$"),
+        ("rwkv", {"attention_hidden_size": 32, "num_hidden_layers": 2}, r"ln|time_"),  # [1, 1, H]
+    ],
+)
+def test_what_decays_by_kind_of_module(kind: str, values: dict[str, Any], without: str) -> None:
+    """Norms, biases and the constants of state spaces may have two and more dimensions, and do not decay."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **TINY | values))
+    groups = by_name(model, OptimConfig(weight_decay=0.1, decay=DecayOf.matrices))
+    assert {name for name, group in groups.items() if not group["weight_decay"]} == {
+        name for name in groups if re.search(without, name)
+    }
 
 
 def test_muons_rates(glm: torch.nn.Module) -> None:
@@ -100,7 +114,7 @@ def test_frozen_parameters_are_left_out(glm: torch.nn.Module) -> None:
 
 def test_the_schedule_keeps_the_shares(glm: torch.nn.Module) -> None:
     optim = OptimConfig(lr=0.1, layer_lr_decay=0.5)
-    optimizer = torch.optim.SGD(parameter_groups(glm.named_parameters(), optim), lr=optim.lr)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(parameter_groups(glm, optim), lr=optim.lr)  # type: ignore[arg-type]
     schedule = Schedule(optimizer, load(["recipe=zero1", "schedule=linear"]).cfg.schedule, optim.lr, 10, 0)
     for _ in range(5):
         schedule.step()

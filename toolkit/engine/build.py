@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -129,7 +129,7 @@ def initialize_engine(
     engine = _initialize(
         model,
         received,
-        model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
+        model_parameters=parameter_groups(model, optim or schema.OptimConfig()),
         optimizer=_optimizer(optim, received) if optim else None,
         mpu=_tensor_groups(model, ds_config),
         lr_scheduler=make_schedule,
@@ -219,23 +219,47 @@ def _rejected_by_deepspeed(error: Exception) -> ConfigError:
 Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 
 
-def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: schema.OptimConfig) -> Groups:
-    """Return the trained parameters, in groups of equal learning rate and weight decay if `optim` asks for such.
+_CONSTANTS = ("A_log", "D")
+"""Parameters of state spaces (Mamba, Jamba, Zamba) that are no factors of what they see, though some are matrices."""
+
+
+def weight_names(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that `optim.decay=matrices` means: what tokens are multiplied with, in linear
+    layers, convolutions, embeddings, routers and experts. A norm's may be a matrix too, with a row for each head
+    (Command R+), as may be the biases of a layer's experts (gpt-oss); a vector may have dimensions of size 1 (RWKV).
+    """
+    names = set()
+    for prefix, module in model.named_modules():
+        is_layer = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        if not is_layer and "Norm" in type(module).__name__:
+            continue
+        for attribute, parameter in module.named_parameters(recurse=False):
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            dimensions = len(shape) if is_layer else sum(size > 1 for size in shape)
+            if dimensions >= 2 and "bias" not in attribute and attribute not in _CONSTANTS:
+                names.add(f"{prefix}.{attribute}" if prefix else attribute)
+    return names
+
+
+def parameter_groups(
+    model: torch.nn.Module, optim: schema.OptimConfig, copies: Mapping[str, torch.nn.Parameter] | None = None
+) -> Groups:
+    """Return a model's trained parameters, in groups of equal learning rate and weight decay if `optim` asks for such.
+    `copies`: by name, what is returned in place of the model's own.
 
     The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
     rate comes first, as logs show the rate of the first group.
     """
+    named = (copies or dict(model.named_parameters())).items()
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not rule_tables.is_grouped(optim):
         parameters = [parameter for _, parameter in trained]
         return _split_off_experts([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
-    layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
+    layers, weights = 1 + max((layer_of(name) for name, _ in trained), default=-1), weight_names(model)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
         layer, rate = layer_of(name), optim.lr
-        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        # The biases of a layer's experts are one matrix, and get no weight decay all the same.
-        is_weight = is_matrix and "bias" not in name.rpartition(".")[2]
+        is_matrix, is_weight = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2, name in weights
         decays = {"all": True, "matrices": is_weight, "hidden": is_weight and layer >= 0}[optim.decay.value]
         # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
         is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))

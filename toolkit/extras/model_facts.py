@@ -16,7 +16,7 @@ from toolkit.config import files, schema
 from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
-from toolkit.models import directory, experts, extra_tensors, load, packable, trainable
+from toolkit.models import directory, experts, extra_tensors, load, packable, structure, trainable
 from toolkit.tasks.language_check import check_model
 
 RANKS = 2
@@ -44,8 +44,9 @@ class ModelFacts:
     architecture: str = ""
     """Class of transformers, or of this toolkit, that computes it."""
     parameters: int = 0
+    multimodal: bool = False
     frozen: list[str] = field(default_factory=list)
-    """Parts of a multimodal model that take no text, and are not trained; [] of a model of text."""
+    """Parts that are never trained, as the loss of text gives them no gradient."""
     frozen_parameters: int = 0
     methods: dict[str, Method] = field(default_factory=dict)
     """By `tuning=…`."""
@@ -94,6 +95,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     model = _built(folder)
     facts.architecture = type(model).__name__
     facts.parameters = sum(parameter.numel() for parameter in model.parameters())
+    facts.multimodal = bool(structure.tower_prefixes(model))
     facts.frozen, facts.frozen_parameters = trainable.frozen_parts(model)
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):

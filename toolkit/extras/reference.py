@@ -84,7 +84,7 @@ def follow(
         name: parameter.detach().float().requires_grad_() if is_low else parameter
         for name, parameter in trained.items()
     }
-    optimizer = plain_optimizer(masters, cfg.optim)
+    optimizer = plain_optimizer(model, masters, cfg.optim)
     losses, norms = [], []
     for samples in _batches(cfg, data, world_size, cfg.train.max_steps):
         losses.append(_backward(model, samples, data.pad_id))
@@ -101,9 +101,11 @@ def follow(
     return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), rows, data.pad_id)}
 
 
-def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: schema.OptimConfig) -> torch.optim.Optimizer:
-    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, as the config says; `named`: trained parameters by name."""
-    groups, betas = parameter_groups(named.items(), optim), (optim.betas[0], optim.betas[1])
+def plain_optimizer(
+    model: torch.nn.Module, masters: dict[str, torch.nn.Parameter], optim: schema.OptimConfig
+) -> torch.optim.Optimizer:
+    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, as the config says; `masters`: trained parameters by name."""
+    groups, betas = parameter_groups(model, optim, masters), (optim.betas[0], optim.betas[1])
     shared: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name is schema.OptimizerName.sgd:
         return torch.optim.SGD(groups, momentum=optim.momentum, **shared)

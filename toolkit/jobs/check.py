@@ -122,7 +122,7 @@ def _report_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> Non
 
     if model is not None:
         models_load.report_extra_tensors(model, copied=not cfg.task.has_head)
-        trainable.report_frozen_towers(model)
+        trainable.report_frozen_parts(model)
     reason = packable.reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if reason and cfg.data.packing is schema.Packing.packed:
         packable.report_grouped(reason)

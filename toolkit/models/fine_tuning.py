@@ -21,7 +21,7 @@ from toolkit.models.adapters import (
     read_settings,
 )
 from toolkit.models.base_model import base_of
-from toolkit.models.structure import decoder_layers, decoder_layers_name, tower_prefixes
+from toolkit.models.structure import decoder_layers, decoder_layers_name, untrained_prefixes
 from toolkit.plan.tuning_targets import check_matches, select_names
 
 
@@ -44,11 +44,12 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
         parameter.requires_grad_(name in trained)
 
 
-def freeze_towers(model: PreTrainedModel, base: Path) -> None:
-    """Freeze the parts of a multimodal model that process no text: without gradients they would still be decayed."""
-    if towers := tower_prefixes(model):
+def freeze_untrained(model: PreTrainedModel, base: Path) -> None:
+    """Freeze what the loss of text gives no gradient: weight decay would still change it."""
+    if untrained := untrained_prefixes(model):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(towers))
+            if name.startswith(untrained):
+                parameter.requires_grad_(False)
         model.tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
 
 
@@ -70,7 +71,7 @@ def apply_tuning(
     """
     method = config.method
     if method is TuningMethod.full:
-        freeze_towers(model, base)
+        freeze_untrained(model, base)
         return
     base_model = base_of(model, base)
     if method is TuningMethod.prompt and getattr(model, "builds_positions", False):

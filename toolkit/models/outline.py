@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.messages import ModelError
 from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
-from toolkit.models.structure import tower_prefixes
+from toolkit.models.structure import untrained_prefixes
 from toolkit.plan.lookup import NO_MODEL
 from toolkit.plan.outline import TOWERS, flop_sizes
 from toolkit.plan.tuning_targets import ALL_LINEAR
@@ -68,9 +68,9 @@ def outline(folder: Path) -> dict[str, Any]:
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     # Of layers that differ (Gemma 4 31B) no number is the model's, and reading it raises.
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
-    towers, shapes = tower_prefixes(model), dict[str, list[int]]()
+    untrained, shapes = untrained_prefixes(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
-        if name.startswith(towers):  # neither multiplied with by a token of text, nor trained
+        if name.startswith(untrained):
             shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
         else:
             shapes[name] = list(_shape_of(model, name))

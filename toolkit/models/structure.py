@@ -1,5 +1,7 @@
 """What a model is made of: its decoder layers, which of its parameters are trained, its routers."""
 
+import re
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -37,15 +39,40 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
 
 def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the name prefixes, such as "model.visual.", of modules that process only images and sound: inner models
-    that take no text, and in a multimodal wrapper everything but its text model. () for a model of text.
+    that take no text, with the modules around them up to one that has the embedding of text too, and in a multimodal
+    wrapper everything but its text model. () for a model of text.
     """
-    inner = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+    modules = dict(model.named_modules())
+    inner = {name: part for name, part in modules.items() if isinstance(part, PreTrainedModel)}
     parts = [name for name, part in inner.items() if "text" not in part.input_modalities]
+    embedding = model.get_input_embeddings()
+    for number, name in enumerate(parts):
+        parents = name.split(".")[:-1]
+        outer = (".".join(parents[:depth]) for depth in range(1, len(parents) + 1))  # the outermost first
+        parts[number] = next((parent for parent in outer if embedding not in modules[parent].modules()), name)
+    parts += [name for name in modules if name.endswith(_PROJECTIONS)]
     if model.config.get_text_config() is not model.config:
         text_modules = {model.get_decoder(), model.get_output_embeddings()}
         others = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
         parts += [name for name, part in model.named_modules() if part in others]
     return tuple(f"{name}." for name in dict.fromkeys(parts))
+
+
+_PROJECTIONS = ("git.visual_projection",)
+"""Ends of names (transformers 5.23) of what brings images into a text model, next to its embedding."""
+_TO_ENCODER = r"encoder_attn|encoder_attn_layer_norm"
+"""Modules of decoder layers (BART and its kind) that attend to an encoder, which a causal language model lacks."""
+_CHOOSERS = "indexer"
+"""Modules that choose what attention sees (DeepSeek-V3.2, GLM-5, Qwen4): a choice has no gradient."""
+
+
+def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the name prefixes of modules to which the loss of text gives no gradient: those of `tower_prefixes`,
+    attention to an encoder that there is not, and indexers. Weight decay would still change them.
+    """
+    kinds = _CHOOSERS if getattr(model.config, "is_encoder_decoder", False) else f"{_CHOOSERS}|{_TO_ENCODER}"
+    others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
+    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others))))
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

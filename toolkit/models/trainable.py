@@ -1,12 +1,13 @@
 """Which models cannot be trained, checked before their weights are read; and which parts of a model are not trained."""
 
+import re
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TaskKind
 from toolkit.messages import ModelError, read_table, say, translated
-from toolkit.models.structure import tower_prefixes
+from toolkit.models.structure import untrained_prefixes
 
 _SEES_ALL = (
     ("is_decoder", (False,), "is_decoder", "true"),
@@ -53,17 +54,18 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
-    """Return the names of the modules of a multimodal model that process no text, which are not trained, and how many
-    parameters they have.
+    """Return the names of the modules that are never trained, `*` for the numbers of layers, and how many parameters
+    they have.
     """
-    towers = tower_prefixes(model)
-    outermost = [name for name in towers if not any(name != other and name.startswith(other) for other in towers)]
+    untrained = untrained_prefixes(model)
+    outermost = [name for name in untrained if not any(name != other and name.startswith(other) for other in untrained)]
     sizes = [
         getattr(parameter, "ds_numel", parameter.numel())
         for name, parameter in model.named_parameters()
-        if name.startswith(towers)
+        if name.startswith(untrained)
     ]
-    return [name.removesuffix(".") for name in outermost], sum(sizes)
+    patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name).removesuffix(".") for name in outermost)
+    return list(patterns), sum(sizes)
 
 
 def is_tested(kind: str) -> bool:
@@ -80,12 +82,12 @@ def report_untested_type(model: PreTrainedModel) -> None:
         )
 
 
-def report_frozen_towers(model: PreTrainedModel) -> None:
-    """Report the parts of a multimodal model that are not trained."""
+def report_frozen_parts(model: PreTrainedModel) -> None:
+    """Report the parts of a model that are never trained."""
     parts, count = frozen_parts(model)
     if count:
         say(
-            "A multimodal model: its text model is trained; {parts} ({count} parameters) stay as they are.",
+            "Not trained, as the loss of text gives them no gradient: {parts} ({count} parameters).",
             parts=", ".join(parts),
             count=f"{count:,}",
         )

@@ -22,7 +22,7 @@ Sizes = dict[str, int]
 its MLP), norms (in a layer), rotary (dimensions of a head that are rotated); and `flop_sizes`."""
 HEAD = "lm_head.weight"
 TOWERS = "towers."
-"""How names begin of what only images and sounds go through: held by every run, and left as it is."""
+"""How names begin of what the loss of text gives no gradient, such as towers for images: held, but never trained."""
 _OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 MIXTURES = (

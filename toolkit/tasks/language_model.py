@@ -39,7 +39,7 @@ def adapt(
         from toolkit.models.router_loss import routers_of
 
         model.routers = routers_of(model, cfg)
-    if cfg.tuning.method is not TuningMethod.full or structure.tower_prefixes(model):
+    if cfg.tuning.method is not TuningMethod.full or structure.untrained_prefixes(model):
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
@@ -85,7 +85,7 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
     if cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
 
-        trainable.report_frozen_towers(model)
+        trainable.report_frozen_parts(model)
         trainable.report_untested_type(model)
 
 

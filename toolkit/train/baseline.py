@@ -134,11 +134,11 @@ def measure_baseline(
     model, device = stages.unwrap_model(engine.module), engine.device
     shapes: outline.Shapes = {}  # of the text model's parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
-    config, towers = getattr(model, "config", None), tuple[str, ...]()
+    config, untrained = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
-        config, towers = model.config.get_text_config(), structure.tower_prefixes(model)
+        config, untrained = model.config.get_text_config(), structure.untrained_prefixes(model)
     for name, parameter in model.named_parameters():
-        if name.startswith(towers):
+        if name.startswith(untrained):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):

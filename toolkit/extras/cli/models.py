@@ -74,8 +74,11 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
     rows = [
         (tr("type"), f"{facts.type} ({facts.architecture})"),
         (tr("parameters"), f"{facts.parameters:,}"),
-        (tr("kind"), _kind(facts)),
+        (tr("kind"), tr("multimodal: the text model is trained") if facts.multimodal else tr("text")),
     ]
+    if facts.frozen:
+        parts, count = ", ".join(facts.frozen), f"{facts.frozen_parameters:,}"
+        rows.append((tr("never trained"), tr("{parts} ({count} parameters)", parts=parts, count=count)))
     if facts.untested:
         rows.append((tr("untested"), facts.untested))
     if facts.refused:
@@ -96,16 +99,6 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
         (tr("chat template"), tr("yes") if facts.chat_template else tr("no: set model.chat_template=NAME or FILE"))
     )
     return rows + [(tr("transformers says"), note) for note in facts.notes]
-
-
-def _kind(facts: "ModelFacts") -> str:
-    if not facts.frozen:
-        return tr("text")
-    return tr(
-        "multimodal: the text model is trained, {parts} ({count} parameters) are not",
-        parts=", ".join(facts.frozen),
-        count=f"{facts.frozen_parameters:,}",
-    )
 
 
 def _method(facts: "ModelFacts", name: str) -> str:
