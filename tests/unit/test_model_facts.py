@@ -85,6 +85,7 @@ def test_check_says_the_same(
     code, printed = checked(folder, capsys, "data.max_length=512")
     assert code == (2 if refused else 0) and facts.refused in printed, printed
     assert (f"packed rows: {facts.grouped}. Samples of like length" in printed) == bool(grouped)
+    assert facts.kernels in printed
     assert ("Not trained, as" in printed) == bool(facts.frozen) and all(name in printed for name in facts.frozen)
     assert set(facts.methods) == (set() if refused else {method.value for method in TuningMethod})
     for method, answer in facts.methods.items():

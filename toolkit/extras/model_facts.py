@@ -17,6 +17,7 @@ from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, extra_tensors, load, packable, structure, trainable
+from toolkit.plan import kernels
 from toolkit.tasks.language_check import check_model
 
 RANKS = 2
@@ -62,6 +63,8 @@ class ModelFacts:
     untested: str = ""
     """What a tiny model of its type does, if nobody has trained that type here; see `type_trial`."""
     chat_template: bool = False
+    kernels: str = ""
+    """Which optional packages its layers would use and are not installed; "" if none."""
     notes: list[str] = field(default_factory=list)
     """transformers' own warnings, such as of packages without which it computes slowly."""
     refused: str = ""
@@ -91,6 +94,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.type = str(config.get("model_type", ""))
     facts.quantization = directory.quantization_method(config)
     directory.check_unquantized(folder)
+    facts.kernels = kernels.describe_missing(config)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
     model = _built(folder)
     facts.architecture = type(model).__name__

@@ -12,6 +12,7 @@ from toolkit.data.first_rows import check_sources, estimated_samples
 from toolkit.data.sources import check_distinct, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import check_unquantized, read_config, trust_code
+from toolkit.plan import kernels
 from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
@@ -126,6 +127,8 @@ def _report_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> Non
     reason = packable.reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if reason and cfg.data.packing is schema.Packing.packed:
         packable.report_grouped(reason)
+    if model is not None and (sentence := kernels.describe_missing(model.config.to_dict())):
+        say(sentence)
     if model is not None and not trainable.is_tested(model.config.model_type):
         import_module("toolkit.extras.type_trial").tell(cfg)
 

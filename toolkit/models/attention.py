@@ -74,6 +74,10 @@ def computes_segments(cfg: RunConfig) -> bool:
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
     """Set how a model computes attention; see `model.attention` in the schema. `packed`: rows hold several samples."""
     name = attention.value
+    if packed and "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        from toolkit.models.delta_layers import pack_delta_layers
+
+        pack_delta_layers(model)
     if attention is Attention.auto:
         if not packed:
             return
@@ -140,10 +144,11 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
     seen_from, seen_until = segments[:, None, :], batch.get("seen_until", segments)[:, None, :]
     query_segments = segments[:, :, None]
     blocks = ((seen_from <= query_segments) & (query_segments <= seen_until) & causal)[:, None]  # [B, 1, S, S]
+    arguments = {"cu_seq_lens_q": bounds} if getattr(module, "has_delta_layers", False) else {}
     if implementation == "eager":
         dtype = next(module.parameters()).dtype
-        return {"attention_mask": torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)}
-    return {"attention_mask": blocks}
+        blocks = torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)
+    return arguments | {"attention_mask": blocks}
 
 
 def placeholder_mask(segments: torch.Tensor) -> dict[str, torch.Tensor]:

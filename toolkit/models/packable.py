@@ -21,7 +21,7 @@ def reason_not_to_pack(model: ModelConfig, max_length: int, tuning: TuningMethod
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
     if config.get("model_type") in _MASKS_OF_ROWS:
         return tr("its attention takes no mask that tells samples of one row apart")
-    return reason_not_to_divide_rows(model, max_length)
+    return _reason_not_to_mix(model, max_length, takes_bounds=True)
 
 
 def report_grouped(reason: str) -> None:
@@ -46,6 +46,13 @@ def reason_not_to_divide_rows(model: ModelConfig, max_length: int) -> str:
     """Return why rows cannot be divided over ranks, "" if the model's config allows it: tokens may be mixed only by
     attention to all earlier tokens.
     """
+    return _reason_not_to_mix(model, max_length, takes_bounds=False)
+
+
+def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: bool) -> str:
+    """Return why a row cannot hold several samples, or parts of them; `takes_bounds`: whether layers other than
+    attention may be told where samples begin.
+    """
     config = {} if model.init is Init.random else _attention_settings(model.path)
     layers, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
     if window and config.get("use_sliding_window", True):
@@ -57,6 +64,12 @@ def reason_not_to_divide_rows(model: ModelConfig, max_length: int) -> str:
                 window=window,
                 length=max_length,
             )
+    if takes_bounds and "linear_attention" in layers:
+        from toolkit.plan.kernels import kernels_of, missing
+
+        kernels = kernels_of(config)
+        if kernels and kernels.packs and not missing(kernels):
+            layers.discard("linear_attention")
     if others := sorted(layers - _PACKABLE):
         return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others))
     return "" if config.get("takes_positions", True) else tr("its positions run on over a whole row")
@@ -72,6 +85,6 @@ def _attention_settings(path: str) -> dict[str, Any]:
     full = transformers_config(Path(path))
     text, arguments = full.get_text_config(decoder=True), signature(registered_class(full).forward)
     takes_positions = "position_ids" in arguments.parameters or full.model_type in _WITHOUT_POSITION_IDS
-    keys = "layer_types", "sliding_window", "use_sliding_window"
+    keys = "model_type", "layer_types", "sliding_window", "use_sliding_window"
     settings = {key: getattr(text, key) for key in keys if hasattr(text, key)}
     return settings | {"takes_positions": takes_positions}

@@ -10,7 +10,9 @@ from toolkit.config.dotted_keys import get_value
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.config.schema import Device, Fp8, Init, RunConfig, StateDtype
 from toolkit.messages import joined, listed, tr
+from toolkit.plan.kernels import describe_assumed
 from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
+from toolkit.plan.lookup import config_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
 from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
@@ -155,6 +157,7 @@ def _notes_on_uncertainty(recipe_layout: Layout, machine: Machine, rates: Rates,
     """Return notes on what the plan assumes or does not know; `divides`: whether a layout divides experts."""
     zero, card, dtype = recipe_layout.cfg.zero, machine.card, recipe_layout.cfg.precision.dtype.value
     is_npu = card is not None and not card.capability
+    assumed = "" if recipe_layout.cfg.model.init is Init.random else describe_assumed(config_of(recipe_layout.cfg))
     notes = (
         (is_npu, tr("Training on NPUs is not supported, and what their software takes is not known.")),
         (
@@ -181,6 +184,7 @@ def _notes_on_uncertainty(recipe_layout: Layout, machine: Machine, rates: Rates,
             recipe_layout.cfg.precision.fp8 is not Fp8.none,
             tr("FP8: times are those of bf16. What it saves is not known without a measurement."),
         ),
+        (assumed != "", assumed),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
         (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),
     )

@@ -90,6 +90,8 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
             (f"parallel.{way}=2", tr("no: {reason}", reason=reason) if reason else tr("yes"))
             for way, reason in facts.parallel.items()
         ]
+    if facts.kernels:
+        rows.append((tr("kernels"), facts.kernels))
     predicting = ", ".join(f"{key} = {value}" for key, value in facts.predicting.items())
     if predicting and not facts.trains_predicting:
         predicting = tr("{keys}: skipped, not trained", keys=predicting)

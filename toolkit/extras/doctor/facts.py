@@ -30,7 +30,9 @@ import psutil
 from toolkit import children
 from toolkit.config import dotted_keys, files, load, native_ops, schema
 from toolkit.launch.variables import EXPORTED_PREFIXES
-from toolkit.messages import ToolkitError
+from toolkit.messages import ConfigError, ToolkitError
+from toolkit.plan import kernels
+from toolkit.plan.lookup import config_of
 
 _DISK_BLOCK = 1 << 22
 _DISK_BLOCKS = 64
@@ -132,7 +134,15 @@ def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, An
             "built": native_ops.built_ops(needed, environ),
             "lacking": native_ops.lacking_tools(needed, environ),
         },
+        "kernels": _missing_kernels(cfg),
     }
+
+
+def _missing_kernels(cfg: schema.RunConfig) -> str:
+    """Return what is said of optional packages that the recipe's model would use; "" where its type is not known."""
+    with contextlib.suppress(ConfigError):
+        return "" if cfg.model.init is schema.Init.random else kernels.describe_missing(config_of(cfg))
+    return ""
 
 
 def version(name: str) -> str:

@@ -62,7 +62,15 @@ def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str
     `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
     on; {} where ranks are started from this shell itself.
     """
-    listed = [*_code(facts), *_recipe(facts), *_versions(facts), *_gpus(facts, resources), *_ops(facts), *_files(facts)]
+    listed = [
+        *_code(facts),
+        *_recipe(facts),
+        *_versions(facts),
+        *_gpus(facts, resources),
+        *_ops(facts),
+        *_kernels(facts),
+        *_files(facts),
+    ]
     return [*listed, *_disks(facts), *_limits(facts), *_environment(facts, here)]
 
 
@@ -87,6 +95,12 @@ def _recipe(facts: Facts) -> Iterable[Finding]:
         expected = facts[usual]["recipe"]
         keys = [f"{key} = {values.get(key)} ({expected.get(key)})" for key in _differing(expected, values)]
         yield finding("other recipe", host=host, usual=usual, keys=_few(keys))
+
+
+def _kernels(facts: Facts) -> Iterable[Finding]:
+    for host, answer in facts.items():
+        if text := answer.get("kernels"):
+            yield finding("kernels missing", host=host, text=text)
 
 
 def _versions(facts: Facts) -> Iterable[Finding]:
