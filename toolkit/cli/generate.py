@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from toolkit.models.chat import AnyChatEncoder
 
 USAGE = 'toolkit generate PATH prompt="…"'
-_FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard")
+_FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard", "allow_code")
 
 
 def run(words: list[str]) -> None:
@@ -93,6 +93,7 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
         models=[Path(settings[name]) for name in ("model.path", "adapter") if settings.get(name)],
         settings={name: settings[name] for name in settings if name not in ("input", "output", "batch_size", "shard")},
         shard=parse_shard(settings.get("shard", "1/1")),
+        allow_code=one_of(settings, "allow_code", ("false", "true")) == "true",
     )
 
 

@@ -18,8 +18,9 @@ from toolkit.config import files, paths, schema
 from toolkit.data import formats, readers, rows, sources
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.evaluate import checks
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, with_system
-from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr
+from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr, warn
 from toolkit.models import chat
 
 BATCHES_IN_WINDOW = 8
@@ -37,6 +38,8 @@ class RowQuestion:
     tools: list[Any] | None = None
     reference: str | None = None
     """The row's own last answer; None if it has none."""
+    check: checks.Check = field(default_factory=dict)
+    """What the answer is checked for."""
     error: str = ""
     """Why the row cannot be used."""
     sample: int | None = None
@@ -56,8 +59,10 @@ def question_source(path: str, row_format: schema.RowFormat, columns: str) -> sc
     return source
 
 
-def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
-    """Yield every row of a source in order, unusable ones too. Rows need no answer."""
+def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Iterator[RowQuestion]:
+    """Yield every row of a source in order, unusable ones too. Rows need no answer; DataError if a row's `check` is
+    wrong, or runs code without `allow_code`.
+    """
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
     files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in sources.files_of(source)]
@@ -66,11 +71,18 @@ def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         reader = formats.RowReader(file.row_format, file.columns, answered=False)
         for offset, row in readers.rows_of(block):
-            where = f"{file.path}:{block.first + offset}"
+            where, values = f"{file.path}:{block.first + offset}", None
             try:
-                yield _question_of_row(where, reader.read(rows.parse_row(row)))
+                values = rows.parse_row(row)
+                question = _question_of_row(where, reader.read(values))
             except RowError as error:
-                yield RowQuestion(where=where, error=str(error))
+                question = RowQuestion(where=where, error=str(error))
+            if isinstance(values, Mapping) and values.get("check") is not None:
+                try:
+                    question = replace(question, check=checks.read_check(values["check"], allow_code))
+                except RowError as error:
+                    raise DataError("{where}: {reason}.", where=where, reason=error) from None
+            yield question
 
 
 def _question_of_row(where: str, conversation: formats.Conversation) -> RowQuestion:
@@ -288,7 +300,24 @@ def answer_rows(
                     "tokens": len(ids),
                     "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
                 }
+        if rank() == 0:
+            _add_verdicts(window, results)
         yield results
+
+
+def _add_verdicts(questions: Sequence[RowQuestion], rows: Sequence[dict[str, Any]]) -> None:
+    """Add `passed`, and of failed ones `failed` (why), to the rows of questions with a check."""
+    for question, row in zip(questions, rows, strict=True):
+        if question.check:
+            reason = checks.why_failed(question.check, row["answer"]) if "answer" in row else row["error"]
+            row |= {"passed": not reason} | ({"failed": reason} if reason else {})
+
+
+def count_passed(output: Path) -> tuple[int, int]:
+    """Return how many answers of a file passed their check, and how many had one."""
+    with output.open("rb") as lines:
+        verdicts = [row["passed"] for row in map(json.loads, lines) if "passed" in row]
+    return sum(verdicts), len(verdicts)
 
 
 def _with_file_identities(
@@ -320,22 +349,24 @@ def answer_source(
     models: Sequence[Path],
     settings: Mapping[str, Any],
     shard: tuple[int, int] = (1, 1),
+    allow_code: bool = False,
 ) -> None:
     """Answer every question of a source `samples` times and write the answers to `output`, or resume that. `load` is
     called after the questions are checked and the file is open; `models`: directories of the weights. `shard`: see
-    `answer_rows`; without it existing shards are joined.
+    `answer_rows`; without it existing shards are joined. `allow_code`: see `read_questions`.
     """
     if samples > 1 and not sampling.temperature:
         raise ConfigError(
             "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
         )
-    total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
+    total = samples * _count_questions(source, allow_code)  # a broken file is reported before the model loads
     settings = _with_file_identities({**settings, "batch_size": batch_size}, source, models)
     is_shard = shard[1] > 1
     if is_shard:
         output = shard_of(output, *shard)
     elif _merge_shards(output, settings, batch_size * BATCHES_IN_WINDOW):
         say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
+        _report_checks(output)
         return
     # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
     answer_file = (
@@ -345,7 +376,7 @@ def answer_source(
     with answer_file as file:
         model, encoder = load()
         done = on_rank0(lambda: file.done if file else 0)
-        questions = read_questions(source)
+        questions = read_questions(source, allow_code)
         if samples > 1:
             questions = (replace(question, sample=number) for question in questions for number in range(samples))
         windows = answer_rows(
@@ -366,6 +397,33 @@ def answer_source(
         file.finish(is_shard)
     say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
     _report_incomplete(total - done, cut, failed)
+    _report_checks(output)
+
+
+def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:
+    """Return the number of a source's rows; warn if the code of answers will be run with the network in reach."""
+    count, runs_code = 0, False
+    for question in read_questions(source, allow_code):
+        count, runs_code = count + 1, runs_code or "python" in question.check
+    if runs_code:
+        from toolkit.evaluate import code_run
+
+        if not code_run.has_no_network():
+            warn("check.python: this system allows no namespaces: the code of answers can reach the network.")
+    return count
+
+
+def _report_checks(output: Path) -> None:
+    """Report how many answers passed their check, if there were checks."""
+    passed, checked = count_passed(output)
+    if checked:
+        say(
+            "Checks: {passed} of {all} answers passed ({share}). `failed` in {file} says why the others did not.",
+            passed=f"{passed:,}",
+            all=f"{checked:,}",
+            share=f"{passed / checked:.1%}",
+            file=output,
+        )
 
 
 def _report_incomplete(asked: int, cut: int, failed: int) -> None:

@@ -42,6 +42,7 @@ from toolkit.report.run import (
     read_run,
     read_within,
 )
+from toolkit.report.scores import tables_of
 from toolkit.report.verdict import DIVERGED, FLAT, LEARNED, OVERFIT, next_commands, verdict_of
 
 _READING_S = 600.0
@@ -617,6 +618,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
     """Return the sections of the page, of one run or comparing several."""
     single_run = runs[0] if len(runs) == 1 else None
     changed = settings(runs)
+    scores = [Table(heads, rows, title=title) for title, heads, rows in tables_of(runs)]
 
     def section(name: str, title: str, *tables: Table | None, empty: str = "") -> Section:
         """Return a section with the charts of its name, and those tables that are not None."""
@@ -631,6 +633,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
         section("speed", tr("Speed"), collectives(single_run) if single_run else None),
         section("memory", tr("Memory"), plan(single_run) if single_run else None),
         _answers(runs),
+        *([section("scores", tr("Benchmarks and checks"), *scores)] if scores else []),
         section("data", tr("Data"), *(data_card(single_run) if single_run else ())),
         section("settings", tr("Settings") if single_run else tr("Settings that differ"), changed, empty=no_change),
         section("environment", tr("Environment"), environment(runs)),

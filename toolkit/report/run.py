@@ -335,6 +335,8 @@ _TEXTS = ("where", "prompt", "reference", "output")
 
 EXPERTS = "experts.json"
 """Tokens of each expert between the last two rows of metrics.jsonl, in a run's directory."""
+SCORES = "scores"
+"""Beginning of the names of files in evaluations/ with a model's scores on benchmarks and checks."""
 PAGE = "report.html"
 """The report of a run, in its directory."""
 
@@ -400,6 +402,8 @@ def _shown_text(text: str) -> str:
 _LARGEST_BYTES = 16 << 20
 """Of a file that is read at once."""
 _MOST_LINES = 1000
+_MOST_SCORED = 20
+"""Evaluations on benchmarks that a report shows, the newest."""
 _IS_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/starts.jsonl", "DONE", "FAILED")
 """A directory with one of these files is a run's."""
 _DEAD_AFTER_S = 120.0
@@ -430,6 +434,8 @@ class Run:
     """Skipped steps, and what went wrong in each."""
     answers: Answers
     """To validation samples, over time."""
+    scores: list[dict[str, Any]]
+    """What `toolkit eval PATH tasks=…` has written, the oldest first."""
     collectives: list[dict[str, Any]]
     """Rows of collectives.json, one per operation, counted on rank 0."""
     experts: dict[str, Any]
@@ -510,6 +516,7 @@ def read_run(path: Path) -> Run:
         starts=starts,
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
+        scores=[_mapping(file) for file in sorted((folder / "evaluations").glob(f"{SCORES}-*.json"))[-_MOST_SCORED:]],
         collectives=[operation for operation in listed if isinstance(operation, dict)],
         experts=_mapping(folder / EXPERTS),
         samples=_json_rows(folder / "samples.jsonl"),

@@ -1,0 +1,148 @@
+"""Passes or fails generated answers by the `check` of their question: exact, contains, regex, json_schema or python."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolkit.messages import RowError, did_you_mean, joined, parsed_json, shortened, tr
+from toolkit.models.sandbox import TooSlow, time_limit
+
+Check = Mapping[str, Any]
+"""Kind -> what it asks for; an answer passes if it meets all of them."""
+TIME_LIMIT_S = 2.0
+"""For a regular expression or a schema on one answer: some patterns take years."""
+_FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+def read_check(value: object, allow_code: bool = False) -> Check:
+    """Return the `check` of a row, without kinds that are null.
+
+    Args:
+        value: as it stands in the row.
+        allow_code: whether the user agrees that generated code is run.
+
+    Raises:
+        RowError: it is none, or asks for something that cannot be done.
+    """
+    value = {kind: asked for kind, asked in value.items() if asked is not None} if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not value:
+        raise RowError("check = {value} is not of the form {form}", value=shortened(value, 60), form='{"regex": "…"}')
+    for kind, asked in value.items():
+        if kind not in _KINDS:
+            known = tr("Known: {known}.", known=", ".join(_KINDS)).rstrip(".")
+            raise RowError(
+                "{reason}", reason=joined(tr("check has no '{kind}'.", kind=kind), did_you_mean(kind, _KINDS), known)
+            )
+        if not isinstance(asked, _TYPES[kind]) or (
+            isinstance(asked, list) and not all(type(text) is str for text in asked)
+        ):
+            raise RowError("check.{kind} = {value} has a wrong type", kind=kind, value=shortened(asked, 60))
+    if "regex" in value:
+        try:
+            re.compile(value["regex"])
+        except (re.error, OverflowError, RecursionError) as error:
+            raise RowError(
+                "check.regex = {value} is no regular expression: {reason}",
+                value=shortened(value["regex"], 60),
+                reason=error,
+            ) from None
+    if "json_schema" in value:
+        _validator(value["json_schema"])
+    if "python" in value and not allow_code:
+        raise RowError(
+            "check.python runs code that a model has written, as your user. In a container, or on a machine with "
+            "nothing to lose: add allow_code=true"
+        )
+    return value
+
+
+def why_failed(check: Check, answer: str) -> str:
+    """Return why an answer does not pass a check of `read_check`, "" if it does."""
+    for kind, asked in check.items():
+        try:
+            with time_limit(TIME_LIMIT_S if kind != "python" else 0):
+                reason = _KINDS[kind](asked, answer)
+        except TooSlow:
+            reason = tr("no result within {seconds} s", seconds=f"{TIME_LIMIT_S:g}")
+        except RecursionError:
+            reason = tr("nested too deeply")
+        if reason:
+            return f"{kind}: {reason}"
+    return ""
+
+
+def code_of(answer: str) -> str:
+    """Return the first fenced code block of an answer, the whole answer without one."""
+    match = _FENCED.search(answer)
+    return match[1] if match else answer
+
+
+def _exact(asked: str | list[str], answer: str) -> str:
+    texts = [asked] if isinstance(asked, str) else asked
+    return "" if answer.strip() in [text.strip() for text in texts] else tr("another text")
+
+
+def _contains(asked: str | list[str], answer: str) -> str:
+    missing = [text for text in ([asked] if isinstance(asked, str) else asked) if text not in answer]
+    return tr("without {texts}", texts=shortened(json.dumps(missing, ensure_ascii=False), 200)) if missing else ""
+
+
+def _regex(asked: str, answer: str) -> str:
+    return "" if re.search(asked, answer) else tr("no match")
+
+
+def _json_schema(asked: Any, answer: str) -> str:
+    """Validate an answer, or its code block, as JSON."""
+    from referencing.exceptions import Unresolvable
+
+    try:
+        value = parsed_json(code_of(answer.strip()))
+    except ValueError:
+        return tr("no JSON")
+    try:
+        error = next(iter(_validator(asked).iter_errors(value)), None)
+    except Unresolvable as unresolved:
+        return tr("the schema refers to {name}, and no other document is read", name=unresolved.ref)
+    return "" if error is None else shortened(f"{error.json_path}: {error.message}", 200)
+
+
+def _validator(schema: Any) -> Any:
+    """Return the validator of a JSON Schema; RowError if it is none. References to other documents fail: none is
+    fetched.
+    """
+    import jsonschema
+    import referencing
+
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        with time_limit(TIME_LIMIT_S):
+            kind.check_schema(schema)
+    except (jsonschema.SchemaError, RecursionError, TooSlow) as error:
+        raise RowError(
+            "check.json_schema is no JSON Schema: {reason}",
+            reason=shortened(getattr(error, "message", type(error).__name__), 200),
+        ) from None
+    return kind(schema, registry=referencing.Registry())
+
+
+def _python(asked: str, answer: str) -> str:
+    from toolkit.evaluate import code_run
+
+    return code_run.why_failed(f"{code_of(answer)}\n\n{asked}\n")
+
+
+_KINDS: dict[str, Callable[[Any, str], str]] = {
+    "exact": _exact,
+    "contains": _contains,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "python": _python,
+}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "exact": (str, list),
+    "contains": (str, list),
+    "regex": (str,),
+    "json_schema": (dict, bool),
+    "python": (str,),
+}

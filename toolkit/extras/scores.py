@@ -1,0 +1,353 @@
+"""Scores a finished model for `toolkit eval PATH`: benchmarks of lm-evaluation-harness, and checks of its answers."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.arguments import non_negative_int, number, one_of, positive_int
+from toolkit.checkpoint import directory
+from toolkit.cli.eval import output_file
+from toolkit.config import files, hub
+from toolkit.config.dotted_keys import leaves
+from toolkit.config.load import load
+from toolkit.config.schema import DistributedConfig, RowFormat, SourceConfig
+from toolkit.disk import write_atomically
+from toolkit.distributed import process_group
+from toolkit.evaluate.answer_files import answer_source, count_passed, question_source, read_questions
+from toolkit.evaluate.generate import Sampling, check_system
+from toolkit.export.load import LoadedModel, load_any
+from toolkit.extras import harness
+from toolkit.messages import ConfigError, ModelError, say, tr
+from toolkit.models import adapters
+from toolkit.models.directory import read_object
+from toolkit.models.save import MODEL_DIR
+from toolkit.report.run import SCORES, is_run, is_worked_on
+from toolkit.report.scores import score_table
+from toolkit.secrets import learn_from
+from toolkit.terminal import text_table
+from toolkit.track import backends, queue
+from toolkit.train.run_dir import read_rows
+
+BASE = "base"
+"""What `compare=` names the model that the run began with."""
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_FALSE_OR_TRUE = ("false", "true")
+_PATIENCE_S = 60.0
+"""How long trackers may take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What `toolkit eval PATH` is asked to do."""
+
+    path: str
+    adapter: str
+    compare: str
+    """BASE, the directory of a model, or "" for neither."""
+    tasks: harness.HarnessOptions | None
+    questions: str
+    """File of questions with a `check` each; "" none."""
+    sampling: Sampling
+    """Of answers to questions."""
+    batch_size: int
+    """Questions at once."""
+    system: str
+    allow_code: bool
+    family: str
+    chat_template: str
+    dtype: str
+    """fp32, bf16 or fp16; "" that of the model's files."""
+    device: str
+    """Such as cuda:1; "" any."""
+
+
+class Target(NamedTuple):
+    """A model that is scored."""
+
+    path: str
+    """As typed, or as the run names it."""
+    folder: Path
+    """A directory with a model or an adapter, or a checkpoint."""
+    run: Path | None
+    """The run that it belongs to."""
+
+
+def read_request(values: dict[str, str], sampling: Sampling) -> Request:
+    """Return what the arguments of a command ask for; ConfigError if one is wrong."""
+    allow_code = one_of(values, "allow_code", _FALSE_OR_TRUE) == "true"
+    system, batch_size = values.get("system", ""), values.get("batch_size", "8")
+    if batch_size != "auto" or values.get("questions"):
+        batch_size = str(positive_int({"batch_size": batch_size}, "batch_size"))
+    limit = number(values, "limit", 0.0)
+    tasks = None
+    if task_names := tuple(filter(None, values.get("tasks", "").split(","))):
+        tasks = harness.HarnessOptions(
+            tasks=task_names,
+            include_path=values.get("include_path", ""),
+            limit=limit if 0 < limit < 1 else int(limit) or None,
+            num_fewshot=non_negative_int(values, "num_fewshot", 0) if "num_fewshot" in values else None,
+            batch_size=batch_size if batch_size == "auto" else int(batch_size),
+            apply_chat_template=one_of(values, "apply_chat_template", _FALSE_OR_TRUE) == "true",
+            system=system,
+            allow_code=allow_code,
+        )
+    return Request(
+        path=values.get("model.path", ""),
+        adapter=values.get("adapter", ""),
+        compare=values.get("compare", ""),
+        tasks=tasks,
+        questions=values.get("questions", ""),
+        sampling=sampling,
+        batch_size=1 if batch_size == "auto" else int(batch_size),
+        system=system,
+        allow_code=allow_code,
+        family=values.get("model.family") or "auto",
+        chat_template=values.get("model.chat_template", ""),
+        dtype=one_of(values, "dtype", list(_DTYPES.values())) if "dtype" in values else "",
+        device=values.get("device", ""),
+    )
+
+
+def score(values: dict[str, str], sampling: Sampling, world_size: int) -> None:
+    """Score a model, and the one that it is compared with; print a table, write the files, feed the run's trackers. A
+    collective of `world_size` processes.
+    """
+    request = read_request(values, sampling)
+    if not (request.tasks or request.questions):
+        raise ConfigError("{name} is missing: {usage}", name="tasks", usage="tasks=gsm8k")
+    target = find_target(request.path or request.adapter)
+    base = find_base(target, request) if request.compare else ""
+    if request.questions and world_size > 1:
+        raise ConfigError(tr("questions= is answered by one process. Start the command without a launcher."))
+    source = _questions(request) if request.questions else None
+    folder = target.run / "evaluations" if target.run else Path("runs") / "evaluations"
+    file = output_file(folder, SCORES, values.get("output", ""))
+    tasks = (
+        harness.load_tasks(request.tasks) if request.tasks else None
+    )  # what is wrong is said before a model is loaded
+    started = time.time()
+    device = str(process_group.start(DistributedConfig())) if world_size > 1 else request.device
+    scored = [_score_model(request, target, "", device, tasks, source, file)]
+    if base:
+        # Loaded again: the harness keeps a model's answers in its tasks.
+        tasks = harness.load_tasks(request.tasks) if request.tasks else None
+        scored.append(_score_model(request, target, base, device, tasks, source, file))
+    if process_group.rank() == 0:
+        table = _joined_scores(scored)
+        facts = {"base": base, "step": _step(target), "seconds": round(time.time() - started, 1), "scores": table}
+        _write(request, scored, facts, file)
+        _print(request, target, table, file, bool(scored[0].rows))
+        _feed_trackers(target, table)
+    process_group.stop()
+
+
+class _Scored(NamedTuple):
+    """What a model has got."""
+
+    scores: list[harness.Score]
+    rows: list[dict[str, Any]]
+    """Answers to the harness's tasks."""
+    results: dict[str, Any]
+    """The harness's own, without the answers."""
+    computed: str
+    """Precision and device."""
+
+
+def _score_model(
+    request: Request,
+    target: Target,
+    base: str,
+    device: str,
+    tasks: harness.Tasks | None,
+    source: SourceConfig | None,
+    file: Path,
+) -> _Scored:
+    """Load the model, or `base` unless that is "", and score it. A collective."""
+    loaded = load_any(
+        base or request.path,
+        adapter="" if base else request.adapter,
+        family=request.family,
+        chat_template=request.chat_template,
+        dtype=request.dtype or stored_dtype(Path(request.adapter) if request.adapter else target.folder),
+        device=device,
+    )
+    check_system(loaded.encoder, request.system)
+    scores: list[harness.Score] = []
+    results: dict[str, Any] = {}
+    if tasks and request.tasks:
+        results = harness.run_tasks(loaded.model, loaded.encoder.tokenizer, request.tasks, tasks)
+    if results:
+        scores += harness.scores_of(results)
+    rows = [{"model": base or target.path, **row} for row in harness.sample_rows(results)]
+    if source:
+        scores.append(_score_answers(request, source, loaded, file, is_base=bool(base)))
+    computed = f"{str(loaded.model.dtype).removeprefix('torch.')} on {loaded.model.device}"
+    own = {name: value for name, value in results.items() if name not in ("samples", "pretty_env_info")}
+    return _Scored(scores, rows, own, computed)
+
+
+def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any], file: Path) -> None:
+    """Write the answers to tasks to a file, and scores, settings and the harness's results to one next to it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if rows := [row for of_model in scored for row in of_model.rows]:
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_atomically(file, lines.encode("utf-8", "backslashreplace"))
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "model": request.path or request.adapter,
+        **facts,
+        "computed": [of_model.computed for of_model in scored],
+        "settings": asdict(request),
+        "harness": [of_model.results for of_model in scored if of_model.results],
+    }
+    text = json.dumps(record, indent=1, ensure_ascii=False, default=str) + "\n"
+    write_atomically(file.with_suffix(".json"), text.encode("utf-8", "backslashreplace"))
+
+
+def find_target(path: str) -> Target:
+    """Return the model at a path: of a run its export, else its newest checkpoint; ConfigError if there is none."""
+    given = Path(path)
+    files.check_directory(given, ModelError)
+    run = next((folder for folder in (given, *given.absolute().parents[:3]) if is_run(folder)), None)
+    if run != given:
+        return Target(path, given, run)
+    export = given / "export"
+    if (export / "config.json").is_file() or adapters.is_adapter(export):
+        return Target(path, export, run)
+    newest = directory.resolve_checkpoint(given)
+    if newest is None:
+        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=given)
+    return Target(path, newest, run)
+
+
+def find_base(target: Target, request: Request) -> str:
+    """Return the directory of the model to compare with; ConfigError if it is not known."""
+    if request.compare != BASE:
+        files.check_directory(Path(request.compare), ModelError, "compare")
+        return request.compare
+    adapter = Path(request.adapter) if request.adapter else target.folder
+    if adapters.is_adapter(adapter):
+        return request.path if request.adapter and request.path else str(adapters.base_of_adapter(adapter))
+    config = files.read(target.run / "config.yaml").values if target.run else {}
+    path = str((config.get("model") or {}).get("path") or "")
+    if path and not Path(path).is_dir() and files.is_hub_name(path):
+        words = [f"model.path={path}", f"model.revision={config['model'].get('revision') or ''}"]
+        path = hub.resolve_model_path(load(["model=hf", *words])).cfg.model.path
+    if not Path(path or "?").is_dir():
+        raise ConfigError(
+            "compare=base: nothing tells which model {path} was trained from. Name it: compare=DIR", path=target.path
+        )
+    return path
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the precision of a model's weights by its config.json, of an adapter that of its base: as the harness, and
+    transformers, load it; fp32 if it is not named.
+    """
+    if adapters.is_adapter(folder):
+        folder = adapters.base_of_adapter(folder)
+    elif (folder / directory.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
+        folder /= MODEL_DIR
+    config = read_object(folder / "config.json")
+    text = config.get("text_config") or {}
+    name = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    return _DTYPES.get(str(name), "fp32")
+
+
+def _questions(request: Request) -> SourceConfig:
+    """Return the source of questions with checks; ConfigError if no row has a check, or a wrong one."""
+    source = question_source(request.questions, RowFormat.auto, "{}")
+    if not any(question.check for question in read_questions(source, request.allow_code)):
+        raise ConfigError(
+            'questions = {file}: no row has a check, such as "check": {{"regex": "^[0-9]+$"}}.', file=request.questions
+        )
+    return source
+
+
+def _score_answers(
+    request: Request, source: SourceConfig, loaded: LoadedModel, output: Path, *, is_base: bool
+) -> harness.Score:
+    """Answer and check questions; the answers are in a file next to `output`. Return the share that passed."""
+    name = Path(request.questions).stem
+    file = output.with_name(f"{output.stem}-{name}{'-base' if is_base else ''}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    answer_source(
+        source,
+        file,
+        lambda: (loaded.model, loaded.encoder),
+        request.sampling,
+        batch_size=request.batch_size,
+        system=request.system,
+        models=[],
+        settings={},
+        allow_code=request.allow_code,
+    )
+    passed, checked = count_passed(file)
+    share = passed / checked
+    return harness.Score(name, "passed", share, math.sqrt(share * (1 - share) / checked), checked)
+
+
+def _joined_scores(scored: Sequence[_Scored]) -> list[dict[str, Any]]:
+    """Return the model's scores, each with the base model's if that comes second."""
+    base = {(score.task, score.metric): score for of_model in scored[1:] for score in of_model.scores}
+    joined_scores = []
+    for score in scored[0].scores:
+        other = base.get((score.task, score.metric))
+        joined_scores.append(score._asdict() | ({"base": other.value, "base_error": other.error} if other else {}))
+    return joined_scores
+
+
+def _step(target: Target) -> int | None:
+    """Return the step of a checkpoint, or the last one of the run whose export it is; None outside a run."""
+    if (step := directory.step_of(target.folder)) >= 0:
+        return step
+    return _last_step(target.run) if target.run else None
+
+
+def _last_step(run: Path) -> int:
+    return max((int(row["step"]) for row in read_rows(run / "metrics.jsonl", OSError)[-1:]), default=0)
+
+
+def _print(request: Request, target: Target, table: Sequence[Mapping[str, Any]], output: Path, has_rows: bool) -> None:
+    """Print the scores, where everything is, and what to do next."""
+    heads, rows = score_table(table)
+    say("\n".join(text_table(heads, rows)))
+    if request.tasks and not request.tasks.apply_chat_template:
+        say(tr("The prompts are as the tasks write them. In the model's chat template: apply_chat_template=true"))
+    if has_rows:
+        say("Each prompt, answer and score: {file}", file=output)
+    say("Scores and settings: {file}", file=output.with_suffix(".json"))
+    if not request.compare:
+        say("To compare with the model before training: compare=base")
+    if target.run and output.parent == target.run / "evaluations":
+        say("In the run's report: toolkit report {run}", run=files.quoted(target.run))
+
+
+def _feed_trackers(target: Target, table: Sequence[Mapping[str, Any]]) -> None:
+    """Send the scores of a run's last model to its trackers, as figures of the run."""
+    run = target.run
+    if run is None:
+        return
+    config = files.read(run / "config.yaml").values if (run / "config.yaml").is_file() else {}
+    track = config.get("track") or {}
+    chosen = {
+        name: track[name] for name in backends.BACKENDS if name != "csv" and (track.get(name) or {}).get("enabled")
+    }
+    last, step = _last_step(run), _step(target)
+    if not chosen or step is None:
+        return
+    if step < last or is_worked_on(run):
+        say("The trackers get scores of a finished run's last model only: not these.")
+        return
+    learn_from(config)
+    trackers = queue.Trackers(_PATIENCE_S)
+    trackers.begin(run, chosen, dict(leaves(config)), last)
+    trackers.wait_begun()
+    trackers.summary(
+        last, {f"eval_{score['task']}/{score['metric'].replace(',', '/')}": score["value"] for score in table}
+    )
+    trackers.end(backends.FINISHED)
