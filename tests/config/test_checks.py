@@ -347,6 +347,14 @@ ALL_AT_ONCE = {
         "optim.name = adafactor and zero.stage = 3",
         "parallel.tensor = 2 cannot be: optim.name = adafactor",
     ),
+    "parallel=tensor parallel.tensor=2 zero=stage2 tuning=lora tuning.init=pissa tuning.dora=true": (
+        "tuning.init = pissa and tuning.dora = true do not go together",
+        "tuning.init = pissa and parallel.tensor = 2 do not go together",
+    ),
+    "parallel=pipeline parallel.pipeline=2 zero=stage2 tuning=lora tuning.init=olora": (
+        "zero.stage = 2 cannot be together with parallel.pipeline",
+        "tuning.init = olora and parallel.pipeline = 2 do not go together",
+    ),
     "parallel=expert zero=stage3 parallel.tensor=2 parallel.pipeline=2 compile.enabled=true": (
         "parallel.expert = 2 cannot be: zero.stage = 3",
         "parallel.expert = 2 cannot be: a random model has no experts",

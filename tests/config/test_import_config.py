@@ -21,6 +21,7 @@ from toolkit.config.schema import (
     DecayOf,
     Dtype,
     Fp8,
+    LoraInit,
     OptimizerName,
     Packing,
     RowFormat,
@@ -304,6 +305,10 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
                 "train.activation_checkpointing.enabled": False,
                 "schedule.min_lr_ratio": 0.1,
             },
+        ),
+        (
+            {"pissa_init": True, "pissa_iter": -1, "pissa_convert": True, "loraplus_lr_ratio": 8.0},
+            {"tuning.init": LoraInit.pissa, "tuning.init_iterations": 0, "optim.lora_plus_ratio": 8.0},
         ),
         (
             {"adapter_name_or_path": "out/adapter", "fp16": True, "bf16": False, "num_train_epochs": 1.5},

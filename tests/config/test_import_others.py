@@ -8,7 +8,17 @@ import yaml
 
 from tests.config.test_import_config import here, imported, put, refused  # noqa: F401  # a fixture, used by its name
 from toolkit.config.dotted_keys import get_value
-from toolkit.config.schema import Dtype, Init, OptimizerName, Packing, RowFormat, TooLong, TrainOn, TuningMethod
+from toolkit.config.schema import (
+    Dtype,
+    Init,
+    LoraInit,
+    OptimizerName,
+    Packing,
+    RowFormat,
+    TooLong,
+    TrainOn,
+    TuningMethod,
+)
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3-8B",
@@ -153,6 +163,14 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
         (
             {"adapter": "lora", "load_in_4bit": False, "peft_use_dora": True},
             {"tuning.method": TuningMethod.lora, "tuning.dora": True},
+        ),
+        (
+            {"adapter": "lora", "load_in_4bit": False, "peft_init_lora_weights": "pissa_niter_16"},
+            {"tuning.init": LoraInit.pissa, "tuning.init_iterations": 16},
+        ),
+        (
+            {"adapter": "lora", "load_in_4bit": False, "peft_init_lora_weights": "eva", "loraplus_lr_ratio": 16},
+            {"tuning.init": LoraInit.default, "optim.lora_plus_ratio": 16.0},
         ),
         (
             {"adapter": None, "load_in_4bit": None, "optimizer": "muon"},

@@ -70,6 +70,7 @@ UNREAD = {
     "data.validation=[{path:c}] data.validation_fraction=0.2": "data.validation is given",
     "data.validation_rows=5 data.validation_fraction=0.2": "data.validation_rows is given",
     "tuning.rank=4": "tuning.method is full",
+    "tuning=lora tuning.init_iterations=4": "tuning.init is default, not pissa",
     "tuning=lora tuning.num_tokens=9": "tuning.method is lora",
     "tuning=prompt tuning.projection=true": "tuning.method is prompt",
     "tuning=ptuning_v2 tuning.init_text=Hello": "tuning.method is ptuning_v2",

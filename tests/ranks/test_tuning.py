@@ -20,6 +20,7 @@ from toolkit.cli import main
 from toolkit.export.load import load_any
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, WEIGHTS
+from toolkit.models.lora_init import BUFFERS
 
 CELLS: dict[str, list[str]] = {
     "lora-zero0": ["tuning=lora", "zero=stage0", "tuning.save_modules=[lm_head]", "tuning.dropout=0.2"],
@@ -34,6 +35,9 @@ CELLS: dict[str, list[str]] = {
     ],
     "lora-v1-zero3-bf16": ["tuning=lora", "zero=stage3", ALL, "precision=bf16", "tuning.rslora=true"],
     "lora-v3-zero2": ["tuning=lora", "zero=stage2", "data.packing=packed", "checkpoint.asynchronous=true"],
+    "lora-pissa-zero3": ["tuning=lora", "tuning.init=pissa", "zero=stage3", ALL, "tuning.dropout=0.2", RECOMPUTE],
+    "lora-pissa-zero2-bf16": ["tuning=lora", "tuning.init=pissa", "zero=stage2", "precision=bf16"],
+    "lora-pissa-zero0": ["tuning=lora", "tuning.init=pissa", "zero=stage0", "optim.lora_plus_ratio=4"],
     "freeze-zero0-bf16": ["tuning=freeze", "tuning.last_layers=1", "zero=stage0", "precision=bf16"],
     "freeze-zero2": ["tuning=freeze", "tuning.last_layers=0", "tuning.patterns=[*.mlp.*]", "zero=stage2", RECOMPUTE],
     "freeze-v3-zero3": ["tuning=freeze", "tuning.last_layers=1", "zero=stage3", ALL],
@@ -65,7 +69,14 @@ TIED: dict[str, list[str]] = {
     "freeze-tied": ["tuning=freeze", "tuning.last_layers=0", "tuning.patterns=[embed_tokens.*]", "zero=stage0"],
 }
 AT_ONCE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
-TO_ONE_RANK = ["lora-zero3", "lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero2", "prompt-zero0-bf16"]
+TO_ONE_RANK = [
+    "lora-zero3",
+    "lora-pissa-zero0",
+    "lora-v3-zero2",
+    "ptuning-v3-zero3",
+    "freeze-zero2",
+    "prompt-zero0-bf16",
+]
 ONE_RANK_LATE = ("lora-zero3", "freeze-zero2", "prompt-zero0-bf16")  # the tightest tolerances stay
 
 LATE = (
@@ -154,7 +165,9 @@ def test_only_what_is_trained_is_kept(name: str, runs: Path) -> None:
     """Nothing empty, nothing frozen, and no optimizer states for it: 12 bytes per trained parameter in float32."""
     checkpoint = runs / name / "checkpoints" / "step-6"
     held = weights_of(checkpoint)
-    trained = sum(value.numel() for value in held.values())
+    of_lora = {name: value.numel() for name, value in held.items() if name.endswith(BUFFERS)}
+    trained = sum(value.numel() for value in held.values()) - sum(of_lora.values())
+    assert bool(of_lora) == ("pissa" in name)
     total = json.loads((runs / name / "DONE").read_text())["parameters"]
     assert json.loads((runs / name / "DONE").read_text())["trained_parameters"] == trained
     assert 0 < trained < 0.65 * total
@@ -171,7 +184,19 @@ def test_only_what_is_trained_is_kept(name: str, runs: Path) -> None:
     assert "- peft " in card
     if "freeze" not in name:
         values = load_file(exported / WEIGHTS)
-        assert sum(value.numel() for value in values.values()) == trained
+        assert sum(value.numel() for value in values.values()) == trained + sum(of_lora.values())
+
+
+@pytest.mark.parametrize("name", by_tier(["lora-pissa-zero3", "lora-pissa-zero0"]))
+def test_pissa_begins_as_the_base_and_ends_as_plain_lora_of_it(name: str, runs: Path) -> None:
+    """peft loads the export on the base as it is on the disk."""
+    assert eval_losses(runs / name)[0] == pytest.approx(eval_losses(runs / "lora-zero0")[0], abs=1e-6)
+    saved = probe.read(runs / name / "export")
+    assert saved is not None
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs / name / "base", dtype=torch.float32)
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(base, runs / name / "export").eval()(input_ids=saved.ids).logits
+    assert (logits[:, -1] - saved.logits).abs().max() <= 1e-5 * saved.logits.abs().max()
 
 
 @pytest.mark.parametrize("name", by_tier(CELLS, late=LATE))

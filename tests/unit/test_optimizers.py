@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from deepspeed.runtime.config import DeepSpeedConfig
+from peft.optimizers import create_loraplus_optimizer
 
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.native_ops import with_optimizer
@@ -63,6 +65,17 @@ def test_rates_fall_from_layer_to_layer(glm: torch.nn.Module) -> None:
     assert rates["model.norm.weight"] == rates["lm_head.weight"] == 1.0
     first = parameter_groups(glm, OptimConfig(lr=1.0, layer_lr_decay=0.5))[0]
     assert first["lr"] == 1.0, "what logs show"  # type: ignore[index,call-overload]
+
+
+def test_lora_plus_has_a_rate_for_each_matrix(glm: torch.nn.Module) -> None:
+    """As peft's own optimizer of LoRA+ gives them."""
+    tuned = peft.get_peft_model(copy.deepcopy(glm), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    groups = by_name(tuned, OptimConfig(lr=1e-3, lora_plus_ratio=16.0))
+    theirs = create_loraplus_optimizer(tuned, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    rates = {id(parameter): group["lr"] for group in theirs.param_groups for parameter in group["params"]}
+    wanted = {name: rates[id(one)] for name, one in tuned.named_parameters() if one.requires_grad}
+    assert {name: group["lr"] for name, group in groups.items()} == pytest.approx(wanted)
+    assert sorted(set(wanted.values())) == [1e-3, 16e-3]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ OPTIMIZERS = {schema.OptimizerName[name]: OptimizerTraits(**row) for name, row i
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
 
-GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.adam_lr")
+GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.lora_plus_ratio", "optim.adam_lr")
 """Keys that divide parameters into several groups."""
 
 
@@ -74,7 +74,7 @@ def state_bytes(cfg: schema.RunConfig) -> tuple[int, float]:
 
 def is_grouped(optim: schema.OptimConfig) -> bool:
     """Whether parameter groups differ in learning rate or weight decay."""
-    return optim.decay.value != "all" or optim.layer_lr_decay != 1 or bool(optim.adam_lr)
+    return optim.decay.value != "all" or not optim.layer_lr_decay == optim.lora_plus_ratio == 1 or bool(optim.adam_lr)
 
 
 def when(condition: str) -> Test:

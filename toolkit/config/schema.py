@@ -69,6 +69,20 @@ class TuningMethod(str, Enum):
     prompt = "prompt"
 
 
+class LoraInit(str, Enum):
+    """Initial values of LoRA."""
+
+    default = "default"
+    gaussian = "gaussian"
+    pissa = "pissa"
+    olora = "olora"
+
+    @property
+    def is_from_weights(self) -> bool:
+        """Whether LoRA starts from a decomposition of each weight."""
+        return self in (LoraInit.pissa, LoraInit.olora)
+
+
 class TaskKind(str, Enum):
     """What a model learns."""
 
@@ -459,6 +473,10 @@ class TuningConfig:
     """lora, qlora: dropout on LoRA's input; ptuning_v2: on the prefix (the original: 0.1)."""
     rslora: bool = False
     """lora, qlora: rank-stabilised scaling."""
+    init: LoraInit = field(default=LoraInit.default, metadata=TRAINED)
+    """lora: how LoRA starts. default: the first matrix is random and the second 0; gaussian: likewise, normally distributed; pissa: from the largest singular vectors of each weight (PiSSA), so that the model starts as it is and these are trained; olora: from its QR decomposition (OLoRA). Exported adapters are plain LoRA in any case, of twice the rank with pissa and olora (docs/tuning.md)."""
+    init_iterations: NonNegativeInt = 0
+    """pissa: iterations of a fast, randomized SVD, such as 16 (peft's pissa_niter_16); 0: the exact SVD."""
     dora: bool = field(default=False, metadata=TRAINED)
     """lora, qlora: train magnitude and direction of the weights separately (DoRA)."""
     target_modules: list[str] = field(default_factory=list, metadata=TRAINED)
@@ -774,6 +792,8 @@ class OptimConfig:
     """Weight decay of the parameters that `optim.decay` names."""
     decay: DecayOf = DecayOf.all
     """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
+    lora_plus_ratio: PositiveFloat = 1.0
+    """lora, qlora: learning rate of LoRA's second matrices (B) as a multiple of `optim.lr`, as in LoRA+, whose authors advise 16 with a lower `optim.lr`; 1: the same rate for both."""
     layer_lr_decay: Annotated[float, Gt(0), Le(1)] = 1.0
     """Layer-wise learning rate decay d: layer i of L (from 0) uses lr x d^(L-i), embeddings lr x d^(L+1), the output layer the full rate; 1: no decay."""
     torch: bool | str = field(default=AUTO, metadata=FREE)

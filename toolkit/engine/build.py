@@ -265,6 +265,7 @@ def parameter_groups(
         is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
         if optim.adam_lr and not is_muon:
             rate = optim.adam_lr
+        rate *= optim.lora_plus_ratio if ".lora_B." in name else 1
         # Counted from the top: 0 above the last layer, 1 for the last layer, `layers` + 1 for embeddings.
         depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
         groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)

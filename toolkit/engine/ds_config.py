@@ -458,9 +458,9 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
         ds.put("zero_force_ds_cpu_optimizer", False, why)
     if rule_tables.is_grouped(optim):
         ds.omit(
-            "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are omitted: a JSON "
-            "has one rate and one weight decay. Pass groups to deepspeed.initialize as "
-            "model_parameters."
+            "Parameter groups ({keys}) are omitted: a JSON has one rate and one weight decay. Pass groups to "
+            "deepspeed.initialize as model_parameters.",
+            keys=", ".join(rule_tables.GROUPING),
         )
     if not kind.ds_type:
         ds.omit(

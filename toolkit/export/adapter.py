@@ -19,7 +19,7 @@ from toolkit.export import assemble, write
 from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
-from toolkit.models import adapters, base_model, classifier, extra_tensors, probe
+from toolkit.models import adapters, base_model, classifier, extra_tensors, lora_init, probe
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import load_empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
@@ -50,7 +50,8 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the adapter of a tuned model (`engine.module.tuned`) to `folder`, without its base. A collective."""
     probed = capture_probe(engine, probe_ids)
-    state = _adapter_state(engine)
+    state, tuned = _adapter_state(engine), engine.module.tuned
+    files = {**files, **tuned.exported.describe()}
     on_rank0(lambda: write_adapter(state, files, folder, probed))
 
 
@@ -61,7 +62,8 @@ def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     state = {
         names[name]: adapters.in_stored_shape(name, value) for name, value in gathered_parameters(engine.module, names)
     }
-    return state | {names[second]: state[names[first]].clone() for second, first in shared.items() if second in names}
+    state |= {names[second]: state[names[first]].clone() for second, first in shared.items() if second in names}
+    return lora_init.as_plain_state(state)
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
@@ -77,7 +79,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
         values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
-        if adapters.read_settings(folder) != tuned.settings:
+        if adapters.read_settings(folder) != tuned.exported.settings:
             wrong.append(adapters.CONFIG)
         if base != tuned.base:
             wrong.append(BASE_FILE)
@@ -103,7 +105,8 @@ def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
     if settings:
         shell = load_empty(described)
         adapters.attach_adapter(shell, settings, recorded_base)
-        values = _stored_values(shell, values, checkpoint)
+        values = lora_init.as_plain_state(_stored_values(shell, values, checkpoint))
+        settings = lora_init.as_plain_settings(settings)
     config = read_object(described / "config.json")
     head = (
         classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])

@@ -21,7 +21,17 @@ from transformers import PreTrainedModel
 from toolkit import secrets
 from toolkit.config.schema import RunConfig, TuningMethod
 from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
-from toolkit.models import adapters, base_model, classifier, directory, fine_tuning, lora, structure, weights
+from toolkit.models import (
+    adapters,
+    base_model,
+    classifier,
+    directory,
+    fine_tuning,
+    lora,
+    lora_init,
+    structure,
+    weights,
+)
 from toolkit.models.load import load_empty, stream_parameters
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
@@ -138,7 +148,7 @@ def part_of_recipe(cfg: RunConfig) -> TunedPart:
     if tuning.adapter:
         settings = adapters.read_settings(Path(tuning.adapter))
     else:
-        settings = fine_tuning.new_settings(load_empty(base), tuning, str(base))
+        settings = lora_init.as_plain_settings(fine_tuning.new_settings(load_empty(base), tuning, str(base)))
     return TunedPart(tuning.adapter or tr("the adapter of this run"), settings, None, base, {})
 
 

@@ -7,7 +7,7 @@ the base model.
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from toolkit.config.schema import TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError, clauses, reading
-from toolkit.models import adapter_settings, classifier, directory, lora, probe, prompt_tuning, weights
+from toolkit.models import adapter_settings, classifier, directory, lora, lora_init, probe, prompt_tuning, weights
 from toolkit.models.base_model import BaseModel, check_base, find_base, read_base
 from toolkit.models.prompt_tuning import PTUNING_V2
 from toolkit.models.structure import trained_names
@@ -43,6 +43,11 @@ class AdapterState:
     head: classifier.Head | None = None
     """The head if the model is a classifier."""
 
+    @property
+    def exported(self) -> "AdapterState":
+        """What an export is: a plain LoRA where training has initial factors beside the trained ones."""
+        return replace(self, settings=lora_init.as_plain_settings(self.settings))
+
     def describe(self) -> dict[str, bytes]:
         """Return name and content of the files that describe an adapter, or a checkpoint without frozen weights."""
         files = {directory.BASE_FILE: self.base.write()}
@@ -63,8 +68,9 @@ def second_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return parameter -> its name in an adapter's file, for the trained parameters; and for buffers of
-    `modules_to_save`, such as the biases of GLM's routers, without which peft does not load them.
+    """Return parameter -> its name in an adapter's file, for the trained parameters; for buffers of `modules_to_save`,
+    such as the biases of GLM's routers, without which peft does not load them; and for LoRA's initial factors, which
+    `lora_init.as_plain_state` joins to the trained ones.
     """
     names, method = trained_names(model), model.tuned.method
     if method is TuningMethod.ptuning_v2:
@@ -76,7 +82,9 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     name_of = {id(value): name for name, value in stand_ins.items()}
     # save_embedding_layers=False, as peft would ask a hub for the base's config otherwise.
     adapter_state = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
-    return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in adapter_state.items()}
+    stored_by_name = {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in adapter_state.items()}
+    initial = [name for name, _ in model.named_buffers() if name.endswith(lora_init.BUFFERS)]
+    return stored_by_name | {name: _PEFT_MODEL + name for name in initial}
 
 
 def in_stored_shape(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -142,8 +150,11 @@ def attach_adapter(
     *,
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
+    is_resumed: bool = False,
 ) -> None:
-    """Add an untrained adapter to a model, which may be on the meta device; only its parameters stay trainable."""
+    """Add an untrained adapter to a model, which may be on the meta device; only its parameters stay trainable.
+    `is_resumed`: a checkpoint's values follow, so that initial ones which are costly are not computed.
+    """
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     if (settings.get("task_type") == SCORING) != probe.is_classifier(model):
         raise ModelError(
@@ -166,7 +177,11 @@ def attach_adapter(
             names = LoraConfig.__dataclass_fields__.keys() - _UNSAFE_SETTINGS
             supported = {name: value for name, value in settings.items() if name in names}
             supported = adapter_settings.with_matched_modules(supported, [name for name, _ in model.named_modules()])
+            starts_from_weights = lora_init.is_from_weights(settings)
+            supported |= {"init_lora_weights": True} if starts_from_weights else {}
             lora.inject_lora(model, LoraConfig(**supported | {"inference_mode": False}), ds_config)
+            if starts_from_weights:
+                lora_init.attach(model, settings["init_lora_weights"].lower(), compute=not is_resumed)
     model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
 
@@ -200,7 +215,8 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: object) -> None:
     """Set an adapter's parameters to `values`; ModelError if names or shapes differ. `folder`: for the message."""
-    stored, state = stored_names(model), model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
+    stored = {name: stored for name, stored in stored_names(model).items() if not name.endswith(lora_init.BUFFERS)}
     wrong = []
     for name, stored_name in stored.items():
         parameter, value = state[name], values.get(stored_name)

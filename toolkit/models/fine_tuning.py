@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftConfig, PromptTuningConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.config.schema import LoraInit, TuningConfig, TuningMethod
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import lora, probe, prompt_tuning
 from toolkit.models.adapters import (
@@ -60,6 +60,7 @@ def apply_tuning(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     ds_config: dict[str, Any] | None = None,
+    is_resumed: bool = False,
 ) -> None:
     """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `model.tuned`.
 
@@ -68,6 +69,7 @@ def apply_tuning(
         tokenizer: for prompt tuning's initial text.
         seed: of the adapter's initial values, which are the same on every rank.
         ds_config: the DeepSpeed dict if parameters are partitioned, which makes this a collective.
+        is_resumed: whether a checkpoint's values follow.
     """
     method = config.method
     if method is TuningMethod.full:
@@ -105,7 +107,9 @@ def apply_tuning(
             model.tuned = AdapterState(method, {}, base_model)
         else:
             settings = new_settings(model, config, base_model.path)
-            attach_adapter(model, settings, base_model, dropout=config.dropout, ds_config=ds_config)
+            attach_adapter(
+                model, settings, base_model, dropout=config.dropout, ds_config=ds_config, is_resumed=is_resumed
+            )
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
 
@@ -144,7 +148,15 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             target_parameters=of_experts or None,
             fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in select_names(modules, targets)),
             modules_to_save=config.save_modules or None,
+            init_lora_weights=_peft_init(config),
         )
     values = settings.to_dict() | {"inference_mode": True}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
     return plain
+
+
+def _peft_init(config: TuningConfig) -> Any:
+    """Return peft's name of `tuning.init`."""
+    if config.init is LoraInit.default:
+        return True
+    return config.init.value + (f"_niter_{config.init_iterations}" if config.init_iterations else "")

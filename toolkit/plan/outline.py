@@ -307,6 +307,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
     owners = {name.rpartition(".")[0] for name in named}
     saved = {name for pattern in tuning.save_modules for name in check_matches("tuning.save_modules", pattern, owners)}
     added: Shapes = {}
+    frozen: Shapes = {}
     for name in dict.fromkeys(targets):
         if name in experts:
             number, out, width = experts[name]
@@ -316,13 +317,15 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
         out, width = named[f"{name}.weight"]
         added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
+        if tuning.init.is_from_weights:
+            frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
         if tuning.dora:
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
     for name, shape in named.items():
         owner, _, end = name.rpartition(".")
         if owner in saved:  # peft keeps the original too
             added[f"{owner}.modules_to_save.default.{end}"] = shape
-    return Outline(shapes | added, frozenset(added), sizes, frozenset(targets))
+    return Outline(shapes | added | frozen, frozenset(added), sizes, frozenset(targets))
 
 
 @cache

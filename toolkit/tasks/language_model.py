@@ -29,6 +29,7 @@ def adapt(
     tokenizer: PreTrainedTokenizerBase | None,
     base: Path,
     ds_config: dict[str, Any] | None = None,
+    is_resumed: bool = False,
 ) -> None:
     """Apply a recipe's changes to a model: loss, routers, fine-tuning method, FP8, NEFTune. A collective if parameters
     are partitioned. `base`: the model's directory. ConfigError or ModelError for what this model does not support.
@@ -42,7 +43,7 @@ def adapt(
     if cfg.tuning.method is not TuningMethod.full or structure.untrained_prefixes(model):
         from toolkit.models import fine_tuning
 
-        fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
+        fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config, is_resumed)
     if cfg.kernels.mlp_pieces > 1:
         layers.tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.precision.fp8 is not Fp8.none:
@@ -63,7 +64,7 @@ def build_model(
     model = _load_model(cfg, data, ds)
     model.without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
-    adapt(model, cfg, data.tokenizer, base, ds.values)
+    adapt(model, cfg, data.tokenizer, base, ds.values, is_resumed=bool(source.checkpoint))
     if hasattr(model, "tuned"):
         _check_base(model, cfg, base, source)
     if cfg.parallel.pipeline == 1:
@@ -154,7 +155,7 @@ def _check_base(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_
         from toolkit.export import merge
 
         name = cfg.tuning.adapter or tr("the adapter of this run")
-        part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
+        part = merge.TunedPart(name, tuned.exported.settings, None, base, {}, tuned.head)
         process_group.on_rank0(lambda: merge.tell_unmergeable(part))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit import secrets
-from toolkit.config import dotted_keys, load, schema
+from toolkit.config import dotted_keys, load, rule_tables, schema
 from toolkit.messages import ConfigError, tr
 from toolkit.models.chat import TOKENIZER
 from toolkit.train.consistency import is_below
@@ -53,7 +53,7 @@ def check_changes(
         line
         for key, old, new, line in changes
         if (key == "optim.name" and not {optimizer, new} <= adams)
-        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)  # older configs know no groups
+        or (key in rule_tables.GROUPING[:3] and old is not None)  # older configs know no groups
     ]
     if other_states:
         raise ConfigError(

@@ -537,6 +537,7 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if config.flag(theirs):
             draft.put(f"tuning.{ours}", True, theirs)
+    _lora_start(config, draft)
     names = config.names(targets)
     if names == ["all"]:
         names = ["all-linear"]
@@ -545,6 +546,25 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
     draft.put("tuning.target_modules", names, targets)
     if config.has(saved):
         draft.put("tuning.save_modules", config.names(saved), saved)
+
+
+def _lora_start(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set LoRA's initial values, PiSSA and others, and the rates of LoRA+."""
+    given = [name for name in config.keys if config.has(name)]
+    for name in given:
+        if name in ("loraplus_lr_ratio", "lorap_lr_ratio"):
+            draft.put("optim.lora_plus_ratio", config.number(name), name)
+        elif name == "pissa_init" and config.flag(name):
+            draft.put("tuning.init", "pissa", name)
+            draft.put("tuning.init_iterations", max(0, config.number("pissa_iter", int)), "pissa_iter")
+        elif name in ("init_weights", "peft_init_lora_weights"):
+            kind, _, iterations = str(config.get(name)).lower().partition("_niter_")
+            if kind in ("gaussian", "pissa", "olora"):
+                draft.put("tuning.init", kind, name)
+                if iterations.isdecimal():
+                    draft.put("tuning.init_iterations", int(iterations), name)
+            elif kind != "true":
+                draft.lost[name] = tr("tuning.init knows default, gaussian, pissa and olora; pissa is the nearest")
 
 
 def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> None:
