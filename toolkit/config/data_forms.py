@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from toolkit.config import dotted_keys, files, schema
-from toolkit.config.validate import Place, TreeReader, about
+from toolkit.config.validate import Locator, TreeReader, error_about
 from toolkit.messages import ConfigError, Problems, tr
 
 SOURCE_KEYS = {
@@ -44,7 +44,7 @@ def validation_split(value: Any, location: str) -> dict[str, Any]:
         return {}
     is_count = isinstance(number, int) and number >= 1
     if not is_count and not 0 <= number < 1:
-        raise about(
+        raise error_about(
             tr(
                 "{place}: 'data.validation' = {value} must be a number of rows (500), a fraction below 1 (0.05 or 5%), "
                 "or files.",
@@ -64,7 +64,7 @@ def expand(data: dict[str, Any], location: str) -> None:
     data.update({name: as_sources(data[name]) for name in ("sources", "validation") if name in data})
 
 
-def read_source(values: dict[str, Any], locate: Place, problems: Problems) -> dict[str, Any]:
+def read_source(values: dict[str, Any], locate: Locator, problems: Problems) -> dict[str, Any]:
     """Return those `values` of the only source (name of its key -> value) that the schema allows; the errors of the
     others are added to `problems`.
     """

@@ -83,7 +83,7 @@ class YamlDocument:
     leaves: list[tuple[str, str]] = field(default_factory=list)
     """Each key of the schema that it sets, and where."""
 
-    def place(self, path: str) -> str:
+    def location(self, path: str) -> str:
         """Return "file:line" of a path, or the file alone where the path is not in it."""
         line = self.lines.get(path)
         return f"{self.shown}:{line}" if line else self.shown

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import data_forms, dotted_keys, files, objective, schema
-from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
+from toolkit.config.validate import TreeReader, error_about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all, learn_from
 
@@ -70,7 +70,7 @@ class LoadedConfig:
         location = self.where.get(key, "")
         return tr("{place}: ", place=location) if location else ""
 
-    def place(self, path: str) -> str:
+    def location(self, path: str) -> str:
         """Return "file:line" of a key, or of the section or list that it is in; "" if neither is set."""
         while path and path not in self.where:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
@@ -82,7 +82,7 @@ class LoadedConfig:
 
     def about(self, key: str, sentence: str) -> ConfigError:
         """Return an error about a key: its position, and a sentence that is filled in already."""
-        return about(self.position(key) + sentence, key)
+        return error_about(self.position(key) + sentence, key)
 
     def fill(self, about_key: str, template: str, /, **values: object) -> str:
         """Fill in a template: {key} is `about_key`, {value} its value, {zero.stage} the value of another key."""
@@ -129,7 +129,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             # Values of conf/ are not chosen by a user.
             loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
             _merge(tree, document.values, *filter(None, package.split(".")))
-            all_problems.attempt(data_forms.set_source, tree, document.source, document.place("data"))
+            all_problems.attempt(data_forms.set_source, tree, document.source, document.location("data"))
         loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
         loaded.layers |= dict.fromkeys(typed.keys, TYPED)
         loaded.explicit |= typed.keys
@@ -141,7 +141,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             values = to_plain(schema.RunConfig())
             _merge(values, tree)
             tree = dict(OmegaConf.to_container(OmegaConf.create(values), resolve=True))  # type: ignore[arg-type]
-        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, all_problems, is_resolved=True).read(
+        loaded.cfg = TreeReader(lambda path: loaded.location(path) or name, all_problems, is_resolved=True).read(
             tree, schema.RunConfig
         )
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
@@ -383,7 +383,7 @@ class _CommandLine:
 
 
 def _always(location: str, path: str) -> str:
-    """Return `location` for any key: with `partial` a `Place` of an argument."""
+    """Return `location` for any key: with `partial` a `Locator` of an argument."""
     return location
 
 
@@ -420,49 +420,28 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
                 advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
             elif group == "model" and data_forms.is_path(name):
                 advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
-            raise about(joined(sentence, advice, choices), group)
+            raise error_about(joined(sentence, advice, choices), group)
     return True
 
 
 def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, files.YamlDocument]:
     """Read the chosen recipe and those it builds on, by name, and skip wrong entries of their defaults lists."""
     documents: dict[str, files.YamlDocument] = {}
-    recipes, sections = (
-        files.known_recipes(),
-        {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"},
-    )
+    recipes = files.known_recipes()
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN_RECIPE, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
         document = documents[name] = files.read(path, schema.RunConfig)
-        others = [str(key) for key in document.values if key not in sections and is_foreign(str(key))]
-        if len(others) >= 2 and 2 * len(others) > len(document.values):  # in place of an error for each key
-            raise ConfigError(
-                "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
-                "import-config {file} output=NAME.yaml",
-                file=document.shown,
-                keys=", ".join(others[:3]),
-            )
-        # Short forms, as on the command line.
-        data, zero = document.values.get("data"), document.values.get("zero")
-        if data_forms.is_path(data) or isinstance(data, list):
-            document.values["data"] = {"sources": data_forms.as_sources(data)}
-        elif isinstance(data, dict):
-            written = {*data}
-            problems.attempt(data_forms.expand, data, document.place("data.validation"))
-            line = document.lines.get("data.validation", 0)
-            document.lines.update({f"data.{name}": line for name in data if name not in written})
-        if _stage("zero", zero) != zero:
-            document.values["zero"] = {"stage": zero}
+        _reject_foreign(document)
+        _expand_short_forms(document, problems)
         defaults = document.values.pop("defaults", [])
         if not isinstance(defaults, list):
-            raise ConfigError("{place}: 'defaults' must be a list.", place=document.place("defaults"))
-        for item in defaults:
+            raise ConfigError("{place}: 'defaults' must be a list.", place=document.location("defaults"))
+        for index, item in enumerate(defaults):
             for key in item if isinstance(item, dict) else ():
                 item[key] = _stage(str(key).rpartition("/")[2], item[key])
-        for index, item in enumerate(defaults):
-            location = document.place(f"defaults[{index}]")
+            location = document.location(f"defaults[{index}]")
             base = problems.attempt(_check_default, item, location, recipes, groups)
             if base is not None:
                 document.defaults.append(item)
@@ -472,6 +451,33 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
                 waiting.append((base, recipes[base], (path.resolve(), *above)))
         _check_document(document, "", problems)
     return documents
+
+
+def _reject_foreign(document: files.YamlDocument) -> None:
+    """Raise ConfigError if most keys of a recipe are another program's, in place of an error for each key."""
+    sections = {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"}
+    foreign = [str(key) for key in document.values if key not in sections and is_foreign(str(key))]
+    if len(foreign) >= 2 and 2 * len(foreign) > len(document.values):
+        raise ConfigError(
+            "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
+            "import-config {file} output=NAME.yaml",
+            file=document.shown,
+            keys=", ".join(foreign[:3]),
+        )
+
+
+def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> None:
+    """Replace the short forms of `data` and `zero` in a recipe, which are those of the command line."""
+    data, zero = document.values.get("data"), document.values.get("zero")
+    if data_forms.is_path(data) or isinstance(data, list):
+        document.values["data"] = {"sources": data_forms.as_sources(data)}
+    elif isinstance(data, dict):
+        written = {*data}
+        problems.attempt(data_forms.expand, data, document.location("data.validation"))
+        line = document.lines.get("data.validation", 0)
+        document.lines.update({f"data.{name}": line for name in data if name not in written})
+    if _stage("zero", zero) != zero:
+        document.values["zero"] = {"stage": zero}
 
 
 def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
@@ -494,6 +500,7 @@ def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: G
 
 
 def _wrong_default(item: Any, location: str) -> ConfigError:
+    """Return the error for an item of a recipe's defaults list that names neither a group nor another recipe."""
     return ConfigError(
         "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
         place=location,
@@ -584,12 +591,12 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
     `leaves` and `source`.
     """
 
-    def place(path: str) -> str:
-        return document.place(path.removeprefix(f"{package}.") if package else path)
+    def locate(path: str) -> str:
+        return document.location(path.removeprefix(f"{package}.") if package else path)
 
     kind = field_type(package) if package else schema.RunConfig
     if not package and document.values.pop("hydra", None) is not None:
-        position = document.place("hydra")
+        position = document.location("hydra")
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, partial(_always, document.shown))
@@ -597,15 +604,15 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
     if isinstance(data, dict) and (
         of_source := {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
     ):
-        document.source.update(data_forms.read_source(of_source, place, problems))
-        at = place(f"data.{next(iter(of_source))}")
+        document.source.update(data_forms.read_source(of_source, locate, problems))
+        at = locate(f"data.{next(iter(of_source))}")
         document.leaves.append(("data.sources", at))
         if {"path", "hub"} & of_source.keys() and "sources" in data:
             problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", at))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
-    reader = TreeReader(place, problems)
+    reader = TreeReader(locate, problems)
     reader.read(document.values, kind, package)
-    document.leaves.extend((path, place(path)) for path in reader.leaves)
+    document.leaves.extend((path, locate(path)) for path in reader.leaves)
 
 
 def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:

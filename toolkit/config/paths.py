@@ -73,7 +73,7 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
             for sentence in _wrong_source(source, f"{name}[{index}]"):
-                yield validate.about(loaded.position(name) + sentence, f"{name}[{index}]")
+                yield validate.error_about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
 def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:

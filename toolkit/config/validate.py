@@ -17,7 +17,7 @@ from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
 
 _LONGEST_VALUE = 40
-Place = Callable[[str], str]
+Locator = Callable[[str], str]
 """Dotted path -> its location: "recipes/x.yaml:3" or "command line"."""
 
 _OR_AUTO = (int | str, bool | str)
@@ -53,8 +53,8 @@ def field_type(path: str) -> Any:
 class TreeReader:
     """Reads a tree of values by the schema. Errors go to `problems`; wrong values are removed from their sections."""
 
-    def __init__(self, locate: Place, problems: Problems, *, is_resolved: bool = False) -> None:
-        self.place, self.problems, self.is_resolved = locate, problems, is_resolved
+    def __init__(self, locate: Locator, problems: Problems, *, is_resolved: bool = False) -> None:
+        self.locate, self.problems, self.is_resolved = locate, problems, is_resolved
         self.leaves: list[str] = []
         """Dotted keys of the valid values that were read; a list is one value."""
 
@@ -80,7 +80,7 @@ class TreeReader:
                 del value[key]
                 continue
             else:
-                self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.place)
+                self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.locate)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
                 continue  # wrong keys in it have been removed already
             if self.problems.count > before:
@@ -90,33 +90,33 @@ class TreeReader:
 
     def _value(self, value: Any, kind: Any, path: str) -> Any:
         """Return a value that is no section in its type; ConfigError if it has another type."""
-        if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.place):
+        if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.locate):
             return value
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
             if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
                 value = [value]
             if not isinstance(value, list):
-                raise _wrong(path, value, tr("a list, for example [a, b]"), self.place)
-            items = TreeReader(self.place, self.problems, is_resolved=self.is_resolved)
+                raise _wrong(path, value, tr("a list, for example [a, b]"), self.locate)
+            items = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)
             return [items.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
         if (origin is dict and not isinstance(value, dict)) or dataclasses.is_dataclass(kind):
-            raise _wrong(path, value, tr("a section of keys"), self.place)
+            raise _wrong(path, value, tr("a section of keys"), self.locate)
         if not self.is_resolved and (origin is dict or kind is Any):
-            _check_free(value, path, self.place)
+            _check_free(value, path, self.locate)
         if origin is dict and inner[1] is not Any:
             return {name: self._value(item, inner[1], f"{path}.{name}") for name, item in value.items()}
-        return value if origin is dict or kind is Any else _scalar(value, kind, path, self.place)
+        return value if origin is dict or kind is Any else _scalar(value, kind, path, self.locate)
 
 
-def about(sentence: str, *keys: str) -> ConfigError:
+def error_about(sentence: str, *keys: str) -> ConfigError:
     """Return an error with the `keys` that it is about."""
     error = ConfigError(sentence)
     error.keys = keys
     return error
 
 
-def unknown_key(path: str, locate: Place) -> ConfigError:
+def unknown_key(path: str, locate: Locator) -> ConfigError:
     """Return the error for an unknown key, with the key that was probably meant."""
     meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
     sentence = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
@@ -129,7 +129,7 @@ def unknown_key(path: str, locate: Place) -> ConfigError:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
     # Without sections among the meant keys, so that errors in these are still reported.
     keys = (path, *(key for key in meant if not _members(key)))
-    return about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+    return error_about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
 
 
 def keys_meant(path: str) -> tuple[str, ...]:
@@ -163,12 +163,12 @@ def _members(section: str) -> list[str]:
     return list(types_of(typing.cast("type", kind))) if dataclasses.is_dataclass(kind) else []
 
 
-def _names_code(path: str, locate: Place) -> ConfigError:
+def _names_code(path: str, locate: Locator) -> ConfigError:
     """Return the error for a `_target_`."""
     return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=locate(path))
 
 
-def _check_free(value: Any, path: str, locate: Place) -> None:
+def _check_free(value: Any, path: str, locate: Locator) -> None:
     """Raise ConfigError if a value in a free section, such as ds_extra, names code or calls a resolver."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -186,7 +186,7 @@ def _check_free(value: Any, path: str, locate: Place) -> None:
         raise _wrong(path, value, tr("a text"), locate)
 
 
-def _is_interpolation(value: str, path: str, locate: Place) -> bool:
+def _is_interpolation(value: str, path: str, locate: Locator) -> bool:
     """Whether a value refers to another key; ConfigError for `${resolver:…}`, which could read the environment."""
     # Without every plain ${other.key} the text may have no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
@@ -196,7 +196,7 @@ def _is_interpolation(value: str, path: str, locate: Place) -> bool:
     return "${" in value
 
 
-def _enum_member(value: Any, kind: type[Enum], path: str, locate: Place) -> Enum:
+def _enum_member(value: Any, kind: type[Enum], path: str, locate: Locator) -> Enum:
     """Return the member of an enum that a value names; ConfigError if it names none."""
     if isinstance(value, str) and value in kind.__members__:
         return kind[value]
@@ -207,10 +207,10 @@ def _enum_member(value: Any, kind: type[Enum], path: str, locate: Place) -> Enum
         value=value,
         choices=", ".join(kind.__members__),
     )
-    raise about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
+    raise error_about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
 
 
-def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
+def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
     """Return the value of the scalar key `path` in the type `kind` of its field, as YAML and the command line convert
     it; ConfigError if it cannot be converted, or is a number too large to compute with.
     """
@@ -236,10 +236,10 @@ def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
     return result
 
 
-def _wrong(path: str, value: Any, wanted: str, locate: Place) -> ConfigError:
+def _wrong(path: str, value: Any, wanted: str, locate: Locator) -> ConfigError:
     """Return the error for the value of a key that is not what it must be; `wanted`: that, such as "a number"."""
     shown = "null" if value is None else value
-    return about(
+    return error_about(
         tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted),
         path,
     )

@@ -656,7 +656,7 @@ def recipe_text(body: Body, problems: messages.Problems) -> str:
         try:
             files.parse(f"x: {text}", key)
         except messages.ConfigError as error:
-            problems.add(validate.about(str(error), key))
+            problems.add(validate.error_about(str(error), key))
         else:
             set_leaf(tree, key, text)
     base = [body["base"]] if body.get("base") else []
