@@ -210,6 +210,7 @@ def non_negative_int(values: dict[str, str], name: str, default: int) -> int:
 
 
 def _is_whole(text: str) -> bool:
+    """Whether a text is a whole number from 0, of a size that can be meant."""
     return text.isdecimal() and len(text) <= _MAX_DIGITS
 
 

@@ -115,6 +115,7 @@ def _serve(function: Callable[..., Any], language: str) -> None:
 
 
 def _called(item: tuple[Any, ...]) -> Any:
+    """Call the function of this worker process."""
     assert _function is not None
     return _function(*item)
 
@@ -138,6 +139,7 @@ def process(function: Callable[..., None], *arguments: Any) -> Any:
 
 
 def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) -> None:
+    """Call a function, if there is one, in a process that ends with the process `parent`."""
     end_with(parent)
     if function is not None:
         function(*arguments)
@@ -151,6 +153,7 @@ def ending_with_this(module: str, name: str) -> Callable[..., None]:
 
 
 def _imported(module: str, name: str, *arguments: Any) -> None:
+    """Call a function by the names of its module and itself."""
     getattr(importlib.import_module(module), name)(*arguments)
 
 

@@ -60,6 +60,7 @@ _LONGEST_LINE = 1000
 
 
 def _fill(english: str, values: dict[str, object]) -> str:
+    """Return a message in the user's language with its values, without secrets and control characters."""
     return hide(printable(translated(english).format(**{name: _bounded(value) for name, value in values.items()})))
 
 

@@ -127,6 +127,7 @@ def _is_named(name: Any, value: Any) -> bool:
 
 
 def _says_secret_key(name: Any) -> bool:
+    """Whether the name of a config's key says that its value is secret; names of vocabularies do not."""
     text = str(name)
     return _CONFIG_NAME.search(text) is not None and re.fullmatch(_VOCABULARY, text, re.IGNORECASE) is None
 
@@ -150,6 +151,7 @@ def _secrets() -> list[str]:
 
 @cache
 def _says_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is secret."""
     return _NAME.search(name) is not None
 
 

@@ -48,6 +48,7 @@ def is_live() -> bool:
 
 
 def _stream() -> TextIO:
+    """Return where the live view is drawn."""
     return sys.stdout if _is_session else sys.stderr
 
 

@@ -146,6 +146,7 @@ def remove_old(
 
 
 def _directory_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a directory, which may lose some meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):

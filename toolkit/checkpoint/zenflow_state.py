@@ -101,6 +101,7 @@ def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], f
 
 
 def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor flattened, in the memory where the optimizer keeps its own."""
     value = value.flatten().to(optimizer.device)
     return get_accelerator().pin_memory(value) if optimizer.cpu_offload_pin_memory else value
 

@@ -93,6 +93,7 @@ def _use_utf8() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    """Run the command that the first word names; return its exit code."""
     command, rest = words[0], words[1:]
     if command == "train" and set(rest).intersection(MULTIRUN):
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]

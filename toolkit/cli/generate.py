@@ -60,6 +60,7 @@ def run(words: list[str]) -> None:
 
 
 def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
+    """Print the answer to one question. `is_split`: the model is split over ranks, here and below."""
     for name in _FOR_FILES:
         if name in settings:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
@@ -75,6 +76,7 @@ def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None
 
 
 def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
+    """Write the answers to the questions of a file."""
     if not settings.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
     if is_split and "shard" in settings:
@@ -98,6 +100,7 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
 
 
 def _load(settings: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
+    """Return the model and its chat encoder."""
     from toolkit.evaluate.generate import check_system
     from toolkit.export.load import load_any, usual_precision
 

@@ -47,6 +47,7 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
+    """Return the value of a key if it is a number above 0, else None."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
 

@@ -62,6 +62,7 @@ def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: boo
 
 
 def _config_folder(name: str, revision: str) -> str:
+    """Return the directory of a downloaded config.json, with the Python files next to it if it names any."""
     import huggingface_hub as hub
 
     file = hub.try_to_load_from_cache(name, "config.json", revision=revision or None)

@@ -162,6 +162,7 @@ class ReadWhen(NamedTuple):
 
 
 def _read_when(keys: str, condition: str, reason: str = "{key} is {value}", test: Test | None = None) -> ReadWhen:
+    """Return the row for keys that are read only where `condition` holds; `test`: the same as a function."""
     return ReadWhen(keys, keys_in(condition), test or when(condition), reason)
 
 

@@ -70,6 +70,7 @@ def _write_shards(source: weights.WeightFiles, names: Sequence[str], folder: Pat
 
 
 def _read(source: weights.WeightFiles, name: str) -> torch.Tensor:
+    """Return a copy of a tensor in memory."""
     with source.open(name) as value:
         return value.clone()
 

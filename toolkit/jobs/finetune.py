@@ -127,6 +127,7 @@ def override_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested settings; `prefix`: of their keys."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

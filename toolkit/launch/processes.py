@@ -101,6 +101,7 @@ def run_launcher(
 
 
 def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
+    """Send a signal to processes; those that have ended are skipped."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)

@@ -181,6 +181,7 @@ class LastingStdout(io.TextIOWrapper):
             self._lose()
 
     def _lose(self) -> None:
+        """Send what is written from here on to /dev/null."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)

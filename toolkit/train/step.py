@@ -174,6 +174,7 @@ def _is_spike(value: float, before: Sequence[float], ratio: float) -> bool:
 
 
 def _median(values: Sequence[float]) -> float:
+    """Return the median of some values, NaN if there are none."""
     return statistics.median(values) if values else math.nan
 
 

@@ -72,6 +72,7 @@ class Trainer:
                 self.watchdog.stop()
 
     def _train(self) -> Path:
+        """Build, fit and finish the run; return its directory."""
         self.build()
         run = self.run
         with hooks.running(run.hooks, run, self.task):
@@ -205,6 +206,7 @@ class Trainer:
     def _build_engine(
         self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource
     ) -> settle.BuiltEngine:
+        """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps."""
         module = self.task.build_model(ds, source)
         engine = start_engine(module, cfg, ds, self.task.total_steps, source.folder)
         self.task.engine_built(engine, ds, source)
@@ -237,6 +239,7 @@ class Trainer:
         return start
 
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
+        """Return the lines that are printed at the end: steps, losses, skipped steps, answers, what to do next."""
         unit = self.task.loss_unit
         first, last = (f"{loss:.{3 if unit else 4}f}" for loss in (result.state.first_loss, result.state.last_loss))
         lines = [
