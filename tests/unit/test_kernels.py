@@ -51,6 +51,6 @@ def test_every_command_names_what_is_missing(
     main(["models", str(tmp_path / "model")])
     assert said in " ".join(capsys.readouterr().out.split())
     main(["plan", "recipe=zero1", "model=hf", "model.path=model", "gpus=1x80GB"])
-    assumed = "Times assume the kernels of flash-linear-attention causal-conv1d for its gated delta rule layers"
+    assumed = "gated delta rule layers: times assume the kernels of flash-linear-attention causal-conv1d"
     assert assumed in " ".join(capsys.readouterr().out.split())
     assert said in doctor_facts._missing_kernels(load(["recipe=zero1", "model=hf", "model.path=model"]).cfg)

@@ -10,9 +10,11 @@ import transformers
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fine_tuning import apply_tuning
-from toolkit.models.outline import outline, saved_by_layer
+from toolkit.models.outline import _LENGTH, _saved, outline, saved_by_layer
+from toolkit.plan.flops import formula
+from toolkit.plan.lookup import published_models
 from toolkit.plan.memory import Rows, activation_bytes, layer_activation_bytes
-from toolkit.plan.outline import shapes_of_config, with_tuning
+from toolkit.plan.outline import flop_sizes, shapes_of_config, with_tuning
 
 ROWS, LENGTH = 2, 24
 SIZES: dict[str, Any] = {"hidden_size": 96, "vocab_size": 200, "num_attention_heads": 6}
@@ -93,3 +95,33 @@ def test_what_is_measured_is_the_formula(kind: str, tmp_path: Path) -> None:
             for it in (found, with_tuning(*known, lora))
         )
         assert one == other
+
+
+def test_a_hybrid_keeps_the_mean_of_its_layers(tmp_path: Path) -> None:
+    """Of Qwen3.5, one layer in four has attention, and the others keep more."""
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    sizes |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
+    kept = []
+    for layers in (4, 8):
+        config = transformers.AutoConfig.for_model(
+            "qwen3_5_text", **sizes, num_key_value_heads=1, num_hidden_layers=layers
+        )
+        assert config.layer_types == [*["linear_attention"] * 3, "full_attention"] * (layers // 4)
+        config.save_pretrained(tmp_path)
+        kept.append(_saved(tmp_path, 0, torch.bfloat16, trains=True))
+    assert saved_by_layer(tmp_path, torch.bfloat16) == (kept[1] - kept[0]) // (4 * _LENGTH)
+
+
+def test_pairs_of_tokens_are_counted_where_there_is_attention() -> None:
+    config = transformers.AutoConfig.for_model(**published_models()["Qwen3.5-4B"]).get_text_config()
+    sizes = flop_sizes(lambda name: getattr(config, name, None))
+    assert (sizes["layers"], sizes["attending"]) == (32, 8)
+    shapes = {f"model.layers.{number}.self_attn.q_proj.weight": (8, 8) for number in range(32)}
+    found = formula(shapes, sizes)
+    assert found.forward.per_pair == 8 * 2 * sizes["heads"] * 2 * sizes["head_size"]
+    assert found.backward.per_pair == 2 * found.forward.per_pair

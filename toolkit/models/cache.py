@@ -53,5 +53,5 @@ def mask_and_positions(
     if positions is None:
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:] + first
     longer = torch.cat((mask.new_ones(rows, num_before), mask), dim=1)
-    longer.is_right_padded = getattr(mask, "is_right_padded", False)  # see `attention.training_mask`
+    longer.is_right_padded = getattr(mask, "is_right_padded", False)  # type: ignore[attr-defined]
     return longer, positions

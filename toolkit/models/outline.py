@@ -20,7 +20,7 @@ from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
 from toolkit.models.structure import untrained_prefixes
 from toolkit.plan.lookup import NO_MODEL
-from toolkit.plan.outline import TOWERS, flop_sizes
+from toolkit.plan.outline import TOWERS, WITHOUT_ATTENTION, flop_sizes
 from toolkit.plan.tuning_targets import ALL_LINEAR
 
 _LENGTH = 64
@@ -49,8 +49,23 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
     text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     if text.is_heterogeneous:
         return _saved(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
-    shallow, deep = (_saved(folder, layers, dtype, trains) for layers in (_LAYERS, 2 * _LAYERS))
-    return (deep - shallow) // (_LAYERS * _LENGTH)
+    # In a hybrid the mean of layers with attention and of those without.
+    kinds = getattr(text, "layer_types", None) or ["full_attention"]
+    numbers: dict[str, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        numbers.setdefault(kind if kind in WITHOUT_ATTENTION else "attention", []).append(number)
+    saved = {alike[-1]: len(alike) for alike in numbers.values()}
+    try:
+        total = sum(count * _saved_by_two(folder, dtype, trains, number) for number, count in saved.items())
+    except LookupError:  # Zamba2 needs a layer of each kind
+        total = len(kinds) * _saved_by_two(folder, dtype, trains, -1)
+    return total // (len(kinds) * _LAYERS * _LENGTH)
+
+
+def _saved_by_two(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
+    """Return the bytes that `_LAYERS` layers like layer `number` save."""
+    shallow, deep = (_saved(folder, layers, dtype, trains, number) for layers in (_LAYERS, 2 * _LAYERS))
+    return deep - shallow
 
 
 def outline(folder: Path) -> dict[str, Any]:
@@ -102,8 +117,10 @@ def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
     return parameter.T.shape if is_turned else parameter.shape
 
 
-def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
-    """Return the bytes that a forward pass of a model of `layers` layers saves; 0: of all its layers."""
+def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: int = -1) -> int:
+    """Return the bytes that a forward pass of a model of `layers` layers, all like layer `number`, saves; 0: of all its
+    layers.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     if layers:
@@ -115,7 +132,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
         ]
         text.num_hidden_layers = layers
         for name in per_layer_keys:
-            setattr(text, name, lists[name][-1:] * layers)
+            setattr(text, name, [lists[name][number]] * layers)
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
     if model._can_set_experts_implementation() and any("expert" in name for name, _ in model.named_parameters()):

@@ -16,8 +16,8 @@ A
   full, even if LoRA is not in queries, keys or values, as kernels compute them together.
 - `recomputed` is what activation checkpointing adds; it belongs to hardware FLOPs, not to model FLOPs.
 
-Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are known by
-`outline.MIXTURES`.
+Not counted: the states of linear attention and state spaces, DoRA's norms, P-Tuning's projection, the tokens of a soft
+prompt. Mixtures of experts are known by `outline.MIXTURES`.
 """
 
 import math
@@ -127,13 +127,14 @@ def formula(
         outer = [max(outside, key=costs.__getitem__)]
     matrices = [(costs[name], name in names, _position_of(name, layers)) for name in costs if name not in outside]
     heads = [(costs[name], name in names, (layers, 1)) for name in outer]
+    attending = sizes.get("attending", layers)
     # Per pair of tokens and layer: scores and weighted values.
     pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
     with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))  # layers whose attention has one
     recomputed = sum(layer >= first[0] for layer in range(layers))
 
     def rates(per_token: int, num_layers: int, per_trained_token: int) -> FlopRates:
-        per_pair = num_layers * pair_flops
+        per_pair = num_layers * pair_flops * attending // layers  # hybrids alternate from the first layer to the last
         return FlopRates(per_token + prefix_tokens * per_pair, per_pair, per_trained_token)
 
     def backward(parts: list[tuple[int, bool, Position]]) -> int:

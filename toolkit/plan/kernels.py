@@ -78,7 +78,7 @@ def describe_assumed(config: Mapping[str, Any]) -> str:
     if (kernels := kernels_of(config)) is None:
         return ""
     return tr(
-        "Times assume the kernels of {packages} for its {layers} layers: without them a step takes longer.",
+        "{layers} layers: times assume the kernels of {packages}, memory is that without them, which is more.",
         layers=tr(kernels.layers),
         packages=" ".join(DISTRIBUTIONS[name] for name in kernels.packages),
     )

@@ -55,10 +55,15 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
     return _decoder_shapes(config) if is_known else None
 
 
+WITHOUT_ATTENTION = ("conv", "linear_attention", "mlp", "moe", "recurrent")
+"""Values of `layer_types` (transformers 5.23) for layers in which tokens do not see each other in pairs."""
+
+
 def flop_sizes(read: Callable[[str], Any]) -> Sizes:
     """Return the sizes that FLOPs depend on besides shapes; `read` returns a config's value. They are layers, heads and
-    head_size; for latent attention value_size and cached (elements of a token and layer); for MIXTURES experts, chosen
-    (experts of a token) and expert_inner, their inner width. {} for a model whose attention is not known.
+    head_size; in a hybrid attending, the layers with attention; for latent attention value_size and cached (elements of
+    a token and layer); for MIXTURES experts, chosen (experts of a token) and expert_inner, their inner width. {} for a
+    model whose attention is not known.
     """
     try:
         sizes = _flop_sizes(read)
@@ -72,6 +77,9 @@ def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
     if not (layers and heads and hidden):
         return {}
     sizes = {"layers": layers, "heads": heads, "head_size": read("head_dim") or hidden // heads}
+    kinds = read("layer_types") or ()
+    if len(kinds) == layers and (others := sum(kind in WITHOUT_ATTENTION for kind in kinds)):
+        sizes["attending"] = layers - others
     if latent := read("kv_lora_rank"):
         turned, value = read("qk_rope_head_dim"), read("v_head_dim")
         sizes |= {"head_size": read("qk_nope_head_dim") + turned, "value_size": value, "cached": latent + turned}
