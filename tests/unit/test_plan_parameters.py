@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 
+from toolkit.config.files import conf_folder, read
 from toolkit.config.load import load
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import model_class, transformers_config
+from toolkit.models.structure import untrained_prefixes
 from toolkit.plan.flops import formula
 from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.outline import active_parameters_line, shapes_of_config
@@ -144,6 +146,34 @@ def test_published_models_are_as_large_as_published(name: str, tmp_path: Path) -
     with torch.device("meta"):
         model = model_class(config).from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == MEASURED[name]
+
+
+GROUPS = {
+    json.dumps(values["published"]): path.stem
+    for path in sorted((conf_folder() / "model").glob("*.yaml"))
+    if "model_type" in (values := read(path).values).get("published", {})
+}
+"""Content of a config.json -> one of the groups with such a model."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("group", GROUPS.values())
+def test_published_models_are_planned_with_their_parameters_and_targets(group: str, tmp_path: Path) -> None:
+    """At full size: the plan counts what transformers builds, and LoRA is in linear layers of the text model alone."""
+    cfg = load(["recipe=lora", f"model={group}", f"prepare.dir={tmp_path}"]).cfg
+    (tmp_path / "config.json").write_text(json.dumps(cfg.model.published))
+    config = transformers_config(tmp_path)
+    with torch.device("meta"):
+        model = model_class(config).from_config(config)
+    planned = outline_of(cfg)
+    assert planned.num_parameters - planned.num_trained == sum(parameter.numel() for parameter in model.parameters())
+    modules, untrained = dict(model.named_modules()), untrained_prefixes(model)
+    assert planned.targets and not any(name.startswith(untrained or ("\0",)) for name in planned.targets)
+    for name in planned.targets:
+        assert isinstance(modules[name], torch.nn.Linear), name
+    rank = cfg.tuning.rank
+    sizes = [modules[name].weight.shape for name in planned.targets]
+    assert planned.num_trained == sum(rank * (out + width) for out, width in sizes)
 
 
 MIXTURES = {"GLM-4.5-Air", "GLM-4.7-Flash", "Qwen3-30B-A3B"}
