@@ -54,6 +54,7 @@ LATE = "toolkit.layouts"
 """A package whose modules are imported by the function that meets what a config names, so from lower layers, too."""
 EXTRAS_NAMED = {
     "toolkit/cli/__init__.py": {"toolkit.extras.cli", "toolkit.extras.completion"},
+    "toolkit/cli/eval.py": {"toolkit.extras.scores"},
     "toolkit/cli/plan.py": {"toolkit.extras.trace"},
     "toolkit/jobs/check.py": {"toolkit.extras.type_trial"},
     "toolkit/jobs/nodes.py": {"toolkit.extras.doctor.examine"},

@@ -5,6 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jsonschema import Draft202012Validator, SchemaError, validators
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
 from toolkit.messages import RowError, did_you_mean, joined, parsed_json, shortened, tr
 from toolkit.models.sandbox import TooSlow, time_limit
 
@@ -48,7 +52,7 @@ def read_check(value: object, allow_code: bool = False) -> Check:
                 reason=error,
             ) from None
     if "json_schema" in value:
-        _validator(value["json_schema"])
+        _check_schema(value["json_schema"])
     if "python" in value and not allow_code:
         raise RowError(
             "check.python runs code that a model has written, as your user. In a container, or on a machine with "
@@ -94,8 +98,6 @@ def _regex(asked: str, answer: str) -> str:
 
 def _json_schema(asked: Any, answer: str) -> str:
     """Validate an answer, or its code block, as JSON."""
-    from referencing.exceptions import Unresolvable
-
     try:
         value = parsed_json(code_of(answer.strip()))
     except ValueError:
@@ -108,22 +110,17 @@ def _json_schema(asked: Any, answer: str) -> str:
 
 
 def _validator(schema: Any) -> Any:
-    """Return the validator of a JSON Schema; RowError if it is none. References to other documents fail: none is
-    fetched.
-    """
-    import jsonschema
-    import referencing
+    """Return the validator of a JSON Schema, which fetches no other document."""
+    return validators.validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
 
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+
+def _check_schema(schema: Any) -> None:
+    """Raise RowError if a value is no JSON Schema."""
     try:
-        with time_limit(TIME_LIMIT_S):
-            kind.check_schema(schema)
-    except (jsonschema.SchemaError, RecursionError, TooSlow) as error:
-        raise RowError(
-            "check.json_schema is no JSON Schema: {reason}",
-            reason=shortened(getattr(error, "message", type(error).__name__), 200),
-        ) from None
-    return kind(schema, registry=referencing.Registry())
+        type(_validator(schema)).check_schema(schema)
+    except (SchemaError, RecursionError) as error:
+        reason = shortened(getattr(error, "message", type(error).__name__), 200)
+        raise RowError("check.json_schema is no JSON Schema: {reason}", reason=reason) from None
 
 
 def _python(asked: str, answer: str) -> str:

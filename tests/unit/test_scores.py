@@ -1,0 +1,258 @@
+"""`toolkit eval PATH tasks=… questions=…`: what is passed to lm-evaluation-harness, and what becomes of its results.
+
+CI does not install the harness: a stand-in has its signatures. Where it is installed, its scores and those of its own
+command line on the same directory are equal.
+"""
+
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.fake_runs import fake_run
+from tests.unit.speaker import SAYS, write_random, write_speaker
+from toolkit.cli import main
+from toolkit.messages import ConfigError, DataError
+from toolkit.report.page import make_report
+
+ROOT = Path(__file__).parents[2]
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install -e '.[eval]'"
+)
+
+
+class TaskManager:
+    """As lm_eval.tasks.TaskManager 0.4.13."""
+
+    all_tasks = ("ceval-valid", "ceval-valid_law", "gsm8k", "gsm8k_cot", "offline", "unsafe")
+
+    def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
+        self.include_path, self.include_defaults = include_path, include_defaults
+
+    def match_tasks(self, task_list: list[str]) -> list[str]:
+        return [name for name in task_list if name in self.all_tasks and self.include_defaults]
+
+    def load(self, task_list: list[str]) -> dict[str, Any]:
+        if "offline" in task_list:
+            raise ConnectionError("Couldn't reach 'some/data' on the Hub (OfflineModeIsEnabled)")
+        return {"tasks": {name: type("Task", (), {"UNSAFE_CODE": name == "unsafe"})() for name in task_list}}
+
+
+class HFLM:
+    """As lm_eval.models.huggingface.HFLM 0.4.13."""
+
+    def __init__(self, pretrained: Any, backend: str, tokenizer: Any, batch_size: int | str) -> None:
+        self.pretrained, self.tokenizer = pretrained, tokenizer
+
+
+calls: list[dict[str, Any]] = []
+
+
+def simple_evaluate(
+    model: HFLM,
+    tasks: list[str],
+    num_fewshot: int | None,
+    batch_size: int | str,
+    limit: float | None,
+    system_instruction: str | None,
+    apply_chat_template: bool,
+    fewshot_as_multiturn: bool,
+    task_manager: TaskManager,
+    confirm_run_unsafe_code: bool,
+) -> dict[str, Any]:
+    """As lm_eval.simple_evaluate 0.4.13, whose results have this form: a group of two tasks, and a task."""
+    calls.append(dict(locals()))
+    value = 0.25 * len(calls)
+    sample = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "target": 1, "acc": 1.0}
+    choices = {"arguments": [("Q", " a"), ("Q", " b")], "filtered_resps": [(-2.0, False), (-1.0, True)]}
+    return {
+        "results": {
+            "ceval": {"alias": "ceval", "acc,none": value, "acc_stderr,none": 0.125},
+            "ceval_law": {"alias": "law", "acc,none": value, "acc_stderr,none": 0.1},
+            "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"},
+        },
+        "group_subtasks": {"ceval": ["ceval_law"], "ceval_law": [], "gsm8k": []},
+        "n-samples": {"ceval_law": {"original": 9, "effective": 3}, "gsm8k": {"original": 9, "effective": 1319}},
+        "samples": {"ceval_law": [sample | choices]},
+        "pretty_env_info": "long",
+    }
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Put the stand-in in the harness's place, and return the calls."""
+    calls.clear()
+    for name, content in {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": HFLM},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@needs_harness
+def test_the_stand_in_has_the_signatures() -> None:
+    import lm_eval
+    import lm_eval.tasks
+    from lm_eval.models.huggingface import HFLM as RealModel
+
+    for ours, theirs in (
+        (simple_evaluate, lm_eval.simple_evaluate),
+        (TaskManager, lm_eval.tasks.TaskManager),
+        (HFLM, RealModel),
+    ):
+        assert set(inspect.signature(ours).parameters) <= set(inspect.signature(theirs).parameters)
+
+
+def test_a_run_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: list[dict[str, Any]]
+) -> None:
+    base, run = write_random(tmp_path / "base"), fake_run(tmp_path / "run", 40)
+    write_speaker(run / "export")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["model"]["path"] = str(base)
+    config["track"]["tensorboard"]["enabled"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    questions = tmp_path / "faq.jsonl"
+    asked = [{"prompt": "1", "check": {"exact": SAYS}}, {"prompt": "2", "check": {"contains": "and so on"}}]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
+
+    words = ["tasks=ceval-valid,gsm8k", f"questions={questions}", "compare=base", "limit=3", "num_fewshot=2"]
+    words += ["apply_chat_template=true", "batch_size=2", "max_new_tokens=32", "system=Be brief."]
+    assert main(["eval", str(run), *words]) == 0
+    said = capsys.readouterr().out
+    assert f"toolkit report {run}" in said
+    table = [line.split() for line in said.splitlines() if line.startswith("  ")]
+    assert table[1] == ["ceval", "acc", "3", "0.5000", "±", "0.1250", "0.2500", "±", "0.1250", "-0.2500"]
+    assert table[2] == ["gsm8k", "exact_match,strict-match", "1,319", "0.5000", "0.5000", "+0.0000"]
+    assert table[3][:4] == ["faq", "passed", "2", "0.0000"] and table[3][-4:] == ["1.0000", "±", "0.0000", "+1.0000"]
+
+    after, before = stand_in
+    assert after["model"].tokenizer.chat_template and before["model"].pretrained is not after["model"].pretrained
+    passed_on = {name: after[name] for name in after if name not in ("model", "task_manager")}
+    assert passed_on == {
+        "tasks": ["ceval-valid", "gsm8k"],
+        "num_fewshot": 2,
+        "batch_size": 2,
+        "limit": 3,
+        "system_instruction": "Be brief.",
+        "apply_chat_template": True,
+        "fewshot_as_multiturn": True,
+        "confirm_run_unsafe_code": False,
+    }
+    [record] = (run / "evaluations").glob("scores-*.json")
+    values = json.loads(record.read_text(encoding="utf-8"))
+    assert (values["step"], values["base"], len(values["harness"])) == (40, str(base), 2)
+    rows = [json.loads(line) for line in record.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["model"], row["output"], row["acc"]) for row in rows] == [
+        (str(run), " b", 1.0),
+        (str(base), " b", 1.0),
+    ]
+    assert len(list((run / "evaluations").glob("scores-*-faq*.jsonl"))) == 2
+
+    page, _ = make_report([run])
+    assert "ceval acc" in (text := page.read_text(encoding="utf-8")) and "0.2500 ± 0.1250" in text
+    event_files = list((run / "tensorboard").glob("*"))
+    assert any(b"eval/ceval/acc" in file.read_bytes() for file in event_files)
+
+
+def test_errors_come_before_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: list[dict[str, Any]]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+
+    def error(*words: str) -> str:
+        assert main(["eval", str(model), *words]) == 2
+        return capsys.readouterr().err
+
+    assert "Nearest: ceval-valid, ceval-valid_law" in error("tasks=ceval")
+    assert "Nearest: gsm8k" in error("tasks=gsmk8")
+    assert "some/data" in (said := error("tasks=offline")) and "datasets" in said and "docs/evaluation.md" in said
+    assert len(said.splitlines()) <= 2
+    assert "allow_code=true" in error("tasks=unsafe")
+    assert "include_path" in error("tasks=gsm8k", f"include_path={tmp_path / 'none'}")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "task.yaml").write_text("task: own\ndoc_to_text: !function f.g\n")
+    assert "!function" in error("tasks=gsm8k", f"include_path={tmp_path / 'own'}")
+    assert "tasks=" in error("questions=x", "limit=3")
+    assert "tasks=… or questions=FILE" in error()
+    (tmp_path / "q.jsonl").write_text('{"prompt": "1"}\n')
+    assert "no row has a check" in error(f"questions={tmp_path / 'q.jsonl'}")
+    (model / "config.json").write_text("{}")
+    assert "compare=DIR" in error("tasks=gsm8k", "compare=base")
+    assert not stand_in
+
+
+def test_without_the_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert main(["eval", str(tmp_path), "tasks=gsm8k"]) == 2
+    assert "pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
+
+
+def write_tasks(folder: Path) -> Path:
+    """Write a task of choices and one of generated answers, with their data; return the directory of task files."""
+    (folder / "tasks").mkdir(parents=True)
+    data = folder / "data.jsonl"
+    rows = [{"q": f"What is {n} + 1?", "choices": [f"{n}", f"{n + 1}", "no"], "answer": 1} for n in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+    }
+    choice = {"task": "own_choice", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    choice |= {"doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+    answer = {"task": "own_answer", "output_type": "generate_until", "doc_to_target": "and so on"}
+    answer |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}, "metric_list": [{"metric": "bleu"}]}
+    for task in (choice, answer):
+        (folder / "tasks" / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task), encoding="utf-8")
+    return folder / "tasks"
+
+
+@needs_harness
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("template", [False, True])
+def test_the_scores_are_those_of_its_own_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tasks = write_random(tmp_path / "model"), write_tasks(tmp_path / "own")
+    words = [f"apply_chat_template={str(template).lower()}", f"output={tmp_path / 'ours.jsonl'}", "limit=7"]
+    assert main(["eval", str(model), "tasks=own_*", f"include_path={tasks}", "batch_size=2", *words]) == 0
+    ours = json.loads((tmp_path / "ours.json").read_text(encoding="utf-8"))["harness"][0]["results"]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model}"]
+    command += ["--tasks", "own_*", "--include_path", str(tasks), "--device", "cpu", "--batch_size", "2"]
+    command += ["--limit", "7", "--output_path", str(tmp_path / "theirs"), *["--apply_chat_template"][: int(template)]]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    [file] = (tmp_path / "theirs").rglob("results_*.json")
+    theirs = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert set(ours) == {"own_choice", "own_answer"} and ours == theirs
+
+
+@needs_harness
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_harness_itself_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.extras import harness
+
+    tasks = write_tasks(tmp_path / "own")
+    (tmp_path / "own" / "data.jsonl").unlink()
+    with pytest.raises(DataError, match="own_choice"):
+        harness.load_tasks(harness.HarnessOptions(tasks=("own_choice",), include_path=str(tasks)))
+    with pytest.raises(ConfigError, match="own_choice"):
+        harness.load_tasks(harness.HarnessOptions(tasks=("own_choise",), include_path=str(tasks)))
