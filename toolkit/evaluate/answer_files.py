@@ -81,7 +81,7 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
                 try:
                     question = replace(question, check=checks.read_check(values["check"], allow_code))
                 except RowError as error:
-                    raise DataError("{where}: {reason}.", where=where, reason=error) from None
+                    raise DataError("{file}: {reason}.", file=where, reason=error) from None
             yield question
 
 
@@ -365,8 +365,7 @@ def answer_source(
     if is_shard:
         output = shard_of(output, *shard)
     elif _merge_shards(output, settings, batch_size * BATCHES_IN_WINDOW):
-        say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
-        _report_checks(output)
+        _report_written(output, total)
         return
     # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
     answer_file = (
@@ -395,9 +394,8 @@ def answer_source(
         if not file:
             return
         file.finish(is_shard)
-    say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
+    _report_written(output, total)
     _report_incomplete(total - done, cut, failed)
-    _report_checks(output)
 
 
 def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:
@@ -413,8 +411,9 @@ def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:
     return count
 
 
-def _report_checks(output: Path) -> None:
-    """Report how many answers passed their check, if there were checks."""
+def _report_written(output: Path, rows: int) -> None:
+    """Report how many rows were written, and how many answers passed their check, if there were checks."""
+    say("wrote {file}: {rows} rows.", file=output, rows=f"{rows:,}")
     passed, checked = count_passed(output)
     if checked:
         say(

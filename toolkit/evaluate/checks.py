@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator, SchemaError, validators
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from toolkit.messages import RowError, did_you_mean, joined, parsed_json, shortened, tr
+from toolkit.messages import RowError, parsed_json, shortened, tr
 from toolkit.models.sandbox import TooSlow, time_limit
 
 Check = Mapping[str, Any]
@@ -34,10 +34,7 @@ def read_check(value: object, allow_code: bool = False) -> Check:
         raise RowError("check = {value} is not of the form {form}", value=shortened(value, 60), form='{"regex": "…"}')
     for kind, asked in value.items():
         if kind not in _KINDS:
-            known = tr("Known: {known}.", known=", ".join(_KINDS)).rstrip(".")
-            raise RowError(
-                "{reason}", reason=joined(tr("check has no '{kind}'.", kind=kind), did_you_mean(kind, _KINDS), known)
-            )
+            raise RowError("check has no '{kind}'; known are {known}", kind=kind, known=", ".join(_KINDS))
         if not isinstance(asked, _TYPES[kind]) or (
             isinstance(asked, list) and not all(type(text) is str for text in asked)
         ):
@@ -55,8 +52,10 @@ def read_check(value: object, allow_code: bool = False) -> Check:
         _check_schema(value["json_schema"])
     if "python" in value and not allow_code:
         raise RowError(
-            "check.python runs code that a model has written, as your user. In a container, or on a machine with "
-            "nothing to lose: add allow_code=true"
+            tr(
+                "check.python runs code that a model has written, as your user. In a container, or on a machine with "
+                "nothing to lose: add allow_code=true"
+            )
         )
     return value
 

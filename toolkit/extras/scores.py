@@ -168,7 +168,7 @@ def _score_model(
 ) -> _Scored:
     """Load the model, or `base` unless that is "", and score it. A collective."""
     loaded = load_any(
-        base or request.path,
+        base or (request.path if request.adapter else str(target.folder)),
         adapter="" if base else request.adapter,
         family=request.family,
         chat_template=request.chat_template,
