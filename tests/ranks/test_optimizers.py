@@ -12,7 +12,7 @@ from ranks import run
 from shared import WORKER, by_tier, launcher, losses, of_tier, plain_loop, tiny
 
 from toolkit.checkpoint.fragments import Fragments
-from toolkit.engine.build import Lion
+from toolkit.engine.lion import Lion
 
 STEPS, SAVED = 6, 3
 TOLERANCE = 5e-6

@@ -22,10 +22,11 @@ from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine import bf16_adam
 from toolkit.engine.bf16_adam import Bf16Adam, round_stochastically
-from toolkit.engine.build import Lion, client_optimizer, parameter_groups
+from toolkit.engine.build import client_optimizer, parameter_groups
 from toolkit.engine.deepspeed_patches import pass_rate_to_second_optimizers
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
+from toolkit.engine.lion import Lion
 from toolkit.engine.memory import PeakMemory
 from toolkit.messages import ConfigError
 from toolkit.models.load import random_config

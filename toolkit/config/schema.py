@@ -77,11 +77,6 @@ class LoraInit(str, Enum):
     pissa = "pissa"
     olora = "olora"
 
-    @property
-    def is_from_weights(self) -> bool:
-        """Whether LoRA starts from a decomposition of each weight."""
-        return self in (LoraInit.pissa, LoraInit.olora)
-
 
 class TaskKind(str, Enum):
     """What a model learns."""

@@ -37,15 +37,19 @@ def is_from_weights(settings: Mapping[str, Any]) -> bool:
 class InitializedLinear(Linear):
     """A linear layer with LoRA that starts from its weight; at first it computes exactly what the base computes."""
 
+    initial_A: torch.Tensor  # noqa: N815  # peft's name of the factor
+    initial_B: torch.Tensor  # noqa: N815
+
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Return W x + s (B A x - B0 A0 x). As in peft, dropout is on the input of A alone."""
         result: torch.Tensor = self.base_layer(x, *args, **options)
         if self.disable_adapters:
             return result
-        inputs = self._cast_input_dtype(x, dtype := self.lora_A[ADAPTER].weight.dtype)
+        first: Any = self.lora_A[ADAPTER]
+        inputs = self._cast_input_dtype(x, dtype := first.weight.dtype)
         # DeepSpeed (0.19.8) casts the parameters of a model that is in float32, but not its buffers.
         initial = functional.linear(functional.linear(inputs, self.initial_A.to(dtype)), self.initial_B.to(dtype))
-        trained = self.lora_B[ADAPTER](self.lora_A[ADAPTER](self.lora_dropout[ADAPTER](inputs)))
+        trained = self.lora_B[ADAPTER](first(self.lora_dropout[ADAPTER](inputs)))
         return result + ((trained - initial) * self.scaling[ADAPTER]).to(result.dtype)
 
 
@@ -57,15 +61,18 @@ def attach(model: PreTrainedModel, kind: str, compute: bool) -> None:
         kind: pissa, pissa_niter_N (randomized SVD with N iterations) or olora.
         compute: not on the meta device, and not where a checkpoint's values follow.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    layers: list[tuple[str, Any]] = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, LoraLayer)
+    ]
     for name, layer in layers:
-        if type(layer) is not Linear or layer.use_dora[ADAPTER]:
+        is_linear: bool = layer.__class__ is Linear
+        if not is_linear or layer.use_dora[ADAPTER]:
             raise ConfigError(
                 "tuning.init = {kind} is for linear layers without DoRA, and {name} is {layer}. Choose other layers "
                 "(tuning.target_modules), or tuning.init=default.",
                 kind=kind,
                 name=name,
-                layer="DoRA" if type(layer) is Linear else type(layer.get_base_layer()).__name__,
+                layer="DoRA" if is_linear else type(layer.get_base_layer()).__name__,
             )
         first, second = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         if len(first) > min(layer.in_features, layer.out_features):

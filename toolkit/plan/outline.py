@@ -325,7 +325,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, target
         out, width = named[f"{name}.weight"]
         added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
-        if tuning.init.is_from_weights:
+        if tuning.init in (schema.LoraInit.pissa, schema.LoraInit.olora):
             frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
         if tuning.dora:
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
