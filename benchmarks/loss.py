@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from toolkit import children
-from toolkit.distributed import process_group
+from toolkit.distributed import accelerator
 from toolkit.models import loss as loss_module
 
 DEFAULTS: dict[str, Any] = {
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
 def measure(way: str, given: dict[str, Any]) -> None:
     """Print seconds per forward and backward pass, and bytes."""
     loss_module.CHUNK_BYTES = int(given["chunk_mib"] * 2**20)
-    device, dtype = process_group.device_alone().type, getattr(torch, given["dtype"])
+    device, dtype = accelerator.device_alone().type, getattr(torch, given["dtype"])
     torch.manual_seed(0)
     hidden = torch.randn(given["tokens"], given["hidden"], device=device).to(dtype).requires_grad_()
     weight = (torch.randn(given["vocab"], given["hidden"], device=device) * 0.02).to(dtype)

@@ -228,11 +228,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     order.prepare()  # a CycleError names the circle
 
 
-def test_one_function_decides_where_a_process_computes() -> None:
-    """Ranks ask DeepSpeed, everything else process_group.device_alone; attention.py asks what kernels a GPU has."""
-    sources = {path: path.read_text(encoding="utf-8") for path in [*files(), *(ROOT / "benchmarks").glob("*.py")]}
-    asking = {path.stem for path, text in sources.items() if "cuda.is_available" in text}
-    assert asking == {"process_group", "attention"}
+def test_one_file_names_the_devices_of_one_maker() -> None:
+    """Ranks ask DeepSpeed's accelerator, everything else distributed/accelerator.py; CUDA of config/requirements.py is
+    the one place that spells the device.
+    """
+    asking, spelling = set[str](), set[str]()
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "cuda" and not isinstance(node.value, ast.Constant):
+                asking.add(path.stem)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                spelling |= {path.stem} if node.value.split(":")[0] == "cuda" else set()
+    assert (asking, spelling) == ({"accelerator"}, {"requirements"})
+    benchmarks = (path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    assert not [text for text in benchmarks if "cuda.is_available" in text]
 
 
 def test_planning_needs_no_torch() -> None:

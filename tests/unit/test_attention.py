@@ -17,6 +17,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import Attention, Init, ModelConfig
 from toolkit.data.loader import collate
 from toolkit.data.store import Sample
+from toolkit.distributed import accelerator
 from toolkit.messages import ModelError
 from toolkit.models import attention, attention as attention_module
 from toolkit.models.attention import attention_arguments, choose_attention
@@ -126,7 +127,7 @@ def function_of(version: str) -> Any:
 def test_older_gpus_have_no_kernel_for_variable_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a T4 or V100 packed rows get a mask, and prefixes are not shared, instead of a refusal."""
     monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(varlen, "varlen_attn", function_of("2.13"))
     for capability, name in (((7, 5), "sdpa"), ((8, 0), attention_module.VARLEN)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
@@ -141,6 +142,7 @@ def test_each_version_of_the_kernel(version: str, is_used: bool, monkeypatch: py
     """With fewer heads of keys, which 2.13 has to be told and 2.11 cannot be; 2.10 cannot be told a scale."""
     monkeypatch.setattr(varlen, "varlen_attn", function_of(version))
     monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(accelerator, "has_ampere_kernels", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or making fake tensors begins with a GPU
     model = build("glm")
     choose_attention(model, Attention.auto, True, torch.bfloat16)

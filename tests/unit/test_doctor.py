@@ -21,6 +21,7 @@ ONE: dict[str, Any] = {
     "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0", "numpy": "2.0"},
     "nccl": "2.27",
     "code": {"commit": "abc", "files": {"run.py": "1", "toolkit/x.py": "2"}},
+    "accelerator": "cuda",
     "gpus": {"driver": "570", "cards": [CARD, CARD], "late": False},
     "takes_secrets": True,
     "cores": 8,
@@ -168,7 +169,10 @@ def test_of_two_machines_the_first_is_the_usual_one() -> None:
 
 
 def test_cpu_ranks_need_cores() -> None:
-    machines = {host: {**ONE, "gpus": {"driver": "", "cards": [], "late": False}, "cores": 1} for host in "ab"}
+    machines = {
+        host: {**ONE, "gpus": {"driver": "", "cards": [], "late": False}, "accelerator": "cpu", "cores": 1}
+        for host in "ab"
+    }
     found = findings_module.findings(machines, RESOURCES, {})
     assert [one.level for one in found] == [WARNING, WARNING]
     assert found[1].text.startswith("b: 2 slots on 1 CPU cores, and no GPU")

@@ -297,9 +297,8 @@ def test_its_batches_come_from_page_locked_memory_ahead_of_time(folder: Path, mo
     cfg, prepared = read(folder)
     plain = list(language_data.evaluation_batches(cfg, prepared, ALONE))
     assert len(plain) > 1 and not pinned
-    monkeypatch.setattr(language_data, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    npu = SimpleNamespace(device_name=lambda: "npu", current_device=lambda: 0, set_device=lambda device: None)
+    monkeypatch.setattr(language_data, "get_accelerator", lambda: npu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     found = list(language_data.evaluation_batches(cfg, prepared, ALONE))
     assert len(pinned) == sum(map(len, found)) and all(name.startswith("batches") for name in pinned)

@@ -49,8 +49,8 @@ def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_gpu_is_left_alone_where_ranks_leave_it(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     model = load_any(str(random_model)).model
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
+from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError
-from toolkit.models import layers
 from toolkit.models.layers import apply_liger
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
 
@@ -66,7 +66,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(layers, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(accelerator, "trains_on_cuda", lambda: True)
 
 
 @pytest.mark.usefixtures("package")

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.distributed import process_group
+from toolkit.distributed import accelerator, process_group
 from toolkit.messages import LaunchError
 
 
@@ -50,15 +50,19 @@ def start(
 
 
 @pytest.mark.parametrize(
-    ("named", "has_gpu", "expected"),
-    [(None, True, "cuda"), ("", True, "cuda"), ("cuda", True, "cuda"), ("cuda", False, "cpu"), ("cpu", True, "cpu")],
+    ("named", "has", "expected"),
+    [
+        *((None, "cuda", "cuda"), ("", "cuda", "cuda"), ("cuda", "cuda", "cuda"), ("cuda", "", "cpu")),
+        *(("cpu", "cuda", "cpu"), (None, "xpu", "xpu"), ("xpu", "xpu", "xpu"), ("cuda", "xpu", "cpu")),
+    ],
 )
 def test_a_process_alone_computes_where_ranks_would(
-    named: str | None, has_gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    named: str | None, has: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if named is None else {"DS_ACCELERATOR": named})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert process_group.device_alone() == torch.device(expected)
+    found = torch.device(has) if has else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert accelerator.device_alone() == torch.device(expected)
 
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +86,6 @@ def test_too_few_gpus_are_told_with_what_is_visible(visible: int, monkeypatch: p
 def test_two_ranks_on_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = HashStore()
     properties = SimpleNamespace(uuid="GPU-7")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for rank in (0, 1):
         monkeypatch.setattr(process_group, "_met", (store, rank, 2))

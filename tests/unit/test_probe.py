@@ -11,8 +11,7 @@ import transformers
 from transformers import GlmConfig
 
 from tests.probes import compare
-from toolkit.config.schema import PrecisionConfig
-from toolkit.engine.build import use_tf32
+from toolkit.distributed import accelerator
 from toolkit.export import verify
 from toolkit.export.verify import verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
@@ -109,14 +108,14 @@ def test_the_tolerance_follows_what_the_device_computes(model: transformers.GlmF
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
     try:
         for allowed, name in ((False, "float32"), (True, "tf32")):
-            use_tf32(PrecisionConfig(tf32=allowed))
+            accelerator.set_tf32(allowed)
             assert matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
             assert probe.precision_of(model, torch.device("cuda", 0)) == name
             assert probe.precision_of(model, "cpu") == "float32", "processors have no TF32"
             assert probe.precision_of(model.bfloat16(), "cuda") == "bfloat16"
             model.float()
     finally:
-        use_tf32(PrecisionConfig(tf32=before))
+        accelerator.set_tf32(before)
     taken = probe.capture(model, probe.spread_ids(model.config))
     off = probe.Probe(taken.ids, taken.logits + 5e-3 * taken.logits.std(), "tf32")
     difference, tolerance = compare(model, off)

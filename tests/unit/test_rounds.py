@@ -83,7 +83,7 @@ def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path, monkeypatc
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=0, **sizes)
     model = transformers.LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = with_rewards([row("a"), row("a longer one")], Reward(kind=str(tmp_path)))
     for one in found:

@@ -68,12 +68,12 @@ def _precision(options: list[str]) -> str:
     """Return torch's name of what `toolkit generate` would compute in, where the server's options say it computes."""
     import torch
 
-    from toolkit.distributed.process_group import device_alone
+    from toolkit.distributed.accelerator import device_alone
     from toolkit.export.load import usual_precision
     from toolkit.models.load import TORCH_DTYPES
 
     named = dict(pairwise(options)).get("--device", "")
-    device = torch.device(named) if named.startswith(("cpu", "cuda")) else device_alone()
+    device = torch.device(named) if named not in ("", "auto") else device_alone()
     return str(TORCH_DTYPES[usual_precision(device)]).removeprefix("torch.")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from toolkit.config import schema
 from toolkit.config.load import LoadedConfig
-from toolkit.config.requirements import device_here
+from toolkit.config.requirements import CUDA, device_here, is_rocm, torch_build
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.messages import LaunchError, tr
 
@@ -43,9 +43,11 @@ def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.enviro
         reason = tr("the optimizer is offloaded")
     elif kind == "cpu":
         is_torch, reason = True, tr("no GPU here")
+    elif kind != CUDA:
+        reason = tr("DeepSpeed's accelerator {name} brings its own", name=kind)
     else:
         op = _optimizer_op(cfg, kind)
-        tools = lacking_tools([op], environ) if kind == "cuda" and not built_ops([op], environ) else []
+        tools = [] if built_ops([op], environ) else lacking_tools([op], environ)
         reason = tr("{tools} not found here", tools=", ".join(tools)) if tools else tr("there is a GPU and a compiler")
         is_torch = bool(tools)
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, torch=is_torch)), reason
@@ -62,12 +64,13 @@ def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -
     offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
     kind, ops = device_here(environ), []
     if not cfg.optim.torch and cfg.optim.name in _KINDS:
-        ops.append(_optimizer_op(cfg, kind))
+        op = _optimizer_op(cfg, kind)
+        ops += [op] if kind == CUDA or op.startswith("cpu_") else []  # for NPUs and others they are Python
     if schema.Device.nvme in offloads:
         ops.append("async_io")
     if cfg.distributed.cpu_shared_memory and kind == "cpu":
         ops.append("deepspeed_shm_comm")
-    if kind == "cuda":
+    if kind == CUDA:
         quantizes = cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients
         has_gds = schema.Device.nvme in offloads and cfg.zero.aio.use_gds
         ops += ["gds"] * has_gds + ["quantizer"] * quantizes + ["dc"] * cfg.compile.deepcompile
@@ -90,12 +93,7 @@ def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/
     """
     if named := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named)
-    torch, cuda = "", ""
-    with suppress(OSError, metadata.PackageNotFoundError):
-        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
-        torch, cuda = (
-            "".join(re.findall(rf"^{name}\b.*= '(.+)'", text, re.MULTILINE)) for name in ("__version__", "(?:cuda|hip)")
-        )
+    torch, cuda = torch_build("__version__"), torch_build("(?:cuda|hip)")
     chips = [platform.machine(), *platform.libc_ver()]
     with suppress(OSError):  # Linux alone has it; flags on x86, Features on ARM
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -161,7 +159,11 @@ def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     }
     if "async_io" in names:
         has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in _include_folders(environ))
-    if on_gpu := [name for name in names if name in _HEADERS]:
+    if (on_gpu := [name for name in names if name in _HEADERS]) and is_rocm():
+        # Headers come with it; PyTorch looks there (torch 2.13, cpp_extension.py, _find_rocm_home).
+        home = environ.get("ROCM_HOME") or environ.get("ROCM_PATH") or "/opt/rocm"
+        has["hipcc"] = shutil.which("hipcc") or Path(home, "bin/hipcc").exists()
+    elif on_gpu:
         has["nvcc"] = (_cuda_home(environ) / "bin/nvcc").exists()
         if has["nvcc"] and (missing := _missing_headers(on_gpu, environ)):
             has[missing] = False
@@ -175,6 +177,7 @@ def how_to_install(tools: Iterable[str]) -> str:
         "ninja": "pip install ninja",
         "Python.h": "apt install python3-dev",
         "libaio.h": "apt install libaio-dev",
+        "hipcc": tr("ROCm's development packages, with ROCM_HOME set"),
         "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
     }
     headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")

@@ -1363,7 +1363,7 @@ class DistributedConfig:
     """`distributed`: communication between ranks."""
 
     backend: Backend = Backend.auto
-    """auto: nccl on NVIDIA GPUs, gloo on CPUs."""
+    """auto: nccl on NVIDIA and AMD GPUs, hccl on Ascend NPUs, gloo on CPUs."""
     interface: str = ""
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
     timeout_s: PositiveInt = 1800

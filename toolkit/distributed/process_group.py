@@ -28,7 +28,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from toolkit import children, messages, secrets
-from toolkit.config import mesh, schema
+from toolkit.config import mesh, requirements, schema
+from toolkit.distributed import accelerator
 from toolkit.messages import LaunchError, system_text, tr, warn
 
 T = TypeVar("T")
@@ -64,22 +65,14 @@ def _not_together(config: schema.DistributedConfig, error: Exception) -> LaunchE
     )
 
 
-def device_alone() -> torch.device:
-    """Return where a process that is no rank computes: on a GPU that PyTorch sees, unless DS_ACCELERATOR, which decides
-    for ranks, names something else. Without DeepSpeed, whose import takes seconds and speaks on stdout.
-    """
-    on_gpu = (os.environ.get("DS_ACCELERATOR") or "cuda") == "cuda" and torch.cuda.is_available()
-    return torch.device("cuda" if on_gpu else "cpu")
-
-
 def start(config: schema.DistributedConfig) -> torch.device:
     """Join the process group by the launcher's variables (RANK, ..., MASTER_PORT); return this rank's device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
+    chosen = get_accelerator()
     _tie_builds()
-    on_cpu = accelerator.device_name() == "cpu"
+    on_cpu = chosen.device_name() == "cpu"
     if on_cpu and not config.cpu_shared_memory:
         # TorchBackend compiles its shared-memory all-reduce (1-3 minutes) whenever this table says that it could
         # (deepspeed 0.19.8, comm/torch.py, build_shm_op); plain gloo serves without.
@@ -87,13 +80,14 @@ def start(config: schema.DistributedConfig) -> torch.device:
     backend = config.backend.value
     if config.backend is schema.Backend.auto:
         # DeepSpeed's CPU accelerator would ask for oneCCL, which plain PyTorch builds do not have.
-        backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+        backend = "gloo" if on_cpu else chosen.communication_backend_name()
     timeout = timedelta(seconds=config.timeout_s)
     if not on_cpu:
-        accelerator.set_device(own_gpu(accelerator.device_count(), os.environ))
+        chosen.set_device(own_gpu(chosen.device_count(), os.environ))
+    device = torch.device(chosen.current_device_name())
     try:
-        if backend == "nccl" and world_size() > 1:
-            _check_own_gpu(timeout)
+        if not on_cpu and backend != "gloo" and world_size() > 1:
+            _check_own_gpu(device, timeout)
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,
@@ -103,7 +97,7 @@ def start(config: schema.DistributedConfig) -> torch.device:
         )
     except (RuntimeError, ValueError) as error:
         raise _not_together(config, error) from error
-    return torch.device(accelerator.current_device_name())
+    return device
 
 
 def _tie_builds() -> None:
@@ -125,29 +119,35 @@ def own_gpu(visible: int, environ: MutableMapping[str, str]) -> int:
     if local_rank >= visible:
         raise LaunchError(
             "rank {rank} on {host} is number {local_rank} on its node, counted from 0, and {visible} GPUs are visible "
-            "(CUDA_VISIBLE_DEVICES={value}). Start as many ranks per node as GPUs, or let each rank see its own alone "
+            "({variable}={value}). Start as many ranks per node as GPUs, or let each rank see its own alone "
             "(srun --gpus-per-task=1).",
             rank=environ.get("RANK", "0"),
             host=socket.gethostname(),
             local_rank=local_rank,
             visible=visible,
-            value=environ.get("CUDA_VISIBLE_DEVICES", tr("not set")),
+            **_visible(environ),
         )
     return local_rank
 
 
-def _check_own_gpu(timeout: timedelta) -> None:
-    """Raise a LaunchError if another rank has taken this rank's GPU: NCCL allows one rank per GPU."""
+def _visible(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that chooses GPUs here, and its value, for messages."""
+    variable = requirements.visible_variable(environ)
+    return {"variable": variable, "value": environ.get(variable, tr("not set"))}
+
+
+def _check_own_gpu(device: torch.device, timeout: timedelta) -> None:
+    """Raise a LaunchError if another rank has taken this rank's GPU: NCCL allows one rank per GPU, HCCL per NPU."""
     store, rank, _ = meet(timeout)
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    if store.add(f"gpu/{gpu}", 1) > 1:
+    gpu = accelerator.serial_number(device)
+    if gpu and store.add(f"gpu/{gpu}", 1) > 1:
         raise LaunchError(
-            "rank {rank} on {host} sees the same GPU as another rank (CUDA_VISIBLE_DEVICES={value}), and NCCL takes "
+            "rank {rank} on {host} sees the same GPU as another rank ({variable}={value}), and NCCL takes "
             "one rank per GPU. Start as many ranks per node as GPUs, or let each rank see its own alone "
             "(srun --gpus-per-task=1).",
             rank=rank,
             host=socket.gethostname(),
-            value=os.environ.get("CUDA_VISIBLE_DEVICES", tr("not set")),
+            **_visible(os.environ),
         )
 
 
@@ -182,8 +182,12 @@ def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> 
     """Return the elementwise sum of `values` over all ranks, float64 on `device`, the same on each. A collective."""
     total = torch.as_tensor(values, dtype=torch.float64).clone()
     if total.device != device:  # from page-locked memory, so that the host does not wait for the device
-        total = (total.pin_memory() if device.type == "cuda" else total).to(device, non_blocking=True)
+        total = (total if device.type == "cpu" else total.pin_memory()).to(device, non_blocking=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "hccl":  # reduces no float64 (CANN 8.5, HcclAllReduce), but gathers it
+            parts = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, total)
+            return torch.stack(parts).sum(0)
         dist.all_reduce(total)
     return total
 

@@ -66,11 +66,6 @@ def load_ops(names: Iterable[str]) -> str:
     return ""
 
 
-def use_tf32(precision: schema.PrecisionConfig) -> None:
-    """Let this process multiply fp32 matrices in TF32, or not, on GPUs; PyTorch's own default differs by operation."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
-
-
 def compiles_layers(
     compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
 ) -> bool:

@@ -1,4 +1,4 @@
-"""Peak memory of this rank's device: torch's own count on a GPU, the bytes of all live tensors on a CPU."""
+"""Peak memory of this rank's device: PyTorch's own count on a GPU or NPU, the bytes of all live tensors on a CPU."""
 
 import gc
 import weakref
@@ -6,9 +6,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.distributed import accelerator
 from toolkit.plan.machine import GIB
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
@@ -97,12 +99,12 @@ class PeakMemory:
         if self._live is not None:
             self._live.peak = self._live.now
             return self._live.now
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.memory_allocated(self.device)
+        get_accelerator().reset_peak_memory_stats(self.device)
+        return int(get_accelerator().memory_allocated(self.device))
 
     def peak(self) -> int:
         """Return the most bytes in use at once since `restart`."""
-        return self._live.peak if self._live is not None else torch.cuda.max_memory_allocated(self.device)
+        return self._live.peak if self._live else int(get_accelerator().max_memory_allocated(self.device))
 
     def highest(self) -> int:
         """Return the most bytes in use at once since the context was entered."""
@@ -114,16 +116,14 @@ def limit_bytes(device: torch.device, max_gib: float) -> int:
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked
-    free, _ = torch.cuda.mem_get_info(device)
-    available = free + torch.cuda.memory_reserved(device)
+    available = accelerator.available_bytes(device)
     return min(asked, available) if asked else available
 
 
 def set_limit(device: torch.device, max_gib: float) -> None:
     """Limit this process to `max_gib` of its GPU's memory; does nothing if that is 0, or on CPUs."""
     if max_gib and device.type != "cpu":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max_gib * GIB / total), device)
+        accelerator.limit_memory(device, max_gib * GIB)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -76,7 +76,7 @@ def generate(
         with (
             probe.evaluating(model),
             without_compiling,
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
         ):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)

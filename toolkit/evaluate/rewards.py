@@ -102,11 +102,11 @@ def _reward_model(folder: Path) -> Score:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from toolkit.distributed import process_group
+    from toolkit.distributed import accelerator
     from toolkit.models import chat
 
     encoder = chat.chat_encoder(chat.load_tokenizer(str(folder)))
-    device = process_group.device_alone()
+    device = accelerator.device_alone()
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).to(device).eval()
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import transformers
 from toolkit.checkpoint import directory
 from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
-from toolkit.distributed import process_group
+from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import adapters, base_model, chat, load, save
 
@@ -27,8 +27,7 @@ def usual_precision(device: torch.device) -> Dtype:
     """Return the precision for inference on a device: fp32 on CPUs; bf16 on GPUs that have it, fp16 on older ones."""
     if device.type == "cpu":
         return Dtype.fp32
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return Dtype.bf16 if has_bf16 else Dtype.fp16
+    return Dtype.bf16 if accelerator.has_bf16(device) else Dtype.fp16
 
 
 def load_any(
@@ -52,7 +51,7 @@ def load_any(
         device: such as cuda:1; "" takes the GPU if there is one, unless DS_ACCELERATOR=cpu.
     """
     transformers.utils.logging.disable_progress_bar()
-    target = torch.device(device) if device else process_group.device_alone()
+    target = torch.device(device) if device else accelerator.device_alone()
     precision = Dtype(dtype) if dtype != "auto" else usual_precision(target)
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201

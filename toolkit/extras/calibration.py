@@ -47,11 +47,8 @@ _NEVER = 1_000_000
 """Micro-batches of a step that never comes: the optimizer is measured by itself."""
 
 
-def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
+def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rates:
     """Measure FLOP/s, memory and link speed of this rank for a config's model and longest rows. A collective."""
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
-    if not on_cpu:
-        torch.cuda.set_device(device)
     full_cfg = replace(cfg, tuning=type(cfg.tuning)())
     width = memory.WIDTHS[cfg.precision.dtype]
     outline = outline_of(full_cfg)
@@ -67,7 +64,7 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
     # Behind a GPU's computation it hides, so there the links' own speed is what counts.
-    gather = _gather(full_cfg, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
+    gather = _gather(full_cfg, outline, layer_s, device, world_size) if device.type == "cpu" and world_size > 1 else 0.0
     return Rates(
         flops=speed,
         micro_s=max(0.0, first_s - first_flops / speed),
@@ -203,12 +200,10 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call, begun by all ranks together, until the device has finished its work."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    get_accelerator().synchronize()
     started = time.perf_counter()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    get_accelerator().synchronize()
     return time.perf_counter() - started
 
 
@@ -220,12 +215,11 @@ def main(config: str, answer: str) -> None:
     cfg = load([f"recipe={config}"]).cfg
     set_language(cfg.language)
     ranks = environment.detect(os.environ)
-    on_cpu = get_accelerator().device_name() == "cpu"
-    if on_cpu:
+    if get_accelerator().device_name() == "cpu":
         torch.set_num_threads(1)
     try:
-        process_group.start(schema.DistributedConfig())
-        rates = measure(cfg, ranks.local_rank, ranks.world_size, on_cpu)
+        device = process_group.start(schema.DistributedConfig())
+        rates = measure(cfg, ranks.world_size, device)
         process_group.stop()
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         sys.exit(" ".join(str(error).split()) or type(error).__name__)

@@ -1,7 +1,7 @@
 """A fake GPU: DeepSpeed's engine and a model run on it, and their tensors have shapes but no numbers.
 
 PyTorch's fake tensors do it, on a device of a backend that nobody has implemented: each operation on them is only its
-shapes. A FakeTensor of a "cuda" device would do without a GPU as well, but not without PyTorch's CUDA build, as its
+shapes. A FakeTensor of a CUDA device would do without a GPU as well, but not without PyTorch's CUDA build, as its
 backward pass asks CUDA how many devices there are (torch 2.13). Process groups are PyTorch's fake ones, whose
 collectives return at once. What tensors weigh, what is sent, and where the host reads a number of the device is noted.
 
@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from toolkit.distributed import accelerator
 from toolkit.engine.memory import LiveBytes
 
 NAME = "gpu"
@@ -138,7 +139,7 @@ def begin(rank: int, world_size: int) -> None:
     set_accelerator(_Accelerator())
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
     FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
-    torch.cuda.get_device_capability = lambda *_: (8, 0)
+    accelerator.has_ampere_kernels = lambda: True
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     functional.scaled_dot_product_attention = _fused_attention
     fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from toolkit.config import mesh, schema
 from toolkit.config.load import load
 from toolkit.data import loader, sampler, store
-from toolkit.engine.build import parameter_groups, use_tf32
+from toolkit.distributed import accelerator
+from toolkit.engine.build import parameter_groups
 from toolkit.export.load import load_any
 from toolkit.export.write import write_folder
 from toolkit.extras import shrink
@@ -66,7 +67,7 @@ def follow(
     `dtype`: float64, in which a model still computes norms and rotary tables in float32; or the run's own. Weights
     begin as those of the run: rounded to the run's precision.
     """
-    use_tf32(cfg.precision)
+    accelerator.set_tf32(cfg.precision.tf32)
     run_dtype = TORCH_DTYPES[cfg.precision.dtype]
     model_config = replace(cfg.model, attention=schema.Attention.eager)
     model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)

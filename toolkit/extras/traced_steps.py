@@ -66,7 +66,6 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     rows: at_rest_bytes, peak_bytes, largest tensors, waits, collectives, optimizer.
     """
     fake_gpu.begin(rank, world_size)
-    attention.trains_on_gpu = lambda: True
     if cfg.optim.torch is not True:  # DeepSpeed's optimizer, as on a machine with nvcc
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
     total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)

@@ -194,7 +194,7 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
 
 def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
     """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
-    here = None if "gpus" in values or requirements.device_here() != "cuda" else this_machine()
+    here = None if "gpus" in values or not requirements.on_nvidia() else this_machine()
     machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
     check_precision(machine.card if machine else None, cfg.precision)
     return machine
@@ -206,7 +206,15 @@ def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
     host = values.get("host_memory", "")
     machine = this_machine(nodes) if "gpus" not in values else parse_machine(values["gpus"], nodes, host)
     if machine is None:
-        say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
+        kind = requirements.device_here()
+        if kind == "cpu" or requirements.on_nvidia():
+            say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
+        else:
+            say(
+                "What the accelerators of this machine ({kind}) have is not known, and no gpus=: planned for {gpus}.",
+                kind=kind,
+                gpus=_USUAL,
+            )
         machine = parse_machine(_USUAL, nodes, host)
     check_precision(machine.card, cfg.precision)
     if host:

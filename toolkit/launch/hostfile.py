@@ -192,39 +192,44 @@ def _named_gpus(specification: str, available: Resources, option: str) -> Resour
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a LaunchError for a CUDA_VISIBLE_DEVICES that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as
-    it does with a hostfile.
+    """Raise a LaunchError for a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as it does
+    with a hostfile.
     """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    variable = requirements.visible_variable(environ)
+    chosen = environ.get(variable)
     gpus_here = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in gpus_here] != [chosen]:
         raise LaunchError(
-            "CUDA_VISIBLE_DEVICES={chosen} has no effect with a hostfile: DeepSpeed writes over it on "
+            "{variable}={chosen} has no effect with a hostfile: DeepSpeed writes over it on "
             "every node. Unset it, and choose GPUs with --include {included}.",
+            variable=variable,
             chosen=chosen,
             included="@".join(f"{host}:{chosen}" for host in hosts),
         )
 
 
 def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a LaunchError for a CUDA_VISIBLE_DEVICES that DeepSpeed's launcher (0.19.8, runner.py) misreads or ignores
-    without a hostfile.
+    """Raise a LaunchError for a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads or
+    ignores without a hostfile.
     """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
+    variable = requirements.visible_variable(environ)
+    chosen = environ.get(variable, "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
     if not chosen or requirements.device_here(environ) == "cpu" or {*SELECTION_OPTIONS[:4]} & options.keys():
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(
-            "CUDA_VISIBLE_DEVICES={chosen}: DeepSpeed's launcher takes numbers of GPUs alone. Write their numbers, or "
+            "{variable}={chosen}: DeepSpeed's launcher takes numbers of GPUs alone. Write their numbers, or "
             "start with `torchrun --nproc-per-node {count} run.py …`.",
+            variable=variable,
             chosen=chosen,
             count=len(gpus),
         )
     if count.isdecimal() and {*map(int, gpus[: int(count)])} != {*range(int(count))}:
         raise LaunchError(
-            "CUDA_VISIBLE_DEVICES={chosen} has no effect with --num_gpus: DeepSpeed would take GPUs 0 to {last}. Write "
+            "{variable}={chosen} has no effect with --num_gpus: DeepSpeed would take GPUs 0 to {last}. Write "
             "--include localhost:{chosen}, or leave --num_gpus out.",
+            variable=variable,
             chosen=chosen,
             last=int(count) - 1,
         )

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from toolkit.config.schema import Attention, Dtype, RunConfig
+from toolkit.distributed import accelerator
 from toolkit.messages import ModelError, tr
 
 VARLEN = "varlen"
@@ -37,10 +38,10 @@ heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 
 
 
 def trains_on_gpu() -> bool:
-    """Whether a run's device is an NVIDIA GPU; a machine with a GPU may train on CPUs."""
+    """Whether a run's device is no CPU; a machine with a GPU may train on CPUs."""
     from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
 
-    return bool(get_accelerator().device_name() == "cuda")
+    return bool(get_accelerator().device_name() != "cpu")
 
 
 @torch.compiler.assume_constant_result
@@ -48,8 +49,7 @@ def _has_kernel() -> bool:
     """Whether PyTorch's kernel for variable lengths runs here: on GPUs from Ampere on (torch 2.13, flash_api.cpp), and
     not with torch 2.10, whose function takes no scale (nn/attention/varlen.py).
     """
-    is_older = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    return not is_older and _kernel_takes("scale")
+    return accelerator.has_ampere_kernels() and _kernel_takes("scale")
 
 
 @torch.compiler.assume_constant_result

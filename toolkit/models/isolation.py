@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from toolkit.distributed import accelerator
 from toolkit.messages import ModelError, reason_of
 from toolkit.models.attention import Batch, attention_arguments
 from toolkit.models.probe import evaluating
@@ -32,7 +33,7 @@ def check_isolation(
     suggests.
     """
     dtypes = {parameter.dtype for parameter in engine.parameters()}
-    is_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    is_tf32 = accelerator.uses_tf32(device)
     most = _MOST_IN_FLOAT32 if dtypes == {torch.float32} and not is_tf32 else _MOST_CHANGE
     for trunk in (0, 8) if shared else (0,):
         batch, first, length_alone = isolation_rows(vocab_size, trunk=trunk), 12 + trunk, 20 + trunk

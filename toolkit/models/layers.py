@@ -20,8 +20,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config import requirements
 from toolkit.config.schema import KernelsConfig, LossKernel, When
+from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError, tr
-from toolkit.models.attention import trains_on_gpu
 
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
@@ -30,7 +30,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     Returns:
         The reason why they were not replaced, "" if they were. ConfigError if they must be and cannot.
     """
-    reason = requirements.reason_not_to_use_liger(trains_on_gpu())
+    reason = requirements.reason_not_to_use_liger(accelerator.trains_on_cuda())
     if reason and kernels.loss is LossKernel.liger:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from toolkit.distributed import accelerator
 from toolkit.messages import CheckpointError, reading
 
 # In a subdirectory: vLLM and others take every *.safetensors next to config.json for weights.
@@ -130,7 +131,7 @@ def precision_of(model: PreTrainedModel, device: torch.device | str) -> str:
     """Return the precision in which a model computes on a device, a key of `TOLERANCES`."""
     if getattr(model, "is_loaded_in_4bit", False):
         return "nf4"
-    is_tf32 = torch.device(device).type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    is_tf32 = accelerator.uses_tf32(torch.device(device))
     return "tf32" if is_tf32 and model.dtype is torch.float32 else str(model.dtype).removeprefix("torch.")
 
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from toolkit.checkpoint import directory, state_files
 from toolkit.config import mesh, schema
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
-from toolkit.distributed import process_group
-from toolkit.engine import build, ds_config
+from toolkit.distributed import accelerator, process_group
+from toolkit.engine import ds_config
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
 from toolkit.export.verify import aside_if_wrong
@@ -148,7 +148,7 @@ class _MapSamples:
             batch_size=None,  # a micro-batch is an item
             collate_fn=_unchanged,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
-            pin_memory=get_accelerator().device_name() == "cuda",
+            pin_memory=get_accelerator().device_name() != "cpu",
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(loader)
@@ -439,7 +439,7 @@ class CustomTask(task.Task):
         """Return the program's module, which from here on casts its inputs to the run's precision."""
         cfg, model, self.model = self.cfg, self.model, None  # the engine has it from here on
         assert model is not None
-        build.use_tf32(cfg.precision)
+        accelerator.set_tf32(cfg.precision.tf32)
         dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)

@@ -404,10 +404,11 @@ def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
 
 
 def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield the batches with their targets, in pinned memory if the device is a GPU. A thread, which alone uses
+    """Yield the batches with their targets, in pinned memory unless the device is a CPU. A thread, which alone uses
     `batches`, prepares `count` in advance; an error in it is raised in place of its batch.
     """
-    on_gpu = get_accelerator().device_name() == "cuda"  # False for a run on CPUs of a machine with a GPU
+    accelerator = get_accelerator()
+    on_gpu = accelerator.device_name() != "cpu"  # False for a run on CPUs of a machine with a GPU
 
     def prepare() -> Batch | None:
         batch = next(batches, None)
@@ -416,7 +417,7 @@ def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         return {name: tensor.pin_memory() for name, tensor in loss.with_targets(batch).items()}
 
     # The current device of a new thread is the first GPU.
-    own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    own_gpu = partial(accelerator.set_device, accelerator.current_device()) if on_gpu else None
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
     try:
         waiting = deque(thread.submit(prepare) for _ in range(count))

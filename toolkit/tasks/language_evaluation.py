@@ -17,7 +17,7 @@ from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data import loader
-from toolkit.distributed import process_group
+from toolkit.distributed import accelerator, process_group
 from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate
 from toolkit.evaluate.loss import Measure, evaluate_loss
@@ -228,7 +228,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # meant for developers of libraries
-    build.use_tf32(cfg.precision)
+    accelerator.set_tf32(cfg.precision.tf32)
     packed = prepared.layout is not loader.Layout.alone
     # There are no steps, so that the recipe's batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)

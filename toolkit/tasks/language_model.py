@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import Fp8, Init, RunConfig, TuningMethod
 from toolkit.data import loader
-from toolkit.distributed import process_group
-from toolkit.engine import build, ds_config
+from toolkit.distributed import accelerator, process_group
+from toolkit.engine import ds_config
 from toolkit.messages import say, tr
 from toolkit.models import layers, load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
@@ -60,7 +60,7 @@ def build_model(
     """Load and adapt the model; for a pipeline return this rank's stage as a PipelineModule. ModelError or ConfigError
     for what this model does not support. A collective.
     """
-    build.use_tf32(cfg.precision)
+    accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
     model.without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.distributed import accelerator
 from toolkit.distributed.process_group import full_shape, gather
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
@@ -153,7 +154,7 @@ def measure_baseline(
         prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
         flops = formula(shapes, sizes, trained, prefix)
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    device_name = accelerator.device_name(device)
     return Baseline(
         formula=flops,
         recomputes=recomputes,

@@ -22,7 +22,7 @@ from toolkit.config.requirements import device_here
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
-from toolkit.distributed import watchdog
+from toolkit.distributed import accelerator, watchdog
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
@@ -85,7 +85,7 @@ def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Mach
     return Machine(
         ranks=max(ranks_per_node),
         memory_bytes=min(available_bytes),
-        card=None if on_cpu else gpu_by_driver(available, torch.cuda.get_device_name(device)),
+        card=None if on_cpu else gpu_by_driver(available, accelerator.device_name(device)),
         nodes=-(-ranks.world_size // max(ranks_per_node)),
         uneven_ranks=ranks.world_size,
         host_bytes=min(host_bytes),

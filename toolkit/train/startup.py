@@ -56,7 +56,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     if ranks.rank == 0:
         problems.attempt(requirements.check_track_here, arguments.loaded)
     cfg = arguments.loaded.cfg
-    if ranks.local_rank == 0 and requirements.device_here() == "cuda" and (here := machine.this_machine()):
+    if ranks.local_rank == 0 and requirements.on_nvidia() and (here := machine.this_machine()):
         problems.attempt(machine.check_precision, here.card, cfg.precision)
     problems.raise_all()
     if ranks.launcher != "single" or cfg.launch.num_nodes or cfg.launch.min_nodes or cfg.run.max_restarts:
@@ -88,10 +88,9 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     Without a GPU: tensors are in huge pages, as glibc returns large ones to the system, and the next step maps them
     again.
     """
-    device = requirements.device_here(environ)
-    if device == "cuda" and not any(name in environ for name in _ALLOCATOR):
+    if requirements.on_nvidia(environ) and not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
-    if device == "cpu":
+    if requirements.device_here(environ) == "cpu":
         environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
 
 

@@ -10,6 +10,7 @@ from statistics import median_low  # of two ranks, the one that is not slow
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 
 from toolkit.distributed.process_group import rank, sum_over_ranks, world_size
 from toolkit.plan.flops import Work
@@ -191,4 +192,4 @@ class ThroughputMeter:
 def memory_peaks(device: torch.device) -> tuple[float, float]:
     """Return this process's peak bytes so far: of its resident memory, and of tensors on its GPU (0 without one)."""
     host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return host, 0 if device.type == "cpu" else get_accelerator().max_memory_allocated(device)

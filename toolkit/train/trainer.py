@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from toolkit import secrets, terminal
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files, load, mesh, schema
-from toolkit.distributed import failure, presence, process_group, signals
+from toolkit.distributed import accelerator, failure, presence, process_group, signals
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
@@ -230,8 +230,9 @@ class Trainer:
         if source.checkpoint is not None:
             task.check_checkpoint(source.checkpoint)
         start = starting_state(cfg, task.identity, self.ranks, source)
-        device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
-        run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, self.hosts, device)
+        device = torch.device(get_accelerator().current_device_name())
+        name = accelerator.device_name(device)
+        run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, self.hosts, name)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
         text = json.dumps(secrets.hide_all(card), indent=2, ensure_ascii=False) + "\n"
         with suppress(OSError):  # a full disk is reported by what a run cannot do without

@@ -21,6 +21,7 @@ import os
 from pathlib import Path
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
+from toolkit.config import requirements
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr
 
@@ -81,7 +82,7 @@ def _devices(options: dict[str, str]) -> list[str]:
     count = deepspeed.ranks_of(options) or _gpus_here()
     if count <= 1:
         return [""]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get(requirements.visible_variable(), "")
     visible_gpus = visible.split(",") if visible and not visible.startswith(",") else []
     return [visible_gpus[number] if number < len(visible_gpus) else str(number) for number in range(count)]
 
@@ -90,6 +91,6 @@ def _gpus_here() -> int:
     """Return the number of visible GPUs, 1 on CPUs."""
     import torch
 
-    from toolkit.distributed import process_group
+    from toolkit.distributed.accelerator import device_alone
 
-    return torch.cuda.device_count() if process_group.device_alone().type == "cuda" else 1
+    return 1 if device_alone().type == "cpu" else torch.accelerator.device_count()

@@ -25,9 +25,9 @@ def main(backend: str, limit_s: float, file: Path) -> int:
     """Join, sum, pass around, tell."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    if backend != "gloo":
+        device = torch.device(str(torch.accelerator.current_accelerator()), int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
     measured: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
     if size > 1:
@@ -41,8 +41,8 @@ def main(backend: str, limit_s: float, file: Path) -> int:
 
 
 def _seconds(device: torch.device, started: float) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import requirements
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
 from toolkit.extras.doctor import agents, findings
 from toolkit.extras.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
@@ -75,11 +76,14 @@ class Examination:
 
     @property
     def backend(self) -> str:
-        """Return nccl or gloo."""
+        """Return nccl, hccl or gloo."""
         chosen = self.cfg.distributed.backend
         if chosen is not Backend.auto:
             return chosen.value
-        return "nccl" if any(answer["gpus"]["cards"] for answer in self.facts.values()) else "gloo"
+        kinds = {answer["accelerator"] for answer in self.facts.values()}
+        if requirements.CUDA in kinds or any(answer["gpus"]["cards"] for answer in self.facts.values()):
+            return "nccl"
+        return "hccl" if "npu" in kinds else "gloo"
 
     def _ask(self, hosts: agents.Hosts, late: str) -> None:
         """Ask every node about itself, and judge the answers; `late`: the level of an answer that does not come."""
@@ -120,7 +124,7 @@ class Examination:
             "versions": "Python {}, torch {}, deepspeed {}, transformers {}".format(
                 first["python"], *(first["packages"][name] or "-" for name in ("torch", "deepspeed", "transformers"))
             ),
-            "GPUs": f"{len(cards)} x {cards[0]}, {first['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
+            "GPUs": f"{len(cards)} x {cards[0]}, {first['gpus']['driver']}" if cards else _without_nvidia(first),
             "ops": ", ".join(first.get("ops", {}).get("built", [])),
             "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
         }
@@ -234,8 +238,8 @@ class Examination:
         environments = []
         for rank, (_, gpus, local) in enumerate(slots):
             environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
-            if self.backend == "nccl":
-                environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            if self.backend != "gloo":
+                environ[requirements.visible_variable()] = ",".join(map(str, gpus))
             environments.append(environ)
         return environments
 
@@ -274,14 +278,26 @@ def plan_examination(
     )
 
 
+_DEVICES = {"npu": "davinci[0-9]*", "xpu": "dri/renderD*"}
+"""Accelerators that the kernel shows under other names than NVIDIA's."""
+
+
+def _without_nvidia(answer: Mapping[str, Any]) -> str:
+    """Return what is known of a node without NVIDIA's GPUs."""
+    if answer["accelerator"] == "cpu":
+        return tr("none: CPU ranks (gloo)")
+    return tr("DeepSpeed's accelerator {name}; number and memory are not known here", name=answer["accelerator"])
+
+
 def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        chosen = os.environ.get(requirements.visible_variable(), "")
         if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
             return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
-        gpus = list(Path("/dev").glob("nvidia[0-9]*"))
+        pattern = "dri/renderD*" if requirements.is_rocm() else _DEVICES.get(requirements.device_here(), "nvidia[0-9]*")
+        gpus = list(Path("/dev").glob(pattern))
         return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:

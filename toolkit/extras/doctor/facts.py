@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.config import dotted_keys, files, load, native_ops, schema
+from toolkit.config import dotted_keys, files, load, native_ops, requirements, schema
 from toolkit.launch.variables import EXPORTED_PREFIXES
 from toolkit.messages import ConfigError, ToolkitError
 from toolkit.plan import kernels
@@ -80,10 +80,11 @@ PACKAGES = (
     *("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors"),
     *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),  # transformers computes linear attention with them
 )
-FORWARDED = (*EXPORTED_PREFIXES, "NCCL")
-"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines that have NVIDIA GPUs."""
+FORWARDED = (*EXPORTED_PREFIXES, "NCCL", "ASCEND", "HCCL")
+"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines with GPUs or with Ascend NPUs."""
 MATTERING = (
     *("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "MODELSCOPE_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
+    *("ASCEND_", "HCCL_", "HIP_", "HSA_", "RCCL_", "ROCM_"),
     *("WANDB_", "XDG_CACHE_HOME", "http_proxy", "https_proxy"),
 )
 """Beginnings of the variables by which runs differ."""
@@ -106,6 +107,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "packages": {name: version(name) for name in PACKAGES},
         "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := version(d))), ""),
         "code": _code(),
+        "accelerator": requirements.device_here(environ),
         "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,

@@ -1,0 +1,78 @@
+"""What DeepSpeed's `get_accelerator` does not tell of this process's accelerator: the only file that names torch.cuda.
+
+PyTorch calls NVIDIA's GPUs and AMD's (ROCm) cuda; `torch.get_device_module` is torch.cuda for them, torch.npu for
+Ascend's NPUs. What is known of NVIDIA's GPUs alone, such as compute capabilities, is unknown on all others.
+"""
+
+import os
+
+import torch
+
+from toolkit.config.requirements import CUDA
+
+
+def device_alone() -> torch.device:
+    """Return where a process that is no rank computes: on an accelerator that PyTorch sees, unless DS_ACCELERATOR,
+    which decides for ranks, names something else. Without DeepSpeed, whose import takes seconds and speaks on stdout.
+    """
+    named = os.environ.get("DS_ACCELERATOR")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found and named in (None, "", found.type) else torch.device("cpu")
+
+
+def trains_on_cuda() -> bool:
+    """Whether a run computes on GPUs of NVIDIA or AMD, as far as DeepSpeed decides it."""
+    from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
+
+    return bool(get_accelerator().device_name() == CUDA)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the driver's name of an accelerator; "" for a CPU."""
+    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that this process has reserved or may reserve. DeepSpeed's `available_memory`
+    (0.19.8) does not see what other processes use, or fails if CUDA_VISIBLE_DEVICES holds names.
+    """
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device))
+
+
+def limit_memory(device: torch.device, num_bytes: float) -> None:
+    """Let this process allocate at most so many bytes of an accelerator."""
+    module = torch.get_device_module(device)
+    total = module.get_device_properties(device).total_memory
+    module.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def serial_number(device: torch.device) -> str:
+    """Return what no other accelerator has; "" if the driver does not say."""
+    return str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether an accelerator computes in bf16 itself."""
+    if device.type == CUDA:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(getattr(torch.get_device_module(device), "is_bf16_supported", lambda: True)())
+
+
+def has_ampere_kernels() -> bool:
+    """Whether the kernels that PyTorch has for GPUs from Ampere on may run: not on older GPUs, nor other accelerators.
+    True without any: tensors without numbers are asked what a GPU would compute.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is None or (found.type == CUDA and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def set_tf32(is_allowed: bool) -> None:
+    """Let this process multiply fp32 matrices in TF32, or not, on GPUs; PyTorch's own default differs by operation."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_allowed
+
+
+def uses_tf32(device: torch.device) -> bool:
+    """Whether a device multiplies fp32 matrices in TF32."""
+    return device.type == CUDA and torch.backends.cuda.matmul.allow_tf32
