@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
-from toolkit.config import native_ops, requirements
+from toolkit.config import compilers, native_ops, requirements
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.jobs import check
@@ -19,7 +19,7 @@ NPU = {"DS_ACCELERATOR": "npu", "TORCH_EXTENSIONS_DIR": "/nowhere", "CXX": "no-s
 def rocm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """PyTorch's build for AMD's GPUs, and the environment of such a machine."""
     monkeypatch.setattr(requirements, "is_rocm", lambda: True)
-    monkeypatch.setattr(native_ops, "is_rocm", lambda: True)
+    monkeypatch.setattr(compilers, "is_rocm", lambda: True)
     return {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere", "ROCM_HOME": "/no/rocm", "PATH": ""}
 
 
@@ -53,7 +53,7 @@ def test_an_amd_gpu_is_called_cuda(rocm: dict[str, str], monkeypatch: pytest.Mon
 
 
 def test_an_amd_gpu_needs_no_nvcc(rocm: dict[str, str]) -> None:
-    tools = native_ops.tools_for(["fused_adam"], rocm)
+    tools = compilers.tools_for(["fused_adam"], rocm)
     assert "nvcc" not in tools and tools["hipcc"] is False
     cfg, why = native_ops.with_optimizer(load(["recipe=quickstart", "optim.torch=auto"]).cfg, rocm)
     assert cfg.optim.torch is True and "hipcc" in why and "nvcc" not in why

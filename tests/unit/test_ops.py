@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config import native_ops
+from toolkit.config import compilers, native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.engine import build
@@ -208,7 +208,7 @@ def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: p
     loaded = load([*AUTO, *words])
     assert op in native_ops.needed_ops(loaded.cfg, GPU) and op not in native_ops.needed_ops(loaded.cfg, CPU)
     assert op in native_ops.OPS and op in build._BUILDERS
-    monkeypatch.setattr(native_ops, "_cuda_home", lambda environ: Path("/nowhere"))
+    monkeypatch.setattr(compilers, "_cuda_home", lambda environ: Path("/nowhere"))
     with pytest.raises(ConfigError, match=f"{op}.*nvcc.*=false"):
         native_ops.check_compiler(loaded, GPU)
 
@@ -294,9 +294,9 @@ def test_a_toolkit_without_headers_builds_nothing(
     """nvcc comes alone, too, and NVIDIA has its libraries' headers elsewhere (HPC SDK). g++ does not look where nvcc
     does (conda), and nobody in wheels."""
     system = ["/usr/local/include", "/usr/include"]
-    folders = native_ops._include_folders
+    folders = compilers._include_folders
     monkeypatch.setattr(
-        native_ops, "_include_folders", lambda environ: [folder for folder in folders(environ) if folder not in system]
+        compilers, "_include_folders", lambda environ: [folder for folder in folders(environ) if folder not in system]
     )
     for file in ("cuda/bin/nvcc", *files):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -307,13 +307,13 @@ def test_a_toolkit_without_headers_builds_nothing(
     assert len(lacking) == bool(told)
     if told:
         assert lacking[0].startswith(told) and f"{tmp_path}/cuda/include" in lacking[0]
-        assert native_ops.how_to_install(lacking).endswith("or CPATH=DIRECTORY of these headers")
+        assert compilers.how_to_install(lacking).endswith("or CPATH=DIRECTORY of these headers")
 
 
 def test_missing_headers_are_an_error_or_another_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch()
-    monkeypatch.setattr(native_ops, "_include_folders", lambda environ: [])
+    monkeypatch.setattr(compilers, "_include_folders", lambda environ: [])
     environ = {**GPU, "CUDA_HOME": str(tmp_path)}
     assert native_ops.with_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
     with pytest.raises(ConfigError, match=r"fused_adam.* cusolverDn\.h \(looked in .*/include\) .*CPATH.*torch=true"):

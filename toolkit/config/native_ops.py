@@ -10,9 +10,7 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ from pathlib import Path
 
 from toolkit.config import schema
 from toolkit.config.load import LoadedConfig
-from toolkit.config.requirements import CUDA, device_here, is_rocm, torch_build
+from toolkit.config.requirements import CUDA, device_here, torch_build
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.messages import LaunchError, tr
 
@@ -108,80 +106,13 @@ def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/
     return cache / "torch_extensions" / f"{python}-torch{torch}-cuda{cuda or 'none'}-{digest}"
 
 
-def _cuda_home(environ: Mapping[str, str]) -> Path:
-    """Return where PyTorch expects nvcc and its headers (torch 2.13, cpp_extension.py, _find_cuda_home)."""
-    nvcc = shutil.which("nvcc")
-    usual = Path(nvcc).parent.parent if nvcc else "/usr/local/cuda"
-    return Path(environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or usual)
-
-
-_CUDA_HEADERS = ("cuda_runtime.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
-"""Those that ATen/cuda/CUDAContext.h includes (torch 2.13)."""
-_HEADERS = {
-    **dict.fromkeys(("fused_adam", "fused_lion", "quantizer"), _CUDA_HEADERS),
-    "dc": (*_CUDA_HEADERS, "nccl.h"),
-    "gds": ("cuda_runtime.h", "cufile.h"),
-}
-"""Op for GPUs -> headers outside of DeepSpeed and PyTorch that its sources include (0.19.8)."""
-
-
-def _include_folders(environ: Mapping[str, str]) -> list[str]:
-    named = ":".join(environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
-    return [*filter(None, named), "/usr/local/include", "/usr/include"]
-
-
-def _missing_headers(ops: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return which headers a build of ops for GPUs does not find, and where it looks (torch 2.13, cpp_extension.py,
-    include_paths): not in NVIDIA's wheels. "" if it finds all.
-    """
-    home = _cuda_home(environ)
-    folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
-    if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
-        nvcc_root = (home / "bin/nvcc").resolve().parent.parent
-        folders[1:1] = map(str, [nvcc_root / "include", *nvcc_root.glob("targets/*/include")])
-    headers = dict.fromkeys(header for op in ops for header in _HEADERS[op])
-    missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
-    looked = ", ".join(dict.fromkeys(folders))
-    return tr("{headers} (looked in {folders})", headers=", ".join(missing), folders=looked) if missing else ""
-
-
 def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return what building some ops needs and this machine does not have."""
-    return [name for name, is_found in tools_for(names, environ).items() if not is_found] if names else []
+    if not names:
+        return []
+    from toolkit.config.compilers import tools_for
 
-
-def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """Return tool or header -> whether this machine has it, for everything that building these ops needs."""
-    has = {
-        "g++": shutil.which(environ.get("CXX", "g++")),
-        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
-        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
-    }
-    if "async_io" in names:
-        has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in _include_folders(environ))
-    if (on_gpu := [name for name in names if name in _HEADERS]) and is_rocm():
-        # Headers come with it; PyTorch looks there (torch 2.13, cpp_extension.py, _find_rocm_home).
-        home = environ.get("ROCM_HOME") or environ.get("ROCM_PATH") or "/opt/rocm"
-        has["hipcc"] = shutil.which("hipcc") or Path(home, "bin/hipcc").exists()
-    elif on_gpu:
-        has["nvcc"] = (_cuda_home(environ) / "bin/nvcc").exists()
-        if has["nvcc"] and (missing := _missing_headers(on_gpu, environ)):
-            has[missing] = False
-    return {name: bool(is_there) for name, is_there in has.items()}
-
-
-def how_to_install(tools: Iterable[str]) -> str:
-    """Return what to type, or to get, for tools of `lacking`."""
-    commands = {
-        "g++": "apt install g++",
-        "ninja": "pip install ninja",
-        "Python.h": "apt install python3-dev",
-        "libaio.h": "apt install libaio-dev",
-        "hipcc": tr("ROCm's development packages, with ROCM_HOME set"),
-        "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
-    }
-    headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")
-    return "; ".join(commands.get(tool, headers) for tool in tools)
+    return [name for name, is_found in tools_for(names, environ).items() if not is_found]
 
 
 def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -191,6 +122,8 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     missing = [name for name in names if name not in built and lacking_tools([name], environ)]
     if not missing:
         return
+    from toolkit.config.compilers import how_to_install
+
     raise loaded.error(
         _WITHOUT.get(missing[0], ("optim.torch",))[0],
         "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "

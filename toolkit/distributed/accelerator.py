@@ -32,27 +32,6 @@ def device_name(device: torch.device) -> str:
     return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
-def available_bytes(device: torch.device) -> int:
-    """Return the bytes of an accelerator that this process has reserved or may reserve. DeepSpeed's `available_memory`
-    (0.19.8) does not see what other processes use, or fails if CUDA_VISIBLE_DEVICES holds names.
-    """
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return int(free + module.memory_reserved(device))
-
-
-def limit_memory(device: torch.device, num_bytes: float) -> None:
-    """Let this process allocate at most so many bytes of an accelerator."""
-    module = torch.get_device_module(device)
-    total = module.get_device_properties(device).total_memory
-    module.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
-
-
-def serial_number(device: torch.device) -> str:
-    """Return what no other accelerator has; "" if the driver does not say."""
-    return str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
-
-
 def has_bf16(device: torch.device) -> bool:
     """Whether an accelerator computes in bf16 itself."""
     if device.type == CUDA:

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,8 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from toolkit import children, messages, secrets
-from toolkit.config import mesh, requirements, schema
-from toolkit.distributed import accelerator
+from toolkit.config import mesh, schema
 from toolkit.messages import LaunchError, system_text, tr, warn
 
 T = TypeVar("T")
@@ -83,11 +82,14 @@ def start(config: schema.DistributedConfig) -> torch.device:
         backend = "gloo" if on_cpu else chosen.communication_backend_name()
     timeout = timedelta(seconds=config.timeout_s)
     if not on_cpu:
-        chosen.set_device(own_gpu(chosen.device_count(), os.environ))
+        from toolkit.distributed import own_gpu
+
+        chosen.set_device(own_gpu.number(chosen.device_count(), os.environ))
     device = torch.device(chosen.current_device_name())
     try:
         if not on_cpu and backend != "gloo" and world_size() > 1:
-            _check_own_gpu(device, timeout)
+            store, *_ = meet(timeout)
+            own_gpu.check_alone(device, store)
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,
@@ -105,50 +107,6 @@ def _tie_builds() -> None:
     from torch.utils import cpp_extension
 
     vars(cpp_extension)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": children.run})
-
-
-def own_gpu(visible: int, environ: MutableMapping[str, str]) -> int:
-    """Return the number of this rank's GPU among the visible ones: its local rank; 0 if it sees one alone, as Slurm may
-    show each task its own. LOCAL_RANK is set to 0 then, as DeepSpeed takes it for that number (0.19.8, zero/utils.py).
-    """
-    local_rank = int(environ["LOCAL_RANK"])
-    if visible == 1:
-        # DeepSpeed wants these two equal (0.19.8, engine.py).
-        environ.update({name: "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in environ})
-        return 0
-    if local_rank >= visible:
-        raise LaunchError(
-            "rank {rank} on {host} is number {local_rank} on its node, counted from 0, and {visible} GPUs are visible "
-            "({variable}={value}). Start as many ranks per node as GPUs, or let each rank see its own alone "
-            "(srun --gpus-per-task=1).",
-            rank=environ.get("RANK", "0"),
-            host=socket.gethostname(),
-            local_rank=local_rank,
-            visible=visible,
-            **_visible(environ),
-        )
-    return local_rank
-
-
-def _visible(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that chooses GPUs here, and its value, for messages."""
-    variable = requirements.visible_variable(environ)
-    return {"variable": variable, "value": environ.get(variable, tr("not set"))}
-
-
-def _check_own_gpu(device: torch.device, timeout: timedelta) -> None:
-    """Raise a LaunchError if another rank has taken this rank's GPU: NCCL allows one rank per GPU, HCCL per NPU."""
-    store, rank, _ = meet(timeout)
-    gpu = accelerator.serial_number(device)
-    if gpu and store.add(f"gpu/{gpu}", 1) > 1:
-        raise LaunchError(
-            "rank {rank} on {host} sees the same GPU as another rank ({variable}={value}), and NCCL takes "
-            "one rank per GPU. Start as many ranks per node as GPUs, or let each rank see its own alone "
-            "(srun --gpus-per-task=1).",
-            rank=rank,
-            host=socket.gethostname(),
-            **_visible(os.environ),
-        )
 
 
 def stop() -> None:

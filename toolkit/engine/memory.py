@@ -10,7 +10,6 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.distributed import accelerator
 from toolkit.plan.machine import GIB
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
@@ -116,14 +115,18 @@ def limit_bytes(device: torch.device, max_gib: float) -> int:
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked
-    available = accelerator.available_bytes(device)
+    from toolkit.distributed import own_gpu
+
+    available = own_gpu.available_bytes(device)
     return min(asked, available) if asked else available
 
 
 def set_limit(device: torch.device, max_gib: float) -> None:
     """Limit this process to `max_gib` of its GPU's memory; does nothing if that is 0, or on CPUs."""
     if max_gib and device.type != "cpu":
-        accelerator.limit_memory(device, max_gib * GIB)
+        from toolkit.distributed import own_gpu
+
+        own_gpu.limit_memory(device, max_gib * GIB)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

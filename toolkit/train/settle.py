@@ -96,10 +96,12 @@ def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig
             user=user_name(os.geteuid()),
             other=native_ops.without_ops([name]),
         )
+    from toolkit.config import compilers
+
     raise LaunchError(
         "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
         "logs/rank_*.log in the run directory.",
         reason=reason,
-        commands=native_ops.how_to_install(native_ops.tools_for([name])),
+        commands=compilers.how_to_install(compilers.tools_for([name])),
         other=native_ops.without_ops([name]),
     )
