@@ -13,7 +13,7 @@ from toolkit.config.files import conf_folder, read
 from toolkit.config.load import load
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import model_class, transformers_config
-from toolkit.models.structure import untrained_prefixes
+from toolkit.models.trainable import untrained_prefixes
 from toolkit.plan.flops import formula
 from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.outline import active_parameters_line, shapes_of_config

@@ -19,8 +19,9 @@ from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import classifier, probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.classifier import Head, with_head
-from toolkit.models.load import check_generates_text, load_model
+from toolkit.models.load import load_model
 from toolkit.models.save import save_model
+from toolkit.models.trainable import check_generates_text
 from toolkit.plan.lookup import outline_of
 from toolkit.tasks.reward import reward_losses
 

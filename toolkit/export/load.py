@@ -71,10 +71,11 @@ def load_any(
     elif (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir():
         with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
             from toolkit.export.checkpoint import load_checkpoint
+            from toolkit.models import trainable
 
         encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)
-        load.check_generates_text(model, folder)
+        trainable.check_generates_text(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)

@@ -21,7 +21,8 @@ from toolkit.models.adapters import (
     read_settings,
 )
 from toolkit.models.base_model import base_of
-from toolkit.models.structure import decoder_layers, decoder_layers_name, untrained_prefixes
+from toolkit.models.structure import decoder_layers, decoder_layers_name
+from toolkit.models.trainable import untrained_prefixes
 from toolkit.plan.tuning_targets import check_matches, select_names
 
 

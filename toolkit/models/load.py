@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from toolkit.config.schema import Dtype, Family, Init, ModelConfig, ShapeConfig
+from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
 from toolkit.messages import ModelError, NotStreamable, reading, reason_of
 from toolkit.models import attention, directory, probe, save, weights
@@ -228,13 +228,15 @@ def create_model(
             model = transformers.GlmForCausalLM(glm)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
+        from toolkit.models import trainable
+
         model = load_model(
             config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, needed_rows=needed_rows, ready=ready
         )
-    check_vocabulary(model, tokenizer)
-    if head is None:
-        check_generates_text(model, config.path)
-    else:
+        trainable.check_vocabulary(model, tokenizer)
+        if head is None:
+            trainable.check_generates_text(model, config.path)
+    if head is not None:
         from toolkit.models.classifier import with_head
 
         report_extra_tensors(model, copied=False)
@@ -257,16 +259,6 @@ def report_extra_tensors(model: PreTrainedModel, *, copied: bool = True) -> None
         extra_tensors.report(model, copied=copied)
 
 
-def check_generates_text(model: PreTrainedModel, folder: str | Path) -> None:
-    """Raise ModelError for a classifier, which cannot generate text."""
-    if probe.is_classifier(model):
-        raise ModelError(
-            "{folder} holds a model that scores sequences (a reward model or a classifier): it writes no text. Load it "
-            "with transformers' AutoModelForSequenceClassification, or train on with task=reward or task=classify.",
-            folder=folder,
-        )
-
-
 def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
     """Return the config of a random model. `vocab_size`: the tokenizer's; `shape.vocab_size` is its upper bound."""
     return GlmConfig(
@@ -284,44 +276,6 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
         bos_token_id=None,
         eos_token_id=eos_token_id,
     )
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if a tokenizer is of another vocabulary, revision or family than the model."""
-    rows = model.config.get_text_config().vocab_size
-    if len(tokenizer) > rows:
-        raise ModelError(
-            "the tokenizer has {tokens} tokens, the model only {rows}: they do not match (model.tokenizer, "
-            "model.path).",
-            tokens=len(tokenizer),
-            rows=rows,
-        )
-    if getattr(model, "builds_positions", False):
-        # A tokenizer of another revision would put <sop> where the model never looks.
-        for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
-            expected, token_id = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
-            if token_id != expected:
-                raise ModelError(
-                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
-                    "different revisions. Download tokenizer and model from the same revision.",
-                    token=token,
-                    found=token_id,
-                    expected=expected,
-                    key=key,
-                )
-    family = getattr(tokenizer, "family", Family.chatglm)  # only ChatGLM's tokenizers have it
-    if family is not Family.chatglm:
-        ends = model.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        stops = tokenizer.format.stop_ids
-        if not set(ends) & set(stops):
-            raise ModelError(
-                "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
-                "{family} with {stops}: they do not match (model.tokenizer, model.path).",
-                ends=ends,
-                family=family.value,
-                stops=stops,
-            )
 
 
 def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

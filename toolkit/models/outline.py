@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.messages import ModelError
 from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
-from toolkit.models.structure import untrained_prefixes
+from toolkit.models.trainable import untrained_prefixes
 from toolkit.plan.lookup import NO_MODEL
 from toolkit.plan.outline import TOWERS, WITHOUT_ATTENTION, flop_sizes
 from toolkit.plan.tuning_targets import ALL_LINEAR

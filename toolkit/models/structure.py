@@ -1,7 +1,5 @@
 """What a model is made of: its decoder layers, which of its parameters are trained, its routers."""
 
-import re
-
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -60,19 +58,6 @@ def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 
 _PROJECTIONS = ("git.visual_projection",)
 """Ends of names (transformers 5.23) of what brings images into a text model, next to its embedding."""
-_TO_ENCODER = r"encoder_attn|encoder_attn_layer_norm"
-"""Modules of decoder layers (BART and its kind) that attend to an encoder, which a causal language model lacks."""
-_CHOOSERS = "indexer"
-"""Modules that choose what attention sees (DeepSeek-V3.2, GLM-5, Qwen4): a choice has no gradient."""
-
-
-def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the name prefixes of modules to which the loss of text gives no gradient: those of `tower_prefixes`,
-    attention to an encoder that there is not, and indexers. Weight decay would still change them.
-    """
-    kinds = _CHOOSERS if getattr(model.config, "is_encoder_decoder", False) else f"{_CHOOSERS}|{_TO_ENCODER}"
-    others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
-    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others))))
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

@@ -3,11 +3,61 @@
 import re
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.config.schema import TaskKind
+from toolkit.config.schema import Family, TaskKind
 from toolkit.messages import ModelError, read_table, say, translated
-from toolkit.models.structure import untrained_prefixes
+from toolkit.models import probe
+from toolkit.models.structure import tower_prefixes
+
+
+def check_generates_text(model: PreTrainedModel, folder: str | Path) -> None:
+    """Raise ModelError for a classifier, which cannot generate text."""
+    if probe.is_classifier(model):
+        raise ModelError(
+            "{folder} holds a model that scores sequences (a reward model or a classifier): it writes no text. Load it "
+            "with transformers' AutoModelForSequenceClassification, or train on with task=reward or task=classify.",
+            folder=folder,
+        )
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError if a tokenizer is of another vocabulary, revision or family than the model."""
+    rows = model.config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise ModelError(
+            "the tokenizer has {tokens} tokens, the model only {rows}: they do not match (model.tokenizer, "
+            "model.path).",
+            tokens=len(tokenizer),
+            rows=rows,
+        )
+    if getattr(model, "builds_positions", False):
+        # A tokenizer of another revision would put <sop> where the model never looks.
+        for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
+            expected, token_id = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+            if token_id != expected:
+                raise ModelError(
+                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                    "different revisions. Download tokenizer and model from the same revision.",
+                    token=token,
+                    found=token_id,
+                    expected=expected,
+                    key=key,
+                )
+    family = getattr(tokenizer, "family", Family.chatglm)  # only ChatGLM's tokenizers have it
+    if family is not Family.chatglm:
+        ends = model.config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        stops = tokenizer.format.stop_ids
+        if not set(ends) & set(stops):
+            raise ModelError(
+                "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
+                "{family} with {stops}: they do not match (model.tokenizer, model.path).",
+                ends=ends,
+                family=family.value,
+                stops=stops,
+            )
+
 
 _SEES_ALL = (
     ("is_decoder", (False,), "is_decoder", "true"),
@@ -51,6 +101,21 @@ def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
                 value=str(value).lower(),
                 right=right,
             )
+
+
+_TO_ENCODER = r"encoder_attn|encoder_attn_layer_norm"
+"""Modules of decoder layers (BART and its kind) that attend to an encoder, which a causal language model lacks."""
+_CHOOSERS = "indexer"
+"""Modules that choose what attention sees (DeepSeek-V3.2, GLM-5, Qwen4): a choice has no gradient."""
+
+
+def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the name prefixes of modules to which the loss of text gives no gradient: those of `tower_prefixes`,
+    attention to an encoder that there is not, and indexers. Weight decay would still change them.
+    """
+    kinds = _CHOOSERS if getattr(model.config, "is_encoder_decoder", False) else f"{_CHOOSERS}|{_TO_ENCODER}"
+    others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
+    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others))))
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:

@@ -11,7 +11,7 @@ from toolkit.engine.recompute import check_recomputes
 from toolkit.messages import ConfigError, NotStreamable
 from toolkit.models import attention, directory, load, probe
 from toolkit.models.packable import reason_not_to_divide_rows
-from toolkit.models.trainable import check_trains
+from toolkit.models.trainable import check_generates_text, check_trains, check_vocabulary
 from toolkit.tasks.language_model import adapt
 
 
@@ -47,13 +47,13 @@ def check_model(
         model = load.load_empty(folder)
     check_trains(model, folder, cfg.task.kind)
     if tokenizer is not None:
-        load.check_vocabulary(model, tokenizer)
+        check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg)) or (
         () if probe.is_classifier(model) else ("0", "1")
     )  # of classify from the data: their number does not matter here
     _check_division(model, cfg, len(labels) if cfg.task.has_head else 0)
     if not cfg.task.has_head:
-        load.check_generates_text(model, folder)
+        check_generates_text(model, folder)
     elif labels:
         from toolkit.models import classifier
 

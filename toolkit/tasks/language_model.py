@@ -40,7 +40,12 @@ def adapt(
         from toolkit.models.router_loss import routers_of
 
         model.routers = routers_of(model, cfg)
-    if cfg.tuning.method is not TuningMethod.full or structure.untrained_prefixes(model):
+    changes = cfg.tuning.method is not TuningMethod.full
+    if not changes and cfg.model.init is Init.pretrained:
+        from toolkit.models import trainable
+
+        changes = bool(trainable.untrained_prefixes(model))
+    if changes:
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config, is_resumed)

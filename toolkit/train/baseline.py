@@ -14,7 +14,7 @@ from toolkit.distributed import accelerator
 from toolkit.distributed.process_group import full_shape, gather
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
-from toolkit.models import load, stages, structure
+from toolkit.models import load, stages
 from toolkit.plan import machine, outline
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 
@@ -137,7 +137,11 @@ def measure_baseline(
     trained: set[str] = set()
     config, untrained = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
-        config, untrained = model.config.get_text_config(), structure.untrained_prefixes(model)
+        config = model.config.get_text_config()
+        if hasattr(model, "tuned"):  # in others everything is trained
+            from toolkit.models.trainable import untrained_prefixes
+
+            untrained = untrained_prefixes(model)
     for name, parameter in model.named_parameters():
         if name.startswith(untrained):
             continue

@@ -42,14 +42,14 @@ def run(words: list[str]) -> None:
     from toolkit.config.schema import TrainOn
     from toolkit.data.preview import style_of
     from toolkit.extras import serving
-    from toolkit.models import load
+    from toolkit.models import load, trainable
     from toolkit.models.chat import load_chat_encoder
     from toolkit.models.directory import resolve_servable
     from toolkit.tasks.language_data import build_encoder
 
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_servable(path)
-    load.check_generates_text(load.load_empty(folder), folder)
+    trainable.check_generates_text(load.load_empty(folder), folder)
     programs = _programs(settings.get("programs", "all"), list(serving.ENGINES))
     if recipe is None:
         say(
