@@ -27,6 +27,7 @@ LAYERS = {
     "toolkit.report": 1,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
+    "toolkit.engine.ds_keys": 1,
     "toolkit.distributed": 2,
     "toolkit.checkpoint": 3,
     "toolkit.models": 3,
@@ -48,6 +49,7 @@ SAME_LAYER = {
     ("toolkit.plan.calibration", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
+    ("toolkit.arguments", "toolkit.engine.ds_keys"),
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 LATE = "toolkit.layouts"

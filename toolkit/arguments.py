@@ -11,7 +11,7 @@ from toolkit.config import mesh, rules
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.validate import keys_meant
-from toolkit.engine.ds_config import OWNED, build_ds_config, check_extra
+from toolkit.engine.ds_config import OWNED, build_ds_config
 from toolkit.messages import ConfigError, Problems, raise_all, set_language, tr
 
 _MAX_DIGITS = 18
@@ -131,7 +131,10 @@ def parse_checked(
 def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problems, **which: bool) -> None:
     """Check a config and the DeepSpeed JSON that it makes; `which`: the flags of `check_rules` that leave rules out."""
     rules.check_rules(loaded, world_size, **which, problems=problems)
-    problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
+    if loaded.cfg.ds_extra:
+        from toolkit.engine.ds_keys import check_extra
+
+        problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
         cfg = mesh.with_micro_batch(loaded.cfg)
         # Only for what it refuses: the run makes its own once the config is settled (train/trainer.py).

@@ -45,8 +45,9 @@ class Bf16Adam(torch.optim.Optimizer):
                 seed = zlib.crc32(f"{step} {self._last[1]} {rank}".encode())
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                for chunks in zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True):
-                    self._update(*chunks, group, step, generator)
+                split = (tensor.view(-1).split(CHUNK) for tensor in tensors)
+                for weights, gradients, means, squares in zip(*split, strict=True):
+                    self._update(weights, gradients, means, squares, group, step, generator)
 
     def _update(
         self,

@@ -1,136 +1,20 @@
 """A run's DeepSpeed JSON, and the origin of each of its values. Imports neither torch nor deepspeed.
 
 Two dictionaries map DeepSpeed keys to the schema's: `SAME` for values that are copied, `DERIVED` for values that are
-computed. Import (ds_import) reads the same tables in the other direction, so that the two cannot drift apart. Keys are
-checked against ds_keys.json: DeepSpeed ignores unknown ones silently, so they are rejected here.
+computed. Import (ds_import) reads the same tables in the other direction, so that the two cannot drift apart.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from toolkit import messages
 from toolkit.config import dotted_keys, mesh, native_ops, rule_tables, schema
-from toolkit.messages import ConfigError, nearest, raise_all, tr
-
-_TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
-KEYS: dict[str, Any] = _TABLE["keys"]
-"""Key of DeepSpeed's JSON -> the keys in that section; None for a key that is no section."""
-RENAMED: dict[str, str] = _TABLE["renamed"]
-REMOVED: list[str] = _TABLE["removed"]
-# Keys that people write and that DeepSpeed never had there, or rejects -> the right ones.
-ELSEWHERE = {
-    "optimizer.params.max_grad_norm": "gradient_clipping",
-    "optimizer.params.learning_rate": "optimizer.params.lr",
-}
-# Removed section -> the toolkit's key that replaces it, and the page about that.
-INSTEAD = {
-    "elasticity": ("batch.world_sizes", "docs/data_efficiency.md"),
-    "curriculum_learning": ("data.curriculum", "docs/data_efficiency.md"),
-    "zero_optimization.mics_shard_size": ("zero.zero_hpz_partition_size", "docs/zero.md"),
-}
-# If these are false, DeepSpeed (0.19.8) does not compute a step's gradient norm, or updates even if it is not finite.
-NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
-MOST_PROBLEMS = 20
-"""Unknown keys that an error lists; it counts the others."""
-
-
-def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
-    """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
-    for name, children in (KEYS if tree is None else tree).items():
-        yield prefix + name
-        if children:
-            yield from json_keys(children, f"{prefix}{name}.")
-
-
-def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys in `section` that DeepSpeed's JSON cannot have; `key_problem` says why."""
-    keys: dict[str, Any] = KEYS if tree is None else tree
-    for name, value in section.items():
-        key, below = prefix + name, keys.get(name)
-        if key == "data_efficiency" or name not in keys or (below and not isinstance(value, dict | None)):
-            yield key
-        elif below and value:
-            yield from wrong_keys(value, below, f"{key}.")
-
-
-def key_problem(key: str) -> str:
-    """Return a sentence about what is wrong with a key of `wrong_keys`, and which key was meant."""
-    prefix, _, name = key.rpartition(".")
-    siblings: dict[str, Any] = KEYS
-    for section in prefix.split(".") if prefix else ():
-        siblings = siblings.get(section) or {}
-    if key == "data_efficiency":
-        return tr(
-            "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
-            "and use data.curriculum instead (docs/data_efficiency.md).",
-            key=key,
-        )
-    if name in siblings:
-        return tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
-    if key in INSTEAD:
-        schema, page = INSTEAD[key]
-        return tr(
-            "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
-            "({page}).",
-            key=key,
-            schema=schema,
-            page=page,
-        )
-    if key in REMOVED:
-        return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
-    if key in RENAMED:
-        return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
-    places = [other for other in json_keys() if other.rpartition(".")[2] == name]
-    close = nearest(name, siblings)
-    guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
-    guess = guess or nearest(key, json_keys())
-    if guess is None:
-        return tr("DeepSpeed has no key '{key}'.", key=key)
-    if guess in places:
-        return tr("'{key}' is in the wrong section. It belongs to '{guess}'.", key=key, guess=guess)
-    return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
-
-
-def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for keys in ds_extra that DeepSpeed does not know, or that the schema has a key for.
-    `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> "file:line" that sets it.
-    """
-    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_keys(extra))
-    for key, value in values.items():
-        ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
-        if ours or value is None or value == "auto" or (key in NEEDED and value is False):
-            wrong[ours or key] = None
-    errors = []
-    for key in islice(wrong, MOST_PROBLEMS):
-        if key in owned:
-            sentence = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
-        elif key in NEEDED and values[key] is False:
-            sentence = tr(
-                "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
-                "(train.on_bad_step). Take it out."
-            )
-        elif values.get(key, 0) in (None, "auto"):
-            sentence = tr(
-                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key])
-            )
-        else:
-            sentence = key_problem(key)
-        full, prefix = f"ds_extra.{key}", ""
-        for key_in_file, position in (where or {}).items():  # its own position, or the first one above or below it
-            if not prefix and (
-                full == key_in_file or full.startswith(f"{key_in_file}.") or key_in_file.startswith(f"{full}.")
-            ):
-                prefix = tr("{place}: ", place=position)
-        errors.append(ConfigError(f"{prefix}{full}: {sentence}"))
-    if len(wrong) > MOST_PROBLEMS:
-        errors.append(ConfigError("… and {count} more.", count=f"{len(wrong) - MOST_PROBLEMS:,}"))
-    raise_all(errors)
-
+from toolkit.messages import ConfigError, tr
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000
@@ -249,27 +133,14 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     `total_steps`: optimizer steps of the run. If it is None and `train.max_steps` is 0, a scheduler that depends on it
     is omitted, with a sentence in `missing`.
     """
-    check_extra(cfg.ds_extra, OWNED)
+    if cfg.ds_extra:
+        from toolkit.engine.ds_keys import check_extra
+
+        check_extra(cfg.ds_extra, OWNED)
     cfg, reason = native_ops.with_optimizer(cfg)
     ds = DsConfig()
     _write_batch(ds, cfg, world_size)
-    ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
-    ds.put("bf16.enabled", cfg.precision.dtype is schema.Dtype.bf16, "precision.dtype")
-    if cfg.precision.dtype is schema.Dtype.fp16:
-        _copy_section(ds, cfg, "fp16")
-    if rule_tables.has_bf16_states(cfg):
-        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-            ds.put(f"bf16.{name}", True, "precision.optimizer_states")
-        ds.omit(
-            "Stochastic rounding is omitted: DeepSpeed's Adam rounds states in bf16 to nearest, which loses small "
-            "updates. Pass an optimizer that rounds stochastically to deepspeed.initialize."
-        )
-    ds.put("data_types.grad_accum_dtype", *_choose_accumulation_dtype(cfg))
-    if cfg.precision.communication_dtype is not schema.CommunicationDtype.auto:
-        key = "communication_data_type"
-        if cfg.parallel.sequence > 1:  # which has its own key, with fp32 as default (deepspeed 0.19.8, engine.py)
-            key = f"seq_parallel_{key}"
-        ds.put(key, cfg.precision.communication_dtype.value, "precision.communication_dtype")
+    _write_precision(ds, cfg)
     _write_zero(ds, cfg)
     _write_optimizer(ds, cfg, reason)
     _write_scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
@@ -398,6 +269,27 @@ def _write_batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
     why = tr("= {steps}: DeepSpeed's own progress lines are off, see train.log_every", steps=SILENT)
     ds.put("steps_per_print", SILENT, why)
+
+
+def _write_precision(ds: DsConfig, cfg: schema.RunConfig) -> None:
+    """Write the types of weights, states, accumulated and sent gradients."""
+    ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
+    ds.put("bf16.enabled", cfg.precision.dtype is schema.Dtype.bf16, "precision.dtype")
+    if cfg.precision.dtype is schema.Dtype.fp16:
+        _copy_section(ds, cfg, "fp16")
+    if rule_tables.has_bf16_states(cfg):
+        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            ds.put(f"bf16.{name}", True, "precision.optimizer_states")
+        ds.omit(
+            "Stochastic rounding is omitted: DeepSpeed's Adam rounds states in bf16 to nearest, which loses small "
+            "updates. Pass an optimizer that rounds stochastically to deepspeed.initialize."
+        )
+    ds.put("data_types.grad_accum_dtype", *_choose_accumulation_dtype(cfg))
+    if cfg.precision.communication_dtype is not schema.CommunicationDtype.auto:
+        key = "communication_data_type"
+        if cfg.parallel.sequence > 1:  # which has its own key, with fp32 as default (deepspeed 0.19.8, engine.py)
+            key = f"seq_parallel_{key}"
+        ds.put(key, cfg.precision.communication_dtype.value, "precision.communication_dtype")
 
 
 def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit import messages
 from toolkit.config import dotted_keys, load, mesh, rule_tables, schema
 from toolkit.config.files import LARGEST_FILE_BYTES
-from toolkit.engine import ds_config
+from toolkit.engine import ds_config, ds_keys
 from toolkit.messages import ConfigError, Problems, file_bytes, joined, parsed_json, reason_of, tr, type_name
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -677,9 +677,9 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
     if not isinstance(values, dict):
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
     where, notes = _lines_of_keys(text, path), dict[str, str]()
-    values = _without_ignored(values, ds_config.KEYS, "", where, notes)
-    for key in ds_config.wrong_keys(values):
-        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_config.key_problem(key)}"), key)
+    values = _without_ignored(values, ds_keys.KEYS, "", where, notes)
+    for key in ds_keys.wrong_keys(values):
+        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_keys.key_problem(key)}"), key)
     return values, where, notes
 
 
@@ -732,8 +732,8 @@ def _without_ignored(
         key = prefix + name
         if is_disabled and name != "enabled":
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
-        elif " or " not in ds_config.RENAMED.get(key, " or "):
-            today = shown = ds_config.RENAMED[key]
+        elif " or " not in ds_keys.RENAMED.get(key, " or "):
+            today = shown = ds_keys.RENAMED[key]
             short, new = today.removeprefix(prefix), value
             for path, line in list(where.items()):
                 if path.startswith(key):
@@ -752,9 +752,9 @@ def _without_ignored(
             result[name] = _without_ignored(value, keys[name], f"{key}.", where, notes)
         elif name in keys or not _is_ignored(key, name, keys):
             result[name] = value
-        elif key in ds_config.INSTEAD:
+        elif key in ds_keys.INSTEAD:
             notes[key] = tr(
-                "DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=ds_config.INSTEAD[key][0]
+                "DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=ds_keys.INSTEAD[key][0]
             )
         else:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)
@@ -764,13 +764,13 @@ def _without_ignored(
 def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
     """Whether an unknown name is no misspelling, but a comment, a removed feature, or another program's key."""
     if (
-        key in ds_config.REMOVED
+        key in ds_keys.REMOVED
         or key in _HARMLESS
         or name.startswith(("_", "#", "//"))
         or name.lower().startswith("comment")
     ):
         return True
-    elsewhere = {other.rpartition(".")[2] for other in ds_config.json_keys()}
+    elsewhere = {other.rpartition(".")[2] for other in ds_keys.json_keys()}
     close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY)
     begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
     return name not in elsewhere and name != "learning_rate" and not close and not begins

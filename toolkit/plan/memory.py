@@ -374,8 +374,8 @@ class _RankPlanner:
         self.is_half = self.weight == 2
         # g, m and s: bytes of an accumulated gradient's element, of a master weight, and of the optimizer's states per
         # trained parameter.
-        self.has_bf16_states = rule_tables.has_bf16_states(cfg)
-        self.sums_in_fp32 = cfg.precision.dtype is schema.Dtype.bf16 and not self.has_bf16_states
+        has_bf16_states = rule_tables.has_bf16_states(cfg)
+        self.sums_in_fp32 = cfg.precision.dtype is schema.Dtype.bf16 and not has_bf16_states
         self.grad = 4 if self.sums_in_fp32 or not self.is_half else 2
         self.master, self.states = rule_tables.state_bytes(cfg)
         self.largest = max((math.prod(outline.shapes[name]) for name in outline.trained), default=0)
@@ -383,6 +383,10 @@ class _RankPlanner:
         self.rows = longest_rows(outline, cfg, on_cpu)
         zero = cfg.zero
         self.offloads = zero.offload_optimizer.device is not schema.Device.none
+        # What engine/bf16_adam.py computes at once: five tensors in float32.
+        self.chunk = 20 * min(BF16_CHUNK, self.own_trained) if has_bf16_states else 0
+        recompute = cfg.train.activation_checkpointing
+        self.offloads_inputs = recompute.enabled and recompute.cpu_checkpointing and not on_cpu
         copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1
         # Elements of the buffers into which gradients are gathered before they are reduced.
         self.bucket = 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
@@ -439,16 +443,8 @@ class _RankPlanner:
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def update(self) -> Parts:
-        """Return the bytes of gradients during an update below ZeRO 3: flattened, and in float32, of which states in
-        bf16 take chunks alone.
-        """
-        if self.has_bf16_states:
-            return {"gradients": self.grad * self.own_trained + self.chunk()}
-        return {"gradients": (self.grad + 4) * self.own_trained}
-
-    def chunk(self) -> int:
-        """Return the bytes of what engine/bf16_adam.py computes at once: five tensors in float32, as a test checks."""
-        return 5 * 4 * min(BF16_CHUNK, self.own_trained)
+        """Return the bytes of gradients during an update below ZeRO 3: flattened, and all or a chunk in float32."""
+        return {"gradients": self.grad * self.own_trained + (self.chunk or 4 * self.own_trained)}
 
     def weights(self) -> int:
         """Return the bytes of all weights. QLoRA has the layers' matrices and experts in 4 bits, with 1/64 byte of
@@ -500,12 +496,6 @@ class _RankPlanner:
         layers = sizes["layers"] * self.in_flight
         kept = min(layers, _KEPT_INPUTS) if self.offloads_inputs else layers
         return {"layer inputs": self.layer_input() * kept, **last, **computed}
-
-    @property
-    def offloads_inputs(self) -> bool:
-        """Whether the inputs of recomputed layers are moved to host memory."""
-        recompute = self.cfg.train.activation_checkpointing
-        return recompute.enabled and recompute.cpu_checkpointing and not self.on_cpu
 
     def layer_input(self) -> int:
         """Return the bytes of the hidden states that a layer takes."""
@@ -728,9 +718,7 @@ def _stage3(rank: _RankPlanner) -> _StageMemory:
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
-        update={}
-        if rank.offloads
-        else {"gradients": rank.master * min(part, zero.sub_group_size) + rank.has_bf16_states * rank.chunk()},
+        update={} if rank.offloads else {"gradients": rank.master * min(part, zero.sub_group_size) + rank.chunk},
     )
 
 

@@ -28,7 +28,7 @@ from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, sho
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, OutOfMemory, TrackError, listed, reason_of, tr, warn
 from toolkit.models import stages, structure
-from toolkit.plan import layouts, search, speed
+from toolkit.plan import layouts, speed
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import Machine, gpu_by_driver, host_memory_bytes
 from toolkit.plan.memory import BF16_CHUNK, process_bytes
@@ -453,6 +453,8 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     if zero.offload_param.device is Device.none and highest == 3:
         words.append("zero=stage3_offload")
     if cfg.tuning.method is TuningMethod.full:
-        words += ["precision.optimizer_states=bf16"] if search.with_bf16_states(cfg) else []
+        from toolkit.plan.search import with_bf16_states
+
+        words += ["precision.optimizer_states=bf16"] if with_bf16_states(cfg) else []
         words.append("tuning=lora")
     return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
