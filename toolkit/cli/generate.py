@@ -12,7 +12,8 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
   format=, columns=     as under data.sources: format=messages 'columns={prompt: question}'
   output=FILE           JSON lines, one for each row in order: messages, answer, reference, prompt_tokens, tokens,
                         finish (stop, or length: cut at max_new_tokens), where; or error, if the row could not be used;
-                        of rows with a `check` also passed, and failed (why not). Must not exist. Until complete it is named FILE.part; rerun the same command to resume
+                        with a `check` also passed, and failed (why not). Must not exist. Until complete it is named
+                        FILE.part; rerun the same command to resume
   allow_code=true       let the check `python` run code that the model writes
   samples=1             answers per question, a line each with its `sample`; above 1 with temperature
   batch_size=8          questions per batch
