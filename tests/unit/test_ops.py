@@ -255,7 +255,7 @@ def test_nvcc_is_where_pytorch_looks(
     """CUDA_HOME before PATH: an nvcc on PATH does not help where CUDA_HOME is a runtime alone."""
     (tmp_path / "cuda/bin").mkdir(parents=True)
     (tmp_path / "cuda/bin/nvcc").touch()
-    monkeypatch.setattr(native_ops.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(compilers.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert ("nvcc" not in native_ops.lacking_tools(["fused_adam"], {"CUDA_HOME": str(tmp_path / home)})) is is_found
 
 

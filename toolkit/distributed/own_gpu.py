@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from toolkit.config import requirements
 from toolkit.messages import LaunchError, tr
