@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ import yaml
 from tests.unit.fake_runs import fake_run
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.messages import ConfigError, DataError
+from toolkit.messages import ConfigError, DataError, ModelError
 from toolkit.report.page import make_report
 
 ROOT = Path(__file__).parents[2]
@@ -202,6 +202,15 @@ def test_without_the_harness(
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert main(["eval", str(tmp_path), "tasks=gsm8k"]) == 2
     assert "pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_ends_a_text_is_rejected(stand_in: list[dict[str, Any]]) -> None:
+    from toolkit.extras import harness
+
+    tokenizer = SimpleNamespace(chat_template="", encode=lambda text: [5, 1], all_special_ids=[1])
+    options = harness.HarnessOptions(tasks=("gsm8k",))
+    with pytest.raises(ModelError, match="special tokens behind a text"):
+        harness.run_tasks(None, tokenizer, options, harness.load_tasks(options))
 
 
 def write_tasks(folder: Path) -> Path:

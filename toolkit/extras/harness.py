@@ -185,6 +185,13 @@ def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks)
         raise ModelError(
             tr("apply_chat_template=true: the model has no chat template. Name one: model.chat_template=FILE")
         )
+    if tokenizer.encode("a")[-1] in tokenizer.all_special_ids:  # ChatGLM-6B's [gMASK]<sop>
+        raise ModelError(
+            tr(
+                "tasks=: the model's tokenizer puts special tokens behind a text, where the harness puts the answer: "
+                "the scores would be wrong. Use questions= instead."
+            )
+        )
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch_size)
     if process_group.world_size() > 1:
         language_model.accelerator = _OtherRanks(model)
