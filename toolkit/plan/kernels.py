@@ -13,7 +13,7 @@ class Kernels:
     """What the layers of some types of models use."""
 
     layers: str
-    """Kind of layer."""
+    """Kind of layer, by its name in papers."""
     packages: tuple[str, ...]
     """Names to import."""
     types: tuple[str, ...]
@@ -67,7 +67,7 @@ def describe_missing(config: Mapping[str, Any]) -> str:
     text = tr(
         "Without {packages} its {layers} layers run in plain PyTorch: correct, but slow. On GPUs: pip install "
         "--no-build-isolation {packages}",
-        layers=tr(kernels.layers),
+        layers=kernels.layers,
         packages=" ".join(names),
     )
     return joined(text, tr("Samples can then be packed.")) if kernels.packs else text
@@ -79,6 +79,6 @@ def describe_assumed(config: Mapping[str, Any]) -> str:
         return ""
     return tr(
         "{layers} layers: times assume the kernels of {packages}, memory is that without them, which is more.",
-        layers=tr(kernels.layers),
+        layers=kernels.layers,
         packages=" ".join(DISTRIBUTIONS[name] for name in kernels.packages),
     )
