@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children, terminal
-from toolkit.config import schema
+from toolkit.config import rule_tables, schema
 from toolkit.messages import ConfigError, current_language, say, tr
 from toolkit.plan import layouts
 from toolkit.plan.machine import GIB, Machine
@@ -31,6 +31,7 @@ def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
         "compile.enabled": cfg.compile.enabled,
         "model.trust_remote_code": cfg.model.trust_remote_code,
         "precision.dtype": cfg.precision.dtype is schema.Dtype.fp16,
+        "precision.optimizer_states": rule_tables.has_bf16_states(cfg),  # its random numbers need a device
     }
     if used := [key for key, is_used in untraceable.items() if is_used]:
         raise ConfigError("trace=true does not follow {key}. Leave trace= out, or plan without it.", key=used[0])
