@@ -254,7 +254,7 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.train",
         "toolkit.cli.check",
         "toolkit.cli.eval",
-        "toolkit.cli.export_config",
+        "toolkit.extras.cli.export_config",
         "toolkit.extras.cli.import_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",

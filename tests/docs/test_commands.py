@@ -46,6 +46,8 @@ ELSEWHERE = {
     "modelscope ": "needs the network",
     "ssh": "another machine",
     "rm ": "the shell's",
+    "toolkit export-config script=": "prepares data; tests/ranks/test_plain_script.py runs it",
+    "deepspeed --num_gpus 8 plain/": "what that has written",
     "docker ": "needs a container engine; tests/docs/test_cluster_files.py",
     "sbatch ": "needs Slurm; tests/docs/test_cluster_files.py",
     "kubectl ": "needs Kubernetes; tests/docs/test_cluster_files.py",

@@ -23,7 +23,17 @@ GROUPS = {
 """Commands by what a user does; the titles are translated."""
 COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 EXTRAS = (
-    *("sweep", "rounds", "prove", "new", "import-config", "convert-checkpoint", "verify-serving", "doctor"),
+    *(
+        "sweep",
+        "rounds",
+        "prove",
+        "new",
+        "export-config",
+        "import-config",
+        "convert-checkpoint",
+        "verify-serving",
+        "doctor",
+    ),
     *("data-report", "models", "board", "bench", "completion", "push"),
 )
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""

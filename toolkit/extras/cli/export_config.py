@@ -1,11 +1,14 @@
 """Write the DeepSpeed JSON of a recipe: what the engine receives, no "auto".
 
 toolkit export-config recipe=NAME [world_size=8] [total_steps=N] [output=ds_config.json] [--explain] [key=value …]
+toolkit export-config recipe=NAME script=DIR [world_size=8] [key=value …]
 
   world_size=8     number of ranks that the batch sizes are for (default 1)
   total_steps=N    optimizer steps, for the scheduler's section; train.max_steps where the recipe has it
   output=FILE      where to write; without it the JSON is printed
   --explain        print for each value the YAML line or the formula that it comes from
+  script=DIR       write a program of transformers' Trainer that trains the same without this toolkit: train.py,
+                   ds_config.json and the tokenized data; its head says what it does otherwise
 """
 
 import json
@@ -14,7 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.arguments import parse_checked, positive_int
+from toolkit.arguments import Arguments, parse_checked, positive_int
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
@@ -23,9 +27,13 @@ from toolkit.plan.lookup import cached_outline
 
 
 def run(words: list[str]) -> None:
-    names = ("world_size", "total_steps", "output")
-    arguments = parse_checked(words, world_size=1, names=names, flags=("--explain",), files=False)
+    names = ("world_size", "total_steps", "output", "script")
+    writes_script = any(word.startswith("script=") for word in words)
+    arguments = parse_checked(words, world_size=1, names=names, flags=("--explain",), files=writes_script)
     world_size = arguments.world_size or 1
+    if writes_script:
+        _write_script(arguments, world_size)
+        return
     cfg = arguments.loaded.cfg
     total_steps = positive_int(arguments.values, "total_steps")
     if total_steps and cfg.train.max_steps and total_steps != cfg.train.max_steps:
@@ -57,6 +65,28 @@ def run(words: list[str]) -> None:
         print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
+
+
+def _write_script(arguments: Arguments, world_size: int) -> None:
+    """Write the program of `script=`, its JSON and its data; ConfigError for a recipe that it cannot carry."""
+    folder = Path(arguments.values["script"])
+    if folder.exists():
+        raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=folder)
+    if "total_steps" in arguments.values or "output" in arguments.values or arguments.flags:
+        raise ConfigError(tr("script= takes its steps from the data: leave total_steps=, output= and --explain out."))
+    cfg = resolve_model_path(arguments.loaded).cfg
+    from toolkit.extras import plain_script
+    from toolkit.tasks.language_data import load_data
+
+    plain_script.check(cfg)
+    plain_script.write(cfg, load_data(cfg), world_size, folder)
+    print(
+        tr(
+            "wrote {folder}. Train with:  deepspeed --num_gpus {world_size} {folder}/train.py",
+            folder=folder,
+            world_size=world_size,
+        )
+    )
 
 
 def _fit_buckets(ds: DsConfig, cfg: RunConfig) -> None:
