@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from toolkit.config.requirements import CUDA
 from toolkit.distributed import accelerator
 from toolkit.engine.memory import LiveBytes
 
@@ -139,7 +140,9 @@ def begin(rank: int, world_size: int) -> None:
     set_accelerator(_Accelerator())
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
     FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
+    FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[assignment, method-assign]
     accelerator.has_ampere_kernels = lambda: True
+    torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)  # PyTorch and DeepSpeed ask for it
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     functional.scaled_dot_product_attention = _fused_attention
     fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder
