@@ -35,6 +35,7 @@ ELSEWHERE = {
     "git clone": "needs the network",
     "source ": "the shell's",
     "export ": "the shell's",
+    "cd ": "the shell's",
     "cp ": "the shell's; tests/test_readme.py runs the one of the README",
     "curl ": "asks a server; tests/unit and tests/parity ask them",
     "pip ": "needs the network; tests/unit/test_installation.py builds and installs a wheel",
