@@ -192,8 +192,8 @@ def _named_gpus(specification: str, available: Resources, option: str) -> Resour
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a LaunchError for a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as it does
-    with a hostfile.
+    """Raise a LaunchError for a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as it
+    does with a hostfile.
     """
     variable = requirements.visible_variable(environ)
     chosen = environ.get(variable)
