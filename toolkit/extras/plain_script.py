@@ -140,8 +140,7 @@ def _notes(cfg: schema.RunConfig) -> list[str]:
         notes.append(
             tr(
                 "data.packing = {packing}: the recipe fills sequences of {length} tokens with several samples; here "
-                "each sample is a sequence, so that a step trains fewer tokens and an epoch has more steps. Raise "
-                "per_device_train_batch_size, or train the recipe with data.packing=none.",
+                "each sample is a sequence, so that a step trains fewer tokens. Raise per_device_train_batch_size.",
                 packing=cfg.data.packing.value,
                 length=cfg.data.max_length,
             )
