@@ -140,7 +140,7 @@ def begin(rank: int, world_size: int) -> None:
     set_accelerator(_Accelerator())
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
     FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
-    FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[assignment, method-assign]
+    FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     accelerator.has_ampere_kernels = lambda: True
     torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)  # PyTorch and DeepSpeed ask for it
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
