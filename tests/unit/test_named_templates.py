@@ -64,11 +64,38 @@ def test_templates_without_a_published_file_write_their_definition(
 def test_the_others_write_what_was_compared_with_the_published_ones() -> None:
     """scripts/compare_templates.py compares them with the files themselves."""
     recorded = json.loads(FOUND.read_text("utf-8"))["named"]
-    assert recorded.keys() | {"chatml", "mistral", "alpaca", "deepseek_r1", "glm_z1"} == TEMPLATES.keys()
+    assert (
+        recorded.keys() | {*("chatml", "mistral", "alpaca", "deepseek_r1", "deepseek_v3_2", "gemma4", "glm_z1")}
+        == TEMPLATES.keys()
+    )
     for name, entry in recorded.items():
         assert entry["differences"] == 0 and entry["renderings"] > 1000
         family = PUBLISHED[entry["published"]]
         assert rendering_digest(family._replace(template=files.named_chat_template(name)), name) == entry["digest"]
+
+
+def test_deepseek_v3_2_writes_what_the_models_program_writes() -> None:
+    """encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2, as copied by github.com/vllm-project/vllm (026ddf88)."""
+    tokenizer = base_tokenizer("<｜User｜>", "<｜Assistant｜>")
+    tokenizer.eos_token = "</s>"
+    use_template(tokenizer, "deepseek_v3_2")
+    num_thoughts = 0
+    for messages, tools, _ in chats(4, 300):
+        if tools or any("</think>" in m["content"] for m in messages):
+            continue
+        last = max(index for index, message in enumerate(messages) if message["role"] == "user")
+        expected = "<s>"
+        for index, message in enumerate(messages):
+            thought = message.get("reasoning_content") if index > last else None
+            num_thoughts += bool(thought)
+            begin = {"system": "", "user": "<｜User｜>", "assistant": "<｜Assistant｜>"}[message["role"]]
+            begin += {"assistant": f"<think>{thought}</think>" if thought else "</think>"}.get(message["role"], "")
+            expected += begin + message["content"] + ("</s>" if message["role"] == "assistant" else "")
+        assert rendered(tokenizer, messages, None) == expected
+        for thinks, asks in ((False, "</think>"), (True, "<think>")):
+            prompt = rendered(tokenizer, messages[:-1], None, add_generation_prompt=True, enable_thinking=thinks)
+            assert prompt.endswith(f"<｜User｜>{messages[last]['content']}<｜Assistant｜>{asks}")
+    assert num_thoughts > 20
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -80,7 +107,7 @@ def test_each_takes_what_the_table_says_and_trains_answers_up_to_their_end(name:
     use_template(tokenizer, name)
     encoder = TemplateChatEncoder(tokenizer)
     takes = ({"system", "tools", "tool_calls"} - encoder.missing) | ({"reasoning"} if encoder.reasoning_key else set())
-    assert takes == TEMPLATES[name].takes - {"tool", "text"}
+    assert takes == TEMPLATES[name].takes - {"tool", "text", "parallel"}
     assert ("tools" in takes) == (not encoder.missing & {"tool", "text"} and "tools" in TEMPLATES[name].takes)
     end = TEMPLATES[name].end
     assert not end or (tokenizer.eos_token == end and tokenizer.eos_token_id in encoder.stop_ids)

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,39 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The prompt ends with an empty thought, which answers are written without (Gemma 4).
+GEMMA4 = (
+    "<s>{% set thinks = enable_thinking is defined and enable_thinking %}"
+    "{% if thinks %}<|turn>system\n<|think|>\n<turn|>\n{% endif %}"
+    "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<turn|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn>model\n{{ '' if thinks else '<|channel>thought\n<channel|>' }}"
+    "{% endif %}"
+)
+# Answers end in another way if others follow, calls in a third; the answer removes reasoning before calls (gpt-oss).
+HARMONY = (
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% set ns = namespace(later=false) %}{% for other in messages[loop.index:] %}"
+    "{% if other.role == 'assistant' and not other.tool_calls %}{% set ns.later = true %}{% endif %}{% endfor %}"
+    "{% if m.thinking and not ns.later and (loop.last or m.tool_calls) %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}"
+    "{% if m.content %}<|start|>assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>{% endif %}"
+    "<|start|>assistant to={{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}"
+) + (
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# Reasoning is in the content, and marks include the prompt (SmolLM3).
+SMOL = (
+    "{% set off = '/no_think' in messages[0].content or (enable_thinking is defined and not enable_thinking) %}"
+    "<|im_start|>system\n{{ off }}<|im_end|>\n{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "<|im_start|>assistant\n{{ '<think>\n\n</think>\n' if off }}{{ m.content.lstrip('\n') }}<|im_end|>\n"
+    "{% endgeneration %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '<think>\n\n</think>\n' if off }}{% endif %}"
+)
 
 
 class Family(NamedTuple):
@@ -80,6 +113,14 @@ class Family(NamedTuple):
     """What a conversation may not have with it."""
     kept: Path | None = None
     """The template to train with where its own removes the reasoning of every answer."""
+    no_thinking: str = ""
+    """What its prompt for an answer without reasoning has and its rendering of the answer lacks."""
+    stops: tuple[str, ...] = ()
+    """Tokens that end calls of tools."""
+    thought: str = ""
+    """What holds reasoning in the content of an answer, where the template has no key for it."""
+    thought_end: str = "</think>"
+    """What ends the reasoning of an answer."""
 
 
 FOLDER = Path(os.environ.get("TOOLKIT_TEMPLATES") or Path(__file__).parents[3] / "shared" / "templates")
@@ -88,12 +129,17 @@ FOUND = Path(__file__).parents[1] / "golden" / "templates.json"
 KEPT = Path(__file__).parents[2] / "toolkit" / "models" / "templates"
 CHATML, LLAMA, EOS_R1 = "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"
 THINKS, TOOLS, BESIDE = frozenset({"reasoning"}), frozenset({"tools"}), frozenset({"text beside calls"})
+FINAL = "<|channel|>final<|message|>"
+PARALLEL, THINKS_BESIDE = frozenset({"parallel"}), frozenset({"reasoning and text beside calls"})
 OURS = {
     "qwen": Family(QWEN, CHATML),
     "glm-4.5": Family(GLM45, "<|endoftext|>"),
     "glm-4.7": Family(GLM47, "<|endoftext|>"),
     "glm-4": Family(GLM4, "<|user|>", THINKS | BESIDE),
     "plain": Family(PLAIN, CHATML, THINKS | TOOLS),
+    "gemma-4": Family(GEMMA4, "<turn|>", THINKS | TOOLS, no_thinking="<|channel>thought\n<channel|>"),
+    "harmony": Family(HARMONY, "<|return|>", PARALLEL, stops=("<|call|>",), thought_end=FINAL),
+    "smol": Family(SMOL, CHATML, TOOLS, thought="<think>\n{}\n</think>\n"),
 }
 PUBLISHED = {
     "gemma3": Family(FOLDER / "gemma3.jinja", "<end_of_turn>", THINKS | TOOLS),
@@ -116,9 +162,31 @@ PUBLISHED = {
     "mistral": Family(FOLDER / "mistral.jinja", "</s>", THINKS | BESIDE | {"system"}),
     "mistral_small_3_2": Family(FOLDER / "mistral_small_3_2.jinja", "</s>", THINKS | BESIDE),
     "ministral_3": Family(FOLDER / "ministral_3.jinja", "</s>", THINKS),
+    "smollm2": Family(FOLDER / "smollm2.jinja", CHATML, THINKS | TOOLS),
+    "smollm3": Family(FOLDER / "smollm3.jinja", CHATML, TOOLS, thought="<think>\n{}\n</think>\n"),
+    "olmo3": Family(FOLDER / "olmo3.jinja", CHATML, THINKS),
+    "gpt_oss": Family(
+        FOLDER / "gpt_oss.jinja", "<|return|>", PARALLEL | THINKS_BESIDE, stops=("<|call|>",), thought_end=FINAL
+    ),
+    "seed_oss": Family(FOLDER / "seed_oss.jinja", "<seed:eos>", thought_end="</seed:think>"),
+    "gemma4": Family(
+        FOLDER / "gemma4.jinja",
+        "<turn|>",
+        THINKS | BESIDE,
+        no_thinking="<|channel>thought\n<channel|>",
+        stops=("<|tool_response>",),
+    ),
+    "gemma4_thinking": Family(
+        *(FOLDER / "gemma4.jinja", "<turn|>", TOOLS, KEPT / "gemma4.jinja", "<|channel>thought\n<channel|>"),
+        thought_end="<channel|>",
+    ),
+    "qwen3_6": Family(FOLDER / "qwen3_6.jinja", CHATML),
 }
 KNOWN = OURS | {name: one for name, one in PUBLISHED.items() if Path(one.template).is_file()}
-MARKS = r"<\|[a-z_]+\|>|<｜[^｜'\"]+｜>|\[gMASK\]|<sop>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]"
+MARKS = (
+    r"<\|[a-z_]+\|>|<｜[^｜'\"]+｜>|\[gMASK\]|<sop>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]"
+    r"|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|</?seed:[a-z_:]+>"
+)
 ANSWER_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -136,7 +204,15 @@ def tokenizer_of(family: Family) -> Any:
 
 
 SAID = ["Yes.", "你好！", " a b ", "one\n\ntwo", "1 < 2", '{"a": 1}', "x" * 40, "No\n", "\nLater.", "🙂"]
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "?", "parameters": {"type": "object"}}}
+_PROPERTIES = {"city": {"type": "string", "description": "Where"}, "days": {"type": "number"}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "?",
+        "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["city"]},
+    },
+}
 Chat = tuple[list[dict[str, Any]], list[Any] | None, set[str]]
 
 
@@ -160,6 +236,8 @@ def chats(seed: int, count: int, said: Sequence[str] = SAID) -> Iterator[Chat]:
                 content = chance.choice(["", "", "Let me see."])
                 messages.append(answer(chance, thinks, content) | {"tool_calls": named})
                 has |= BESIDE if messages[-1]["content"] else set()
+                is_thought = "reasoning_content" in messages[-1] or "</think>" in messages[-1]["content"]
+                has |= THINKS_BESIDE if content and is_thought else set()
                 messages += [{"role": "tool", "content": chance.choice(said)} for _ in named]
             messages.append(answer(chance, thinks, chance.choice(said)))
             if chance.random() < 0.1:
@@ -180,11 +258,22 @@ def answer(chance: random.Random, thinks: str, content: str) -> dict[str, Any]:
     return message
 
 
+def with_thought(message: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a message with its reasoning where a template of this family looks for it."""
+    thought, content = message.get("reasoning_content"), message["content"]
+    if thought and family.thought:
+        return {**message, "content": family.thought.format(thought) + content}
+    if family.thought_end != "</think>" and content.startswith("<think>"):
+        thought, _, content = content.removeprefix("<think>\n").partition("\n</think>\n\n")
+        return {**message, "reasoning_content": thought, "content": content}
+    return {**message}
+
+
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, **mode: bool) -> str:
     """Return what transformers makes of a conversation; calls get the ids that Mistral's template asks for."""
     changed, count, results = [], 0, 0
     for message in messages:
-        if message.get("tool_calls") and "[TOOL_CALLS]" in tokenizer.chat_template:
+        if message.get("tool_calls") and re.search(r"\[TOOL_CALLS\]|tool_call_id", tokenizer.chat_template):
             calls = [{**call, "id": f"call{count + n:05}"} for n, call in enumerate(message["tool_calls"])]
             count += len(calls)
             message = {**message, "tool_calls": calls}
@@ -197,11 +286,24 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, **mode:
     return text
 
 
-def expected(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[str]]:
+def expected(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, family: Family | None = None
+) -> tuple[str, list[str]]:
     """Return a conversation's text, and the trained parts of it by their definition: what the model writes after the
     prompt that it is asked with, up to the token that ends it.
     """
     end, whole, parts = tokenizer.eos_token, rendered(tokenizer, messages, tools), []
+    prompt = rendered(tokenizer, messages[:-1], tools, add_generation_prompt=True)
+    if family and (family.no_thinking or family.stops) and not whole.startswith(prompt) and not family.kept:
+        # Of the answer, what follows the prompt in a conversation of one question; before it, the prompt as served.
+        question = [{"role": "user", "content": "q"}]
+        asked = rendered(tokenizer, question, tools, add_generation_prompt=True).removesuffix(family.no_thinking)
+        said = rendered(tokenizer, [*question, messages[-1]], tools)
+        assert said.startswith(asked) and [m for m in messages if m.get("loss", m["role"] == "assistant")] == [
+            messages[-1]
+        ]
+        said = said[len(asked) :]
+        return prompt + said, [said[: said.index(end) + len(end)] if end in said else said.rstrip()]
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or not message.get("loss", True):
             continue
@@ -218,7 +320,7 @@ def expected(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> tupl
             said = said[: said.index(end) + len(end)] if not said.endswith(end) else said
         elif following and not re.search(rf"({MARKS})\s*$", said):
             said += following[0]
-        elif index == len(messages) - 1:
+        elif index == len(messages) - 1 and not said.endswith(family.stops if family and family.stops else "\0"):
             said += end
         parts.append(said)
     return whole, parts
@@ -263,18 +365,20 @@ def compared(family: Family, seed: int, count: int) -> Compared:
             continue
         trained: list[int] = []
         for part in encoder.divide(messages, tools):
-            listed = [dict(message) for message in part]
+            listed = [with_thought(message, family) for message in part]
             trained += [i for i, m in enumerate(listed) if m["role"] == "assistant" and m.get("loss", True)]
             ids, mask = encoder.encode(part, tools)
             said = [text_of(tokenizer, stretch) for stretch in trained_stretches(ids, mask)]
-            whole, parts = expected(tokenizer, listed, tools)
+            whole, parts = expected(tokenizer, listed, tools, family)
             assert text_of(tokenizer, ids) in (whole, whole.rstrip(), whole + family.end), listed
             assert said == parts, listed
             if family.kept:
                 before = text_of(tokenizer, ids[: mask.index(True)])
-                asks = {"add_generation_prompt": True, "enable_thinking": True}
+                thinks = not family.no_thinking or "reasoning_content" in listed[trained[-1]]
+                asks = {"add_generation_prompt": True, "enable_thinking": thinks}
                 prompt = rendered(served, listed[: trained[-len(parts)]], tools, **asks)
-                assert before == prompt if "</think>" in said[0] else prompt.startswith(before), listed
+                is_whole = family.no_thinking or "</think>" in said[0]
+                assert before == prompt if is_whole else prompt.startswith(before), listed
             num_samples, num_answers = num_samples + 1, num_answers + len(parts)
             digest.update(json.dumps([ids, mask]).encode())
         assert sorted(trained) == answers, "each answer is trained once"
@@ -320,7 +424,7 @@ def test_thousands_of_conversations_were_compared_with_each_published_template()
 @pytest.mark.parametrize("name", KNOWN)
 def test_reasoning_can_be_left_out_of_the_loss(name: str) -> None:
     family = KNOWN[name]
-    tokenizer = tokenizer_of(family)
+    tokenizer = tokenizer_of(family._replace(template=family.kept or family.template))
     everything, answers = TemplateChatEncoder(tokenizer), TemplateChatEncoder(tokenizer, train_thinking=False)
     assert everything.fingerprint != answers.fingerprint
     for messages, tools, has in chats(len(name) + 1, 60):
@@ -335,10 +439,11 @@ def test_reasoning_can_be_left_out_of_the_loss(name: str) -> None:
             for message, one, other in zip(said, whole, rest, strict=True):
                 text = text_of(tokenizer, other)
                 thought = text_of(tokenizer, one).removesuffix(text)
-                assert not thought.strip() or thought.strip().endswith("</think>"), (thought, text)
-                assert "</think>" not in text and text.strip().startswith(
-                    message["content"].split("</think>")[-1].strip()
-                )
+                has_channel = family.thought_end == FINAL and message.get("tool_calls")  # in which it writes the text
+                assert not thought.strip() or thought.strip().endswith(family.thought_end) or has_channel
+                assert not thought or family.thought_end not in text
+                answered, content = text.split(family.thought_end)[-1].strip(), message["content"].split("</think>")[-1]
+                assert answered.startswith(content.strip()) or (has_channel and content.strip() in answered)
 
 
 def test_each_answer_is_in_the_cache_once(tmp_path: Path, said: list[str]) -> None:

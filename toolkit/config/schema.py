@@ -429,7 +429,7 @@ class ModelConfig:
     original_labels: bool = True
     """With a ChatGLM's own chat format: train exactly what the original trains; false omits ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
-    """Chat template that replaces the tokenizer's own: a name (alpaca, chatml, chatml_tools, deepseek_r1, gemma, glm4_5, glm_z1, llama3, mistral, qwen3) or a Jinja file; "" keeps its own."""
+    """Chat template that replaces the tokenizer's own: a name (alpaca, chatml, chatml_tools, deepseek_r1, deepseek_v3_2, gemma, gemma4, glm4_5, glm_z1, llama3, mistral, qwen3) or a Jinja file; "" keeps its own."""
     attention: Attention = field(default=Attention.auto, metadata=FREE)
     """auto: varlen for packed sequences, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a block mask for packed sequences; eager: the step-by-step implementation; varlen: each sample of a packed sequence separately (PyTorch's variable-length kernel on GPUs)."""
     trust_remote_code: bool = False

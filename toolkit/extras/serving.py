@@ -39,7 +39,7 @@ from toolkit.export.verify import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
-from toolkit.models import chat_template, extra_tensors, load, probe, weights
+from toolkit.models import chat_template, extra_tensors, load, probe, served_turns, weights
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
 from toolkit.models.shield import Shield
@@ -187,7 +187,7 @@ def _case_of(
         ids = [*all_ids[: stop - 1], ids[stop - 1]]
     sent = [{key: value for key, value in message.items() if key != "loss"} for message in part[:number]]
     trains_all = getattr(encoder, "train_thinking", True)
-    return Case(where, chat_template.with_ids(sent), tools, part[number], ids[:stop], start, trains_all)
+    return Case(where, served_turns.with_ids(sent), tools, part[number], ids[:stop], start, trains_all)
 
 
 class Served(NamedTuple):
@@ -532,7 +532,7 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
     """
     prompts: Prompts = []
     for case in cases:
-        body = {"model": "model", "messages": chat_template.with_text_arguments(case.messages), "tools": case.tools}
+        body = {"model": "model", "messages": served_turns.with_text_arguments(case.messages), "tools": case.tools}
         of_case: list[list[int] | int] = []
         for mode in chat_template.MODES:
             with suppress(OSError, ValueError, KeyError):  # the request was rejected; urllib's errors are an OSError

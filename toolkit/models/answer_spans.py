@@ -110,11 +110,17 @@ class SpanTokenizer:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", openings: Openings | None, shield: Shield | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        openings: Openings | None,
+        shield: Shield | None = None,
+        call_ends: Iterable[str] = (),
     ) -> None:
+        """`call_ends`: tokens with which a text may end in place of the end token."""
         self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
         # Looked up once: each property of a tokenizer takes microseconds.
         self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
+        self.last_ids = {self.end_id, *map(int, tokenizer.convert_tokens_to_ids([*call_ends]))}
         self.mark = ""
         """The control token that texts are split before, "" if they are not."""
         self.opening_ids: dict[str, list[int]] = {}
@@ -211,7 +217,7 @@ class SpanTokenizer:
             return None
         if spans and spans[-1][1] == len(text) and not is_whole:
             del joined[end:], mask[end:]
-            if joined[-1] != self.end_id:
+            if joined[-1] not in self.last_ids:
                 joined, mask = [*joined, self.end_id], [*mask, True]
         return joined, mask
 
@@ -323,7 +329,7 @@ class SpanTokenizer:
             mask += [True] * (last - begin)
         if spans and spans[-1][1] >= len(ids):
             ids = ids[: len(mask)]
-            if ids[-1] != end:
+            if ids[-1] not in self.last_ids:
                 ids, mask = [*ids, end], [*mask, True]
         return ids, mask + [False] * (len(ids) - len(mask))
 

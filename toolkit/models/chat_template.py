@@ -25,7 +25,7 @@ from toolkit.models.shield import Shield, any_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 8
+CODE_VERSION = 9
 """Part of the fingerprint; increase it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -34,7 +34,7 @@ _ADDITIONAL = "additional_special_tokens"
 _RENDERING_S = 10
 """Seconds that rendering one conversation may take; thousands of messages take some hundredths."""
 _MIN_RENDERING_S = 0.5
-_PROBE: list[dict[str, Any]] = [
+PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First answer."},
     {"role": "user", "content": "Two?"},
@@ -42,28 +42,30 @@ _PROBE: list[dict[str, Any]] = [
 ]
 
 
-_EXCERPT_CHARS = 40
-_WORD = "Zygote"
+EXCERPT_CHARS = 40
+WORD = "Zygote"
 """A word that is searched in renderings."""
 
 
-def _message_with_call(name: str) -> dict[str, Any]:
+def message_with_call(name: str) -> dict[str, Any]:
     """Return an assistant message that calls a tool."""
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"a": "b"}}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-_TOOLS: list[Any] = [{"type": "function", "function": {"name": _WORD, "description": "?", "parameters": {}}}]
-_RESULT = {"role": "tool", "content": _WORD, "tool_call_id": "call00000"}
-_TOOL_CONVERSATION = [_PROBE[0], _message_with_call(_WORD), _RESULT, _PROBE[1]]
+_TOOLS: list[Any] = [{"type": "function", "function": {"name": WORD, "description": "?", "parameters": {}}}]
+_RESULT = {"role": "tool", "content": WORD, "tool_call_id": "call00000"}
+_TOOL_CONVERSATION = [PROBE[0], message_with_call(WORD), _RESULT, PROBE[1]]
+_TWO_CALLS = [message_with_call(name)["tool_calls"][0] for name in ("other", WORD)]
 _FEATURES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
-    "system": ([{"role": "system", "content": _WORD}, _PROBE[0]], None),
-    "tools": (_PROBE[:1], _TOOLS),
-    "tool_calls": ([_PROBE[0], _message_with_call(_WORD)], None),
-    "tool": ([_PROBE[0], _message_with_call("other"), _RESULT], None),
-    "text": ([_PROBE[0], {**_message_with_call("other"), "content": _WORD}], None),
+    "system": ([{"role": "system", "content": WORD}, PROBE[0]], None),
+    "tools": (PROBE[:1], _TOOLS),
+    "tool_calls": ([PROBE[0], message_with_call(WORD)], None),
+    "tool": ([PROBE[0], message_with_call("other"), _RESULT], None),
+    "text": ([PROBE[0], {**message_with_call("other"), "content": WORD}], None),
+    "parallel": ([PROBE[0], {**message_with_call(""), "tool_calls": _TWO_CALLS}], None),
 }
-"""Feature of a conversation -> an example and its tools: a template that does not write `_WORD` drops the feature."""
+"""Feature of a conversation -> an example and its tools: a template that does not write `WORD` drops the feature."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message in which templates expect the reasoning of an answer."""
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
@@ -120,6 +122,8 @@ class TemplateChatEncoder:
         self.end = str(tokenizer.eos_token)
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _ADDITIONAL}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
+        self.matches_ids = "tool_call_id" in self.template
+        """Whether the template looks for the call that a result answers by its id."""
         self.knows_probe = False
         """Whether the answer's span is found in an ordinary question and answer."""
         self.frame: tuple[str, str] | None = None
@@ -131,46 +135,69 @@ class TemplateChatEncoder:
         """Whether earlier answers, or those with reasoning, are written in another way once another turn follows."""
         self.ends: set[str] = set()
         """Other tokens than the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
+        self.earlier_end = ""
+        """Token that ends answers which others follow, in place of the end token: gpt-oss' `<|end|>`."""
+        self.call_ends: set[str] = set()
+        """Tokens that end calls in place of the end token: gpt-oss' `<|call|>`, Gemma 4's `<|tool_response>`."""
+        self.no_thinking: tuple[str, str, dict[str, bool]] | None = None
+        """How an answer is asked for, what follows in a prompt that asks for no reasoning, and the mode of that prompt,
+        if the template leaves it out where it writes an answer: Gemma 4's empty thought."""
         self.turn_marks: set[str] = set()
         self.shield = Shield(tokenizer, ())
         self.reasoning_key: str | None = _REASONING[0]
         """Key in which the template expects an answer's reasoning, None if it writes none."""
+        self.thought: tuple[str, str] | None = None
+        """What is written before and after an answer's reasoning in its content, if the template expects it there and
+        under no key: SmolLM3's."""
+        self.moves_thought = False
+        """Whether the template has a key for reasoning and would write <think> as text: gpt-oss', Seed-OSS'."""
         self.missing: set[str] = set()
         """Keys of `_FEATURES` that the template drops."""
         self._deadline = time.monotonic() + _RENDERING_S
         with suppress(RowError):  # it rejects the examples; other conversations are examined one by one
             self._examine_template()
         self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
-        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
+        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends | self.call_ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
         self.shield = Shield(tokenizer, self.turn_marks)
         self.openings: Openings | None = None
         with suppress(RowError):
             self.openings = self._openings()
-        self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
+        self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield, self.call_ends)
         self._examine_special_tokens()
         self._deadline = math.inf
 
     def _examine_template(self) -> None:
         """Determine what the template writes, and how; RowError if it rejects an ordinary question."""
-        self.render(_PROBE[:1], None, add_generation_prompt=False)
+        self.render(PROBE[:1], None, add_generation_prompt=False)
         self.turn_marks = self._turn_marks()
-        answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
+        answered = [[PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING]
         keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
         self.reasoning_key = next(keys, None)
+        self.moves_thought = self.reasoning_key is not None and "</think>" not in self.template
         self.missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
-        if not self._writes_word([{"role": "user", "content": _WORD}], None):
+        with suppress(RowError):
+            chat = [PROBE[0], {**message_with_call("other"), "content": WORD}, {**_RESULT, "content": "Result."}]
+            if WORD in self.render(chat, None, add_generation_prompt=False).partition("Result.")[2]:
+                self.missing.add("text")  # Gemma 4 writes it after the result
+        if not self._writes_word([{"role": "user", "content": WORD}], None):
             raise ModelError(
                 "The chat template of '{name}' does not write what the user says, which messages have under "
                 "`content`. Give another: model.chat_template=FILE.",
                 name=self.tokenizer.name_or_path,
             )
+        reply, asks = self.render(PROBE[:2], None, False), self.render(PROBE[:1], None, True)
+        is_usual = reply.startswith(asks) and self.render(PROBE[:3], None, False).startswith(reply)
+        if not is_usual or (self.reasoning_key is None and "<think>" in self.template):
+            from toolkit.models import served_turns
+
+            served_turns.examine(self)
         self._examine_answers()
 
     def _examine_special_tokens(self) -> None:
         """Determine the special tokens that the tokenizer puts before and after a text."""
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
-        texts = ((_WORD, True), (_WORD, False), ((bos or "") + _WORD, False))
+        texts = ((WORD, True), (WORD, False), ((bos or "") + WORD, False))
         wrapped, bare, with_bos = (
             list(self.tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for text, adds in texts
         )
@@ -229,7 +256,8 @@ class TemplateChatEncoder:
         if wanted in ([], [len(messages) - 1]):
             return [messages]
         merged = {index for index in wanted if self._merges(messages[index])}
-        is_rewritten = self.rewrites or (self.rewrites_reasoning and any(map(_has_reasoning, messages)))
+        is_rewritten = self.rewrites or self.no_thinking is not None
+        is_rewritten = is_rewritten or (self.rewrites_reasoning and any(map(has_reasoning, messages)))
         if not is_rewritten and merged <= {wanted[-1]}:
             return [messages]
         shielded, tools = self._for_template(messages), self.shield.cover(tools)
@@ -237,10 +265,15 @@ class TemplateChatEncoder:
         parts: list[Sequence[Message]] = []
         while wanted:
             last = wanted[-1]
+            # Else `served_turns.after_prompt` writes the last answer in a text of its own.
+            is_own = self.no_thinking is None
+            if self.earlier_end and is_own:
+                is_own = self._prompt_length(shielded[:last], tools, texts[last], asks=True) is not None
+            alone = merged if is_own else {*wanted}
             included = [
                 index
                 for index in wanted
-                if index == last or (index not in merged and self._answer_end(texts[last], texts[index]) is not None)
+                if index == last or (index not in alone and self._answer_end(texts[last], texts[index]) is not None)
             ]
             wanted = [index for index in wanted if index not in included]
             marked, marked_shielded = (
@@ -266,55 +299,73 @@ class TemplateChatEncoder:
     def _for_template(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages as the template gets them: control strings broken up, the reasoning under its key."""
         key = self.reasoning_key
+        if self.matches_ids or self.moves_thought:
+            from toolkit.models import served_turns
+        if self.matches_ids and any("id" not in call for m in messages for call in m.get("tool_calls") or ()):
+            messages = served_turns.with_ids(messages)
+        if self.thought:
+            begin, end = self.thought
+            messages = [
+                {**m, "content": f"{begin}{m['reasoning_content'].strip()}{end}{m['content']}", "reasoning_content": ""}
+                if m.get("reasoning_content")
+                else m
+                for m in messages
+            ]
+        if self.moves_thought:
+            messages = [
+                served_turns.with_key(message) if message["role"] == "assistant" else message for message in messages
+            ]
         if key not in (None, "reasoning_content"):
             messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
         return self.shield.cover(messages)
 
     def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether the template writes `_WORD`, which a conversation has; True if it rejects the conversation, as such
+        """Whether the template writes `WORD`, which a conversation has; True if it rejects the conversation, as such
         rows become errors anyway.
         """
         try:
-            return _WORD in self.render(messages, tools, add_generation_prompt=False)
+            return WORD in self.render(messages, tools, add_generation_prompt=False)
         except RowError:
             return True
 
     def _examine_answers(self) -> None:
         """Determine how the template renders answers; ModelError if its marks are not what generation would write."""
         with suppress(RowError):
-            self.knows_probe = self._spans_by_comparison(_PROBE[:2], None, [1]) is not None
-        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
-        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
-        loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, _PROBE[2], *_TOOL_CONVERSATION[1:]])
-        divided = [self._is_divided(_PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
+            self.knows_probe = self._spans_by_comparison(PROBE[:2], None, [1]) is not None
+        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]]
+        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]]
+        loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
+        divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
         self.rewrites_reasoning = any(self._is_divided(chat, None) for chat in reasoned)
         self.rewrites = any(divided)
         compared = None
         with suppress(RowError):
-            compared = self._spans_by_comparison(_PROBE, None, [1, 3])
+            compared = self._spans_by_comparison(PROBE, None, [1, 3])
         if compared is None:
             return
         text, spans = compared
-        begin = len(self.render(_PROBE[:1], None, add_generation_prompt=False))
+        begin = len(self.render(PROBE[:1], None, add_generation_prompt=False))
         asks = text[begin : spans[0][0]]
-        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, _PROBE[1::2], strict=True)]
+        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, PROBE[1::2], strict=True)]
         before = {answer.partition(content)[0] for answer, content in answers}
         if len(before) == 1:
-            blank = self.render([_PROBE[0], {**_PROBE[1], "content": f"\n{_WORD}"}], None, False)
-            self.lead = text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{_WORD}" not in blank
+            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, False)
+            self.lead = text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{WORD}" not in blank
         endings = {answer.removeprefix(content) for answer, content in answers}
-        is_default = self.render(_PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
+        is_default = self.render(PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
         is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
         if asks and is_default and is_same:
             self.frame = asks, endings.pop()
         if not self.has_marks:
             return
-        marked_text, marks = self._text_and_marks(_PROBE, None)
+        marked_text, marks = self._text_and_marks(PROBE, None)
         marked, written = (  # the end token may be unmarked
             [marked_text[begin:stop].split(self.end)[0].strip() for begin, stop in answer_spans]
             for answer_spans in (marks, spans)
         )
-        if marked != written:
+        if all(mark == (asks + text).strip() for mark, text in zip(marked, written, strict=True)):
+            self.has_marks = False  # SmolLM3's include the prompt, which is not trained
+        elif marked != written:
             raise ModelError(
                 "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
                 "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
@@ -333,10 +384,10 @@ class TemplateChatEncoder:
     def _turn_marks(self) -> set[str]:
         """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
         added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
-        answer = _PROBE[1]["content"]
+        answer = PROBE[1]["content"]
 
         def between(role: str) -> list[str]:
-            rendered = self.render([*_PROBE[:2], {"role": role, "content": "Two?"}], None, False)
+            rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, False)
             rest = rendered.partition(answer)[2].partition("Two?")[0]
             if (mark := added.match(rest)) and mark[0] != self.end:
                 self.ends.add(mark[0])
@@ -346,7 +397,7 @@ class TemplateChatEncoder:
         with suppress(RowError):
             question = between("user")
             marks.update(question)
-            asks = self.render(_PROBE[:1], None, True).removeprefix(self.render(_PROBE[:1], None, False))
+            asks = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
             marks.update(added.findall(asks)[:1])
             result = between("tool")
             same = next((i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None)
@@ -355,16 +406,16 @@ class TemplateChatEncoder:
 
     def _openings(self) -> Openings | None:
         """Return what finds answers by the control tokens around them, None if the template writes none there."""
-        openings, leads, answer = list[str](), set[str](), _PROBE[1]["content"]
+        openings, leads, answer = list[str](), set[str](), PROBE[1]["content"]
         for mode in MODES:
-            asked, prompt = (self.render(_PROBE[:1], None, asks, **mode) for asks in (False, True))
+            asked, prompt = (self.render(PROBE[:1], None, asks, **mode) for asks in (False, True))
             openings.append(prompt.removeprefix(asked))
             leads.add(self.shield.control_at(openings[-1]))
         is_same = len(leads) == 1
-        ending = self.render(_PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
+        ending = self.render(PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
         for role in ("user", "tool"):
             with suppress(RowError):
-                after = self.render([*_PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
+                after = self.render([*PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
                 stop = self._answer_end(after, ending)
                 leads.add(self.shield.control_at(after, stop or 0))
         if not is_same or "" in leads:
@@ -379,7 +430,7 @@ class TemplateChatEncoder:
     ) -> tuple[str, list[Span]] | None:
         """Return the same as `_spans_by_comparison`, by one rendering if both agreed on such conversations before."""
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.openings is None or not set(wanted) <= set(answers):
+        if self.openings is None or self.no_thinking or not set(wanted) <= set(answers):
             return self._spans_by_comparison(messages, tools, wanted)
         text = rendered or self.render(messages, tools, add_generation_prompt=False)
         spans = self.openings.find(messages, text)
@@ -405,7 +456,9 @@ class TemplateChatEncoder:
         located = self._spans_by_marks(messages, tools, wanted) if self.has_marks else None
         located = located or self._spans_by_openings(messages, tools, wanted, rendered)
         if located is None:
-            raise self._untrainable_error(messages, wanted)
+            from toolkit.models.template_errors import untrainable
+
+            raise untrainable(self, messages, wanted)
         text, spans = located
         for index, (begin, stop) in zip(wanted, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
@@ -428,8 +481,8 @@ class TemplateChatEncoder:
                 "that writes what messages have under `content` and `tool_calls`: model.chat_template=FILE",
                 number=index + 1,
                 name=self.tokenizer.name_or_path,
-                text=repr(shortened(text, _EXCERPT_CHARS)),
-                lost=repr(shortened(lost, _EXCERPT_CHARS)),
+                text=repr(shortened(text, EXCERPT_CHARS)),
+                lost=repr(shortened(lost, EXCERPT_CHARS)),
             )
 
     def _check_nothing_is_lost(self, messages: Sequence[Message]) -> None:
@@ -439,67 +492,15 @@ class TemplateChatEncoder:
             if message["role"] == "tool":
                 has = {"tool"}
             elif calls:
-                has = {"tool_calls", "text"} if message["content"] else {"tool_calls"}
+                has = {"tool_calls", *(["text"] if message["content"] else []), *(["parallel"] if calls[1:] else [])}
             lost = next(iter(sorted(has & self.missing, reverse=True)), "")
-            if self.reasoning_key is None and message.get("reasoning_content") and _is_trained(message):
+            has_reasoning = message.get("reasoning_content") and _is_trained(message)
+            if self.reasoning_key is None and self.thought is None and has_reasoning:
                 lost = "reasoning"
             if lost:
-                kinds = {
-                    "tool_calls": tr("calls of tools"),
-                    "text": tr("a text beside calls of tools"),
-                    "tool": tr("results of tools"),
-                    "reasoning": tr("the reasoning of an answer"),
-                }
-                raise RowError(
-                    "message {number}: the chat template has no place for {what}, which would be lost. Write it into "
-                    "the text of the message as the model is to write it, or give another template: {setting}",
-                    number=number,
-                    setting=_template_setting(self.tokenizer, lost),
-                    what=kinds[lost],
-                )
+                from toolkit.models.template_errors import lost_part
 
-    def _untrainable_error(self, messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
-        """Return the error that says why the trained answers of a conversation cannot be found in its text."""
-        for index in wanted:
-            if not _has_reasoning(messages[index]) and (asks := self._asks_for_reasoning(messages[:index])):
-                return RowError(
-                    "message {number}: the chat template's prompt for an answer ends with {asks}, which asks for "
-                    "reasoning, and the answer has none. Write it into its `reasoning_content`, or give a template "
-                    "that does not ask: model.chat_template=FILE",
-                    number=index + 1,
-                    asks=repr(shortened(asks, _EXCERPT_CHARS)),
-                )
-        if wanted != [len(messages) - 1]:
-            return RowError(
-                tr(
-                    "the chat template writes an earlier answer of this conversation otherwise once another turn "
-                    "follows, so it cannot be trained with the rest. Train last answers only: data.train_on=last"
-                )
-            )
-        if self.knows_probe:
-            return RowError(
-                tr(
-                    "the chat template writes the answer of this conversation otherwise than the prompt that "
-                    "generation would see asks for it"
-                )
-            )
-        return ModelError(
-            "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
-            "begin with the prompt that generation would see. Give a template whose turns do not depend on "
-            "later ones: model.chat_template=FILE.",
-            name=self.tokenizer.name_or_path,
-        )
-
-    def _asks_for_reasoning(self, messages: Sequence[Message]) -> str:
-        """Return the end of the prompt for an answer if it begins the reasoning in every mode, else ""."""
-        asks = ""
-        with suppress(RowError):
-            before = self.render(messages, None, add_generation_prompt=False)
-            for mode in MODES:
-                asks = self.render(messages, None, add_generation_prompt=True, **mode).removeprefix(before)
-                if "<think>" not in asks.rpartition("</think>")[2]:
-                    return ""
-        return asks
+                raise lost_part(number, lost, _template_setting(self.tokenizer, lost))
 
     def _trained_part(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span
@@ -518,9 +519,18 @@ class TemplateChatEncoder:
             )
         if not self.train_thinking and message["role"] == "assistant":
             other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}
-            rendered = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
-            pairs = enumerate(zip(text[begin:stop], rendered[begin:], strict=False))
-            begin += next((offset for offset, (char, other_char) in pairs if char != other_char), 0)
+            start = begin
+            with suppress(RowError):  # gpt-oss' rejects a text beside both reasoning and calls
+                changed = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
+                # Of a text by `served_turns.after_prompt`, the template writes the end.
+                is_own = changed[:begin] == text[:begin]
+                shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
+                pairs = enumerate(zip(text[begin:stop], changed[begin - shift :], strict=False))
+                start += next((offset for offset, (char, other_char) in pairs if char != other_char), 0)
+            if thought and start == begin:
+                start = text.index(thought, begin) + len(thought)
+            if thought or "</think>" in text[begin:start]:
+                begin = start
         if self.ends and self.end not in text[begin:stop]:
             stop += len(next((end for end in self.ends if text.startswith(end, stop)), ""))
         return begin, stop
@@ -541,7 +551,11 @@ class TemplateChatEncoder:
             if stop is not None and begin is None:
                 begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
             if stop is None or begin is None:
-                return None
+                if wanted != [len(messages) - 1]:
+                    return None
+                from toolkit.models import served_turns
+
+                return served_turns.after_prompt(self, messages, tools, rendered)
             spans.append((begin, stop))
         return rendered, spans
 
@@ -552,7 +566,10 @@ class TemplateChatEncoder:
         if text.startswith(after):
             return len(after)
         shorter = after.removesuffix(self.end)
-        return len(shorter) if shorter != after and text.startswith(shorter) else None
+        if shorter == after or not text.startswith(shorter):
+            return None
+        is_other = self.earlier_end and text.startswith(self.earlier_end, len(shorter))
+        return None if is_other else len(shorter)
 
     def _prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
@@ -648,7 +665,8 @@ def _as_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _has_reasoning(message: Message) -> bool:
+def has_reasoning(message: Message) -> bool:
+    """Whether a message has reasoning, under its key or in its text."""
     return "reasoning_content" in message or "</think>" in message["content"]
 
 
@@ -670,6 +688,8 @@ def _rendered(
             except _FAILURES:
                 if not any(message.get("tool_calls") for message in messages):
                     raise
+                from toolkit.models.served_turns import with_ids, with_text_arguments
+
                 for form in (with_text_arguments, with_ids):
                     with suppress(*_FAILURES):
                         return render(form(messages))
@@ -684,32 +704,3 @@ def _rendered(
     except Exception as error:  # a template is a program, in which anything may go wrong
         failure = tr("the chat template rejects the conversation: {reason}", reason=reason_of(error))
     raise RowError(failure) from None
-
-
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have their arguments as JSON text, the form of OpenAI's API."""
-    changed: list[Message] = []
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or []:
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed
-
-
-def with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with ids for calls and, in order, results, as Mistral's templates need: of nine characters."""
-    changed: list[Message] = []
-    num_calls = num_results = 0
-    for message in messages:
-        calls = message.get("tool_calls") or []
-        if calls:
-            named = [{**call, "id": f"call{num_calls + n:05}"} for n, call in enumerate(calls)]
-            num_calls += len(calls)
-            message = {**message, "tool_calls": named}
-        elif message["role"] == "tool":
-            message = {**message, "tool_call_id": f"call{num_results:05}"}
-            num_results += 1
-        changed.append(message)
-    return changed

@@ -11,9 +11,9 @@ from toolkit.config import files
 from toolkit.messages import ModelError, file_bytes, reading, tr
 
 _LARGEST_BYTES = 1_000_000
-_SYSTEM, _TOOLS = frozenset({"system"}), frozenset({"tools", "tool_calls", "tool", "text"})
+_SYSTEM, _TOOLS = frozenset({"system"}), frozenset({"tools", "tool_calls", "parallel", "tool", "text"})
 _REASONING = frozenset({"reasoning"})
-_CONTROL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
+_CONTROL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|\w+>|<\w+\|>|\[gMASK\]|<sop>")
 """Strings in a template that a model knows as single tokens; `<think>` and [INST] are text in many vocabularies."""
 
 
@@ -29,7 +29,9 @@ TEMPLATES = {
     "chatml": _Template(_SYSTEM, "<|im_end|>"),
     "chatml_tools": _Template(_SYSTEM | _TOOLS, "<|im_end|>"),
     "deepseek_r1": _Template(_SYSTEM | _REASONING),
+    "deepseek_v3_2": _Template(_SYSTEM | _REASONING),
     "gemma": _Template(_SYSTEM, "<end_of_turn>"),
+    "gemma4": _Template(_SYSTEM | _REASONING, "<turn|>"),
     "glm4_5": _Template(_SYSTEM | _TOOLS | _REASONING),
     "glm_z1": _Template(_SYSTEM | _REASONING),
     "llama3": _Template(_SYSTEM, "<|eot_id|>"),

@@ -1,0 +1,114 @@
+"""Turns that a chat template writes in another way than it serves them: what `TemplateChatEncoder` does about those."""
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from toolkit.messages import RowError
+from toolkit.models.chat_template import MODES, PROBE, WORD, Message, message_with_call
+from toolkit.models.shield import any_of
+
+if TYPE_CHECKING:
+    from toolkit.models.answer_spans import Span
+    from toolkit.models.chat_template import TemplateChatEncoder
+
+
+def examine(encoder: "TemplateChatEncoder") -> None:
+    """Determine what ends earlier answers and calls where that is not the end token, and `no_thinking`."""
+    question, answer = PROBE[0]["content"], PROBE[1]["content"]
+    added = re.compile(any_of(token.content for token in encoder.tokenizer.added_tokens_decoder.values()))
+    asked = encoder.render(PROBE[:1], None, add_generation_prompt=False)
+    last = encoder.render(PROBE[:2], None, add_generation_prompt=False)
+    earlier = encoder.render(PROBE[:3], None, add_generation_prompt=False)
+    if last.partition(answer)[2].startswith(encoder.end):
+        mark = added.match(earlier.partition(answer)[2])
+        if mark and mark[0] != encoder.end and asked.partition(question)[2].startswith(mark[0]):
+            encoder.earlier_end = mark[0]
+            encoder.ends.discard(mark[0])
+        with suppress(RowError):
+            called = encoder.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
+            ending = [token for token in added.findall(called) if called.rstrip().endswith(token)]
+            encoder.call_ends.update({*ending[-1:]} - {encoder.end})
+    is_asked = any(last.startswith(encoder.render(PROBE[:1], None, True, **mode)) for mode in MODES)
+    *_, asks = prompts = [
+        encoder.render(PROBE[:1], None, True, **mode).removeprefix(encoder.render(PROBE[:1], None, False, **mode))
+        for mode in MODES
+    ]
+    for mode, prompt in zip(MODES[:-1], prompts, strict=False):
+        rest = prompt.removeprefix(asks)
+        if not asks or rest in ("", prompt):
+            continue
+        if last.startswith(asked + asks) and not is_asked:
+            encoder.no_thinking = asks, rest, mode
+        if encoder.reasoning_key is None and (block := re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", rest)):
+            thought = f"{block[1]}Why.{block[2]}"
+            chat = [PROBE[0], {**PROBE[1], "content": thought + answer}]
+            if thought + answer in encoder.render(chat, None, add_generation_prompt=False):
+                encoder.thought = block[1], block[2]
+        return
+
+
+def after_prompt(
+    encoder: "TemplateChatEncoder", messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str
+) -> tuple[str, list["Span"]] | None:
+    """Return the prompt for the last message with what the template writes for it, and the span of that; None if
+    that is not known. The prompt holds what the rendering of the conversation leaves out: that no reasoning is
+    asked for (`no_thinking`), or the reasoning before a call, which gpt-oss' drops once the answer follows.
+    """
+    *before, message = messages
+    if message["role"] != "assistant":
+        return None
+    if encoder.no_thinking:
+        asks, rest, mode = encoder.no_thinking
+        start = encoder.render(before, tools, False, **mode) + asks
+        prompt, written = start + rest, rendered.removeprefix(start)
+        if written == rendered or encoder.render(before, tools, True, **mode) != prompt:
+            return None
+    else:
+        prompt = encoder.render(before, tools, True)
+        short = encoder.render(PROBE[:1], tools, False), encoder.render(PROBE[:1], tools, True)
+        asks, whole = short[1].removeprefix(short[0]), encoder.render([PROBE[0], message], tools, False)
+        written = whole.removeprefix(short[1])
+        if not asks or written == whole or not prompt.endswith(asks) or not rendered.endswith(asks + written):
+            return None
+    return prompt + written, [(len(prompt), len(prompt) + len(written))]
+
+
+def with_key(message: Message) -> Message:
+    """Return an answer with the reasoning of its text under its key."""
+    before, end, said = message["content"].partition("</think>")
+    if not end or message.get("reasoning_content") or not before.lstrip().startswith("<think>"):
+        return message
+    thought = before.lstrip().removeprefix("<think>").strip()
+    return {**message, "reasoning_content": thought, "content": said.removeprefix("\n").removeprefix("\n")}
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have their arguments as JSON text, the form of OpenAI's API."""
+    changed: list[Message] = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
+
+
+def with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with ids for calls and, in order, results, as Mistral's templates need: of nine characters."""
+    changed: list[Message] = []
+    num_calls = num_results = 0
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if calls:
+            named = [{**call, "id": f"call{num_calls + n:05}"} for n, call in enumerate(calls)]
+            num_calls += len(calls)
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": f"call{num_results:05}"}
+            num_results += 1
+        changed.append(message)
+    return changed
