@@ -189,6 +189,7 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
             {"data.packing": Packing.packed, "data.too_long": TooLong.split, "train.max_steps": 9},
         ),
         (DPO, {"preference.loss": "sigmoid", "preference.beta": 0.3}),
+        ({"chat_template": "llama3"}, {"model.chat_template": "llama3"}),
     ],
     ids=lambda part: ",".join(part),
 )
@@ -200,6 +201,19 @@ def test_single_keys_of_axolotl(
     assert {key: getattr(value, "value", value) for key, value in found.items()} == {
         key: getattr(value, "value", value) for key, value in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("qwen_25", "chatml_tools"), ("tokenizer_default_fallback_chatml", "chatml"), ("command_a", "FILE")],
+)
+def test_chat_templates_of_axolotl_that_are_not_ours(
+    capsys: pytest.CaptureFixture[str], theirs: str, ours: str
+) -> None:
+    cfg, said = imported(capsys, axolotl(chat_template=theirs), "world_size=2")
+    assert get_value(cfg, "model.chat_template") == ""
+    assert f"chat_template = {theirs}: the model's own chat template is used; if it has none, set" in said
+    assert f"model.chat_template={ours}." in said
 
 
 def test_odd_datasets_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:

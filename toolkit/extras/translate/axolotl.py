@@ -9,6 +9,7 @@ from toolkit.extras.translate.programs import (
     RecipeDraft,
     lora_settings,
     named_format,
+    set_chat_template,
     set_evaluation,
     set_preference,
     set_reward,
@@ -87,6 +88,8 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("schedule.min_lr_ratio", ratio, "cosine_min_lr_ratio")
     elif config.has("cosine_min_lr_ratio"):
         draft.lost["cosine_min_lr_ratio"] = tr("below 1 only; schedule=constant keeps the rate")
+    if config.get("chat_template") not in (None, "jinja"):
+        set_chat_template(config, draft, "chat_template", "axolotl_templates")
     template = str(config.get("chat_template_jinja") or "")
     if template.endswith((".jinja", ".jinja2", ".j2")):
         draft.put("model.chat_template", template, "chat_template_jinja")

@@ -525,6 +525,26 @@ def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
 
 
+def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same: str) -> None:
+    """Set the chat template that a config names, or note which of ours suits a model without one. `same`: the table of
+    those that write the same in place of the tokenizer's.
+    """
+    name = str(config.get(key) or "")
+    if ours := names_of(same).get(name):
+        draft.put("model.chat_template", ours, key)
+    elif name:
+        ours = names_of("similar_templates").get(name.removeprefix("tokenizer_default_fallback_"))
+        draft.notes.append(
+            tr(
+                "{key} = {name}: the model's own chat template is used; if it has none, set "
+                "model.chat_template={ours}.",
+                key=key,
+                name=name,
+                ours=ours or "FILE",
+            )
+        )
+
+
 def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
     """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target and fully
     trained modules.
