@@ -31,7 +31,7 @@ PLANS = {
 }
 """What is planned of each model, with recipe=lora."""
 FAMILIES = yaml.safe_load((ROOT / "docs" / "families.yaml").read_text(encoding="utf-8"))
-EXAMPLES = ("chatglm3_6b", "glm4_0414_9b", "qwen3_8b", "qwen35_4b")
+EXAMPLES = ("chatglm3_6b", "glm4_0414_9b", "qwen3_8b", "qwen35_4b", "glm5")
 """Models that a family's commands name; else its first one."""
 TEXTS: dict[str, dict[str, Any]] = {
     "en": {
@@ -108,7 +108,10 @@ def section(family: str, figures: dict[str, Any], language: str) -> str:
     lines += ["", "```bash", f"hf download {at['hub_id']} --local-dir /models/{name}"]
     if "modelscope_id" in at:
         lines.append(f"modelscope download --model {at['modelscope_id']} --local_dir /models/{name}")
-    lines.append(f"toolkit launch --num_gpus 1 recipe=lora model={name} model.path=/models/{name} data=chat.jsonl")
+    # 141 GB is the largest GPU that most have.
+    one, several = ("--num_gpus 1", ""), ("--hostfile hostfile", " zero=stage3")
+    launch, zero = several if (figures[name]["lora"] or 0) > 141 else one
+    lines.append(f"toolkit launch {launch} recipe=lora model={name} model.path=/models/{name}{zero} data=chat.jsonl")
     named = [
         f"`{recipe}`" for member in members.values() for recipe in recipes().get(member["name"], []) if recipe != "lora"
     ]

@@ -27,6 +27,7 @@ HEADS = {**GROUPED, "head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+INDEXED = {"num_key_value_heads": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 SLIDING = {"sliding_window": 8, "query_pre_attn_scalar": 16}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -55,6 +56,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **GROUPED, **EXPERTS, num_experts=4, shared_expert_intermediate_size=24
     ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(**SIZES, **ROUTED, **LATENT, **INDEXED),
+    "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(**SIZES, **ROUTED, **LATENT, **INDEXED),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
     "falcon": lambda: transformers.FalconConfig(**SIZES, new_decoder_architecture=False),

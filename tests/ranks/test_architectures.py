@@ -44,6 +44,8 @@ NAMES: dict[str, dict[str, object]] = {
     "olmo2": {},
     "mixtral": {},
     "deepseek_v3": {**PACKED, **RECOMPUTE},
+    "deepseek_v32": {},
+    "glm_moe_dsa": RECOMPUTE,
     "gpt_neox": PACKED,
     "falcon": {},
     "gemma3_images": {**PACKED, "data.max_length": 64, "optim.weight_decay": 0.1},
@@ -60,6 +62,7 @@ NAMES: dict[str, dict[str, object]] = {
 }
 LATE = (
     *("llama", "qwen2", "mistral", "gemma2", "glm4", "phi3", "smollm3", "seed_oss", "olmo3", "olmo2", "falcon"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *(
         "gemma4_images",
         "qwen2_5_vl",

@@ -118,6 +118,9 @@ MEASURED = {
     "Gemma-4-26B-A4B-it": 25_805_933_872,
     "Gemma-4-31B-it": 31_273_086_512,
     "gpt-oss-20b": 20_914_757_184,  # "20.9B"
+    "DeepSeek-V3.2": 671_877_929_216,  # "671B", without the layer for multi-token prediction
+    "GLM-4.6V-Flash": 10_292_777_472,  # "10B" with its tower
+    "GLM-5": 743_911_199_232,  # "744B"
     "Ministral-3-8B-Instruct-2512": 8_918_026_240,  # "8.4B" and a tower of "0.4B"
     "Mistral-Small-3.1-24B-Instruct-2503": 24_011_361_280,  # "24B"
     "Olmo-3-7B-Instruct": 7_298_011_136,

@@ -17,7 +17,7 @@ LAYERS, HEADS, HEAD_SIZE = 4, 4, 16
 LARGEST = 32 * 2**20
 """Parameters beside embedding and output layer; a larger model has sizes under names that are not known here."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type")
 _SIZES = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "inner_hidden_size", "ffn_dim", "n_inner"), 192),
     **dict.fromkeys(_LAYERS, LAYERS),
