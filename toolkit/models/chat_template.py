@@ -91,6 +91,20 @@ class TemplateChatEncoder:
 
     only_last = False
     can_cut = True
+    earlier_end = ""
+    """Token that ends answers which others follow, in place of the end token: gpt-oss' `<|end|>`."""
+    call_ends: frozenset[str] = frozenset()
+    """Tokens that end calls in place of the end token: gpt-oss' `<|call|>`, Gemma 4's `<|tool_response>`."""
+    no_thinking: tuple[str, str, dict[str, bool]] | None = None
+    """How an answer is asked for, what follows in a prompt that asks for no reasoning, and the mode of that prompt,
+    if the template leaves it out where it writes an answer: Gemma 4's empty thought."""
+    thought: tuple[str, str] | None = None
+    """What is written before and after an answer's reasoning in its content, if the template expects it there and
+    under no key: SmolLM3's."""
+    moves_thought = False
+    """Whether the template has a key for reasoning and would write <think> as text: gpt-oss', Seed-OSS'."""
+    matches_ids = False
+    """Whether the template looks for the call that a result answers by its id."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_thinking: bool = True) -> None:
         if not tokenizer.chat_template:
@@ -122,8 +136,6 @@ class TemplateChatEncoder:
         self.end = str(tokenizer.eos_token)
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _ADDITIONAL}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
-        self.matches_ids = "tool_call_id" in self.template
-        """Whether the template looks for the call that a result answers by its id."""
         self.knows_probe = False
         """Whether the answer's span is found in an ordinary question and answer."""
         self.frame: tuple[str, str] | None = None
@@ -135,22 +147,10 @@ class TemplateChatEncoder:
         """Whether earlier answers, or those with reasoning, are written in another way once another turn follows."""
         self.ends: set[str] = set()
         """Other tokens than the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
-        self.earlier_end = ""
-        """Token that ends answers which others follow, in place of the end token: gpt-oss' `<|end|>`."""
-        self.call_ends: set[str] = set()
-        """Tokens that end calls in place of the end token: gpt-oss' `<|call|>`, Gemma 4's `<|tool_response>`."""
-        self.no_thinking: tuple[str, str, dict[str, bool]] | None = None
-        """How an answer is asked for, what follows in a prompt that asks for no reasoning, and the mode of that prompt,
-        if the template leaves it out where it writes an answer: Gemma 4's empty thought."""
         self.turn_marks: set[str] = set()
         self.shield = Shield(tokenizer, ())
         self.reasoning_key: str | None = _REASONING[0]
         """Key in which the template expects an answer's reasoning, None if it writes none."""
-        self.thought: tuple[str, str] | None = None
-        """What is written before and after an answer's reasoning in its content, if the template expects it there and
-        under no key: SmolLM3's."""
-        self.moves_thought = False
-        """Whether the template has a key for reasoning and would write <think> as text: gpt-oss', Seed-OSS'."""
         self.missing: set[str] = set()
         """Keys of `_FEATURES` that the template drops."""
         self._deadline = time.monotonic() + _RENDERING_S
@@ -174,6 +174,7 @@ class TemplateChatEncoder:
         answered = [[PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING]
         keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
         self.reasoning_key = next(keys, None)
+        self.matches_ids = "tool_call_id" in self.template
         self.moves_thought = self.reasoning_key is not None and "</think>" not in self.template
         self.missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
         with suppress(RowError):

@@ -30,7 +30,7 @@ def examine(encoder: "TemplateChatEncoder") -> None:
         with suppress(RowError):
             called = encoder.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
             ending = [token for token in added.findall(called) if called.rstrip().endswith(token)]
-            encoder.call_ends.update({*ending[-1:]} - {encoder.end})
+            encoder.call_ends |= {*ending[-1:]} - {encoder.end}
     is_asked = any(last.startswith(encoder.render(PROBE[:1], None, True, **mode)) for mode in MODES)
     *_, asks = prompts = [
         encoder.render(PROBE[:1], None, True, **mode).removeprefix(encoder.render(PROBE[:1], None, False, **mode))
