@@ -102,8 +102,13 @@ def _bf16_states_line(
     fast = fastest(list(layouts_of(outline, leaner, machine, rates)))
     if fast is None or not has_bf16_states(fast.cfg) or (best and fast.time.seconds >= best.time.seconds):
         return []
-    text = "With optimizer states in bf16, rounded at each step (docs/optimizers.md), {seconds} s per step: {words}"
-    return [tr(text, seconds=f"{fast.time.seconds:.3g}", words=" ".join(overrides(cfg, fast.cfg)))]
+    return [
+        tr(
+            "With optimizer states in bf16, rounded at each step (docs/optimizers.md), {seconds} s per step: {words}",
+            seconds=f"{fast.time.seconds:.3g}",
+            words=" ".join(overrides(cfg, fast.cfg)),
+        )
+    ]
 
 
 def _teacher_scores_line(cfg: RunConfig) -> str:
