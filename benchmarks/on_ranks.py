@@ -49,8 +49,8 @@ def _plan(
     from benchmarks.plan import compare
     from toolkit.extras.calibration import measure
 
-    rates = measure(cfg, ranks.local_rank, ranks.world_size, get_accelerator().device_name() == "cpu")
     device = torch.device(get_accelerator().current_device_name())
+    rates = measure(cfg, ranks.world_size, device)
     return compare(cfg, lambda: build_engine(cfg, prepared, folder), ranks, device, rates)
 
 
