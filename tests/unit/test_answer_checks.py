@@ -54,7 +54,7 @@ def test_no_document_is_fetched() -> None:
     [
         (3, "not of the form"),
         ({}, "not of the form"),
-        ({"regx": "a"}, "'regex'"),
+        ({"regx": "a"}, "'regx'; known are .*regex"),
         ({"regex": "("}, "no regular expression"),
         ({"json_schema": {"type": "objet"}}, "no JSON Schema"),
         ({"contains": [1]}, "wrong type"),

@@ -16,7 +16,7 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
 from toolkit.models.loss import LossHead, token_loss_sum
-from toolkit.models.structure import tower_prefixes
+from toolkit.models.trainable import untrained_prefixes
 from toolkit.models.weights import TransformersLayout, assign_state
 
 NAMES = [*CONFIGS, *WRAPPERS]
@@ -53,7 +53,7 @@ def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
             (loss.detach(), {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
         )
     (loss, gradients), (expected, wanted) = found
-    assert all(key.startswith(tower_prefixes(model)) for key, _ in model.named_parameters() if key not in gradients)
+    assert all(key.startswith(untrained_prefixes(model)) for key, _ in model.named_parameters() if key not in gradients)
     torch.testing.assert_close(loss, expected)
     for key in wanted:
         torch.testing.assert_close(gradients[key], wanted[key], atol=2e-5, rtol=1e-4, msg=key)

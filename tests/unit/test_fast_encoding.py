@@ -71,7 +71,7 @@ LOOKING = {
 def slow_encoder(tokenizer: Any, train_thinking: bool) -> TemplateChatEncoder:
     """Return an encoder that compares renderings and asks for the characters of each token, each time."""
     encoder = TemplateChatEncoder(tokenizer, train_thinking)
-    encoder.openings, encoder.span_tokenizer = None, SpanTokenizer(tokenizer, None, encoder.shield)
+    encoder.openings, encoder.span_tokenizer = None, SpanTokenizer(tokenizer, None, encoder.shield, encoder.call_ends)
     return encoder
 
 
@@ -113,7 +113,8 @@ def test_ids_and_masks_are_those_of_comparing(name: str) -> None:
     few = random.Random(name).sample(ADVERSARIAL, 6)  # so that what they have recurs
     counts = [check(tokenizer, 1, 150), check(tokenizer, 2, 150, few)]
     num_encoded, num_fast = map(sum, zip(*counts, strict=True))
-    assert num_encoded > 60 and (num_fast >= 5 or name == "phi3")
+    # Gemma 4's answers each follow a prompt that is rendered in another mode (`no_thinking`).
+    assert num_encoded > 60 and (num_fast >= 5 or name in ("phi3", "gemma-4"))
 
 
 @pytest.mark.parametrize("name", ["qwen", "glm-4.5", "glm-4.7"])

@@ -552,7 +552,7 @@ class TemplateChatEncoder:
             if stop is not None and begin is None:
                 begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
             if stop is None or begin is None:
-                if wanted != [len(messages) - 1]:
+                if wanted != [len(messages) - 1] or not (self.earlier_end or self.no_thinking):
                     return None
                 from toolkit.models import served_turns
 

@@ -468,7 +468,7 @@ class Run:
         """Whether it trained a custom model (toolkit.custom.train): samples are counted, not tokens, and metrics may
         have any names.
         """
-        return "program" in self.data and "model" in self.data
+        return "program" in self.data
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the config, {} without one."""
