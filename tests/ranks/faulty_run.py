@@ -207,9 +207,9 @@ def install() -> None:
 
         before(write, "write_files", lambda _files, folder, _probed: folder.name == "export")
     elif at == "export.structure":
-        from toolkit.export import engine
+        from toolkit.export import write
 
-        before(engine, "check_structure", lambda *_, **__: True)
+        before(write, "check_structure", lambda *_, **__: True)
     elif at == "each life":  # the step's number, where "step" counts those of this life
         before(loop, "train_step", in_step(step))
     elif at == "step":

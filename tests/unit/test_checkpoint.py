@@ -796,6 +796,11 @@ def test_what_is_trained_never_changes() -> None:
         changes.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
     assert changes.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+    newer = {**older, "tuning": {"method": "lora", "init": "default"}}
+    assert changes.check_changes(older, newer, {}, {}, []) == []
+    newer["tuning"]["init"] = "pissa"
+    with pytest.raises(ConfigError, match=r"tuning.init: None -> pissa"):
+        changes.check_changes(older, newer, {}, {}, [])
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:

@@ -12,13 +12,18 @@ from toolkit.train.consistency import is_below
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets.
-    A key that an older version's config lacks had its default; only of those that say what is trained, the old value is
-    unknown (None).
+    A key that an older version's config lacks had its default. Of those that say what is trained this is taken for
+    granted only if they still have it, and if the config has a tuning method; else the old value is unknown (None).
     """
     old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.did_nothing(key, value)}
     new = dict(dotted_keys.leaves(now))
     defaults = dotted_keys.leaves(load.to_dict(schema.RunConfig()))
-    old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
+    knows_method = "tuning.method" in old
+    old = {
+        key: value
+        for key, value in defaults
+        if key in new and (not _is_trained(key) or (knows_method and new[key] == value))
+    } | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
 
