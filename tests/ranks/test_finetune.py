@@ -81,9 +81,14 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_resumes(capsys: pytes
 
     settings = {**SETTINGS, "run": {"name": "stopped"}, "train": {"max_steps": 400}}
     thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    with pytest.raises(Stopped, match=r"(?s)exit code 75: .*Saved: .*step-"):
-        finetune("quickstart", quiet=True, **settings)
+    # A shell's background job ignores SIGINT, and so would these tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(Stopped, match=r"(?s)exit code 75: .*Saved: .*step-"):
+            finetune("quickstart", quiet=True, **settings)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert capsys.readouterr().out == ""
     saved = int(next(Path("runs", "stopped", "checkpoints").glob("step-*")).name.removeprefix("step-"))
