@@ -190,6 +190,10 @@ def test_errors_come_before_the_model(
     assert "tasks=… or questions=FILE" in error()
     (tmp_path / "q.jsonl").write_text('{"prompt": "1"}\n')
     assert "no row has a check" in error(f"questions={tmp_path / 'q.jsonl'}")
+    (tmp_path / "q.jsonl").write_text(
+        '{"prompt": "1", "check": {"exact": "1"}}\n{"prompt": "2", "check": {"regx": "2"}}\n'
+    )
+    assert "q.jsonl:2: check has no 'regx'" in error(f"questions={tmp_path / 'q.jsonl'}")
     (model / "config.json").write_text("{}")
     assert "compare=DIR" in error("tasks=gsm8k", "compare=base")
     assert not stand_in

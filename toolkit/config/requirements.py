@@ -187,7 +187,7 @@ def check_track_here(loaded: LoadedConfig) -> None:
 
 def check_packages(name: str = DISTRIBUTION) -> None:
     """Check that packages are installed in versions that this toolkit knows: its workarounds reach into DeepSpeed, and
-    earlier versions computed wrong gradients in silence (0.18.3 to 0.19.3, DeepSpeed issue 8224).
+    earlier versions computed wrong gradients in silence (measured ones: benchmarks/README.md; DeepSpeed issue 8224).
 
     A checkout that is on the path without being installed says nothing of versions. Raises LaunchError.
     """

@@ -108,7 +108,7 @@ def _test_of_word(word: str) -> Test:
 
 
 def keys_in(condition: str) -> tuple[str, ...]:
-    """Return the keys of a condition in their order."""
+    """Return the keys of a condition in their order: zero.stage and batch.size of "zero.stage>1 !batch.size"."""
     return tuple(_WORD.findall(word)[0][1] for word in condition.split() if word != "or")
 
 

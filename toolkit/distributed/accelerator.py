@@ -16,13 +16,20 @@ def device_alone() -> torch.device:
     which decides for ranks, names something else. Without DeepSpeed, whose import takes seconds and speaks on stdout.
     """
     named = os.environ.get("DS_ACCELERATOR")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found and named in (None, "", found.type) else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device if device and named in (None, "", device.type) else torch.device("cpu")
+
+
+def trains_on_gpu() -> bool:
+    """Whether a run's device is no CPU; a machine with a GPU may train on CPUs."""
+    from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
+
+    return bool(get_accelerator().device_name() != "cpu")
 
 
 def trains_on_cuda() -> bool:
     """Whether a run computes on GPUs of NVIDIA or AMD, as far as DeepSpeed decides it."""
-    from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
+    from deepspeed.accelerator import get_accelerator  # as in `trains_on_gpu`
 
     return bool(get_accelerator().device_name() == CUDA)
 
@@ -43,8 +50,8 @@ def has_ampere_kernels() -> bool:
     """Whether the kernels that PyTorch has for GPUs from Ampere on may run: not on older GPUs, nor other accelerators.
     True without any: tensors without numbers are asked what a GPU would compute.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is None or (found.type == CUDA and torch.cuda.get_device_capability() >= (8, 0))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is None or (device.type == CUDA and torch.cuda.get_device_capability() >= (8, 0))
 
 
 def set_tf32(is_allowed: bool) -> None:

@@ -103,7 +103,7 @@ class PeakMemory:
 
     def peak(self) -> int:
         """Return the most bytes in use at once since `restart`."""
-        return self._live.peak if self._live else int(get_accelerator().max_memory_allocated(self.device))
+        return self._live.peak if self._live is not None else int(get_accelerator().max_memory_allocated(self.device))
 
     def highest(self) -> int:
         """Return the most bytes in use at once since the context was entered."""

@@ -22,7 +22,7 @@ from toolkit.models.weights import WeightFiles
 
 def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward: bool = True, **chosen: str) -> str:
     """Export as `export_any` (`chosen`: its keyword arguments) and verify the logits before the directory gets its name
-    `folder`: one that exists is proven. Return the comparison as text, "" without `forward`. An error leaves nothing.
+    `folder`. Return the comparison as text; "" without `forward`, when nothing is verified. An error leaves nothing.
     """
     try:
         with scratch_directory(folder) as parent:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedModel
 
+from toolkit.cli.export_model import DTYPES
 from toolkit.config import schema
 from toolkit.data import sampler
 from toolkit.data.store import TokenizedCache
@@ -61,7 +62,7 @@ def write(cfg: schema.RunConfig, data: LanguageData, ranks: int, folder: Path) -
     arguments = _arguments(cfg, ds.values, steps, data.validation is not None)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701  # Python, whose values `pprint` quotes
     template = (resources.files("toolkit.extras") / "plain_script.py.j2").read_text(encoding="utf-8")
-    loading = {"dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[cfg.precision.dtype.value]}
+    loading = {"dtype": DTYPES[cfg.precision.dtype.value]}
     if cfg.model.attention != schema.AUTO:
         loading["attn_implementation"] = cfg.model.attention
     text = environment.from_string(template).render(

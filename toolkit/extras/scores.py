@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from toolkit.arguments import non_negative_int, number, one_of, positive_int
 from toolkit.checkpoint import directory
 from toolkit.cli.eval import output_file
+from toolkit.cli.export_model import DTYPES
 from toolkit.config import files, hub
 from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import load
@@ -34,7 +35,8 @@ from toolkit.train.run_dir import read_rows
 
 BASE = "base"
 """What `compare=` names the model that the run began with."""
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
+"""Value of a config.json -> precision."""
 _FALSE_OR_TRUE = ("false", "true")
 _PATIENCE_S = 60.0
 """How long trackers may take."""
@@ -126,9 +128,8 @@ def score(values: dict[str, str], sampling: Sampling, world_size: int) -> None:
     source = _questions(request) if request.questions else None
     folder = target.run / "evaluations" if target.run else Path("runs") / "evaluations"
     file = output_file(folder, SCORES, values.get("output", ""))
-    tasks = (
-        harness.load_tasks(request.tasks) if request.tasks else None
-    )  # what is wrong is said before a model is loaded
+    # What is wrong with tasks and questions is said before a model is loaded.
+    tasks = harness.load_tasks(request.tasks) if request.tasks else None
     started = time.time()
     device = str(process_group.start(DistributedConfig())) if world_size > 1 else request.device
     scored = [_score_model(request, target, "", device, tasks, source, file)]
@@ -186,8 +187,8 @@ def _score_model(
     if source:
         scores.append(_score_answers(request, source, loaded, file, is_base=bool(base)))
     computed = f"{str(loaded.model.dtype).removeprefix('torch.')} on {loaded.model.device}"
-    own = {name: value for name, value in results.items() if name not in ("samples", "pretty_env_info")}
-    return _Scored(scores, rows, own, computed)
+    shown = {name: value for name, value in results.items() if name not in ("samples", "pretty_env_info")}
+    return _Scored(scores, rows, shown, computed)
 
 
 def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any], file: Path) -> None:
@@ -210,17 +211,17 @@ def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any]
 
 def find_target(path: str) -> Target:
     """Return the model at a path: of a run its export, else its newest checkpoint; ConfigError if there is none."""
-    given = Path(path)
-    files.check_directory(given, ModelError)
-    run = next((folder for folder in (given, *given.absolute().parents[:3]) if is_run(folder)), None)
-    if run != given:
-        return Target(path, given, run)
-    export = given / "export"
+    folder = Path(path)
+    files.check_directory(folder, ModelError)
+    run = next((parent for parent in (folder, *folder.absolute().parents[:3]) if is_run(parent)), None)
+    if run != folder:
+        return Target(path, folder, run)
+    export = folder / "export"
     if (export / "config.json").is_file() or adapters.is_adapter(export):
         return Target(path, export, run)
-    newest = directory.resolve_checkpoint(given)
+    newest = directory.resolve_checkpoint(folder)
     if newest is None:
-        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=given)
+        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=folder)
     return Target(path, newest, run)
 
 
@@ -259,9 +260,10 @@ def stored_dtype(folder: Path) -> str:
 
 
 def _questions(request: Request) -> SourceConfig:
-    """Return the source of questions with checks; ConfigError if no row has a check, or a wrong one."""
+    """Return the source of questions; ConfigError if no row has a check, DataError if any row's check is wrong."""
     source = question_source(request.questions, RowFormat.auto, "{}")
-    if not any(question.check for question in read_questions(source, request.allow_code)):
+    # All rows are read, so that a wrong check is an error before a model is loaded.
+    if not sum(bool(question.check) for question in read_questions(source, request.allow_code)):
         raise ConfigError(
             'questions = {file}: no row has a check, such as "check": {{"regex": "^[0-9]+$"}}.', file=request.questions
         )

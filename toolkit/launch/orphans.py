@@ -68,9 +68,9 @@ def _watch(pids: Sequence[int]) -> None:
 
 def is_orphaned(process: psutil.Process, is_rank: bool) -> bool:
     """Return whether the parent of a process has ended, so that process 1, or a reaper, has become its parent.
-    For a rank (`is_rank`) such a parent is proof, unless it is a launcher (_PREFIXES), as in a container: nothing
-    else starts ranks. A launcher may have been started by process 1 on purpose, as a service or a container's program:
-    then it leads its session, or is in its parent's.
+    Not if that is a launcher itself (_PREFIXES), as in a container. Of a rank (`is_rank`) any other such parent is
+    proof, as nothing else starts ranks. What else process 1 has started on purpose, as a service or a container's
+    program, leads its session, or is in its parent's.
     """
     parent = process.parent()
     if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from toolkit.config.schema import Fp8
 from toolkit.distributed import process_group
+from toolkit.distributed.accelerator import trains_on_gpu
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 from toolkit.models import experts, structure
-from toolkit.models.attention import trains_on_gpu
 from toolkit.plan.outline import is_routed
 
 MULTIPLE = 16

@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from toolkit.config.schema import Attention, Dtype, RunConfig
 from toolkit.distributed import accelerator
+from toolkit.distributed.accelerator import trains_on_gpu
 from toolkit.messages import ModelError, tr
 
 VARLEN = "varlen"
@@ -35,13 +36,6 @@ _ADD_TO_MASK = ("doge",)
 _SHORT = 512
 """Tokens up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32: forward and backward of five
 heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
-
-
-def trains_on_gpu() -> bool:
-    """Whether a run's device is no CPU; a machine with a GPU may train on CPUs."""
-    from deepspeed.accelerator import get_accelerator  # its detection may print to stdout, so not before it is needed
-
-    return bool(get_accelerator().device_name() != "cpu")
 
 
 @torch.compiler.assume_constant_result

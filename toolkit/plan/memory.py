@@ -279,6 +279,13 @@ _KEPT_INPUTS = 3
 (deepspeed 0.19.8, offload_activations.py, keep_last_count and max_fwd_stash_count)."""
 BF16_CHUNK = 2**22
 """Elements that an update with states in bf16 computes at once: `CHUNK` of engine/bf16_adam.py, as a test checks."""
+
+
+def bf16_chunk_elements(trained: int) -> int:
+    """Return the float32 numbers of an update with states in bf16 of so many parameters: a chunk's five tensors."""
+    return 5 * min(BF16_CHUNK, trained)
+
+
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
 """Bytes of a weight."""
 
@@ -384,7 +391,7 @@ class _RankPlanner:
         zero = cfg.zero
         self.offloads = zero.offload_optimizer.device is not schema.Device.none
         # What engine/bf16_adam.py computes at once: five tensors in float32.
-        self.chunk = 20 * min(BF16_CHUNK, self.own_trained) if has_bf16_states else 0
+        self.chunk = 4 * bf16_chunk_elements(self.own_trained) if has_bf16_states else 0
         recompute = cfg.train.activation_checkpointing
         self.offloads_inputs = recompute.enabled and recompute.cpu_checkpointing and not on_cpu
         copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1

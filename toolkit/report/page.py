@@ -102,7 +102,7 @@ def speed(run: Run) -> float | None:
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
-    """Return the highest memory of a rank and the planned one, in bytes: of its GPU, without GPUs of its process."""
+    """Return the highest memory of a rank and the planned one, in bytes: of its GPU, in runs on CPUs of its process."""
     training = run.history.training
     most = training.most("device_memory_peak_bytes")
     return training.most("host_memory_peak_bytes") if most is None else most, training.most("planned_memory_bytes")
@@ -672,9 +672,9 @@ def _answers(runs: Sequence[Run]) -> Section:
     return Section(id="answers", title=tr("Answers"), samples=samples, note=note)
 
 
-def _sample(where: str, prompt: str, answers: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
-    """Return a sample as the template shows it, with the reference answer of `of`, if any, last."""
-    reference = [_answer(tr("reference"), of.reference, is_reference=True)] if of and of.reference else []
+def _sample(where: str, prompt: str, answers: list[dict[str, Any]], asked: Sample | None = None) -> dict[str, Any]:
+    """Return a sample as the template shows it, the reference answer of `asked`, if any, last. `where`: its title."""
+    reference = [_answer(tr("reference"), asked.reference, is_reference=True)] if asked and asked.reference else []
     return {"where": where, "prompt": prompt, "answers": [*answers, *reference]}
 
 

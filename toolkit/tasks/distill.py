@@ -121,7 +121,9 @@ class DistillTask(language.LanguageTask):
         return super().build_model(ds, source)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
-        """Store the scores of the model before training, or load a teacher that computes in each step. A collective."""
+        """With `distill.top_k` and no other teacher store the scores of the model before training; load a teacher that
+        computes in each step, if it is not yet. A collective.
+        """
         super().engine_built(engine, ds, source)
         cfg = self.cfg
         if cfg.distill.top_k and not cfg.distill.teacher:

@@ -251,7 +251,7 @@ class BackendQueue:
             self.dropped += 1
 
     def close(self, status: str) -> None:
-        """Tell the thread how the session ended; messages that wait are still delivered."""
+        """Tell the thread how the session ended, and return at once; messages that wait are still delivered."""
         self._status = status
         self.ending.set()
 

@@ -58,7 +58,7 @@ def check_changes(
         line
         for key, old, new, line in changes
         if (key == "optim.name" and not {optimizer, new} <= adams)
-        or (key in rule_tables.GROUPING[:3] and old is not None)  # older configs know no groups
+        or (key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None)  # older configs know no groups
     ]
     if other_states:
         raise ConfigError(

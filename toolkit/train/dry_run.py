@@ -31,7 +31,7 @@ from toolkit.models import stages, structure
 from toolkit.plan import layouts, speed
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import Machine, gpu_by_driver, host_memory_bytes
-from toolkit.plan.memory import BF16_CHUNK, process_bytes
+from toolkit.plan.memory import bf16_chunk_elements, process_bytes
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
 
@@ -395,7 +395,7 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
     ]
     largest_group = max((sum(tensor.numel() for tensor in group) for group in on_device), default=0)
     if any(tensor.dtype is torch.bfloat16 for group in on_device for tensor in group):
-        largest_group = largest_group // 2 + 5 * min(BF16_CHUNK, largest_group)
+        largest_group = largest_group // 2 + bf16_chunk_elements(largest_group)
     allocated.append(torch.empty(largest_group, dtype=torch.float32, device=engine.device))
 
 

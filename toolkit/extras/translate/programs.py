@@ -570,8 +570,7 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
 
 def _lora_start(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set LoRA's initial values, PiSSA and others, and the rates of LoRA+."""
-    given = [name for name in config.keys if config.has(name)]
-    for name in given:
+    for name in filter(config.has, config.keys):
         if name in ("loraplus_lr_ratio", "lorap_lr_ratio"):
             draft.put("optim.lora_plus_ratio", config.number(name), name)
         elif name == "pissa_init" and config.flag(name):
