@@ -14,7 +14,6 @@ B rows, S tokens of a row, H heads, D width of a head.
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -231,15 +230,19 @@ def attend_to_segments(
         )
         assert isinstance(mixed, torch.Tensor)
         return mixed.view(rows, size, -1, width)
+    # Split and not sliced: the gradient of a slice is as large as the whole tensor, and they are added up.
+    key_lengths = key_bounds.diff().tolist()
+    queries, keys, values = query.split(bounds.diff().tolist()), key.split(key_lengths), value.split(key_lengths)
     parts = []
-    for (begin, end), (first, last) in zip(pairwise(bounds.tolist()), pairwise(key_bounds.tolist()), strict=True):
-        if begin == end:  # all tokens of the segment were dropped
+    for q, k, v in zip(queries, keys, values, strict=True):
+        if not len(q):  # all tokens of the segment were dropped
             continue
-        q = query[begin:end].transpose(0, 1)[None]
-        k, v = (repeat_kv(tensor[first:last].transpose(0, 1)[None], groups) for tensor in (key, value))
-        shared = last - first - (end - begin)
-        mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=q.device).tril(shared) if shared else None
-        if last - first <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+        length, seen = q.size(2), k.size(2)
+        shared = seen - length
+        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
+        if seen <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
             q, k, v = q.float(), k.float(), v.float()
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
         parts.append(part[0].transpose(0, 1).to(query.dtype))

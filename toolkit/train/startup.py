@@ -22,6 +22,10 @@ from toolkit.secrets import HidingFilter, hide
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Beginnings of variables by which a user has settled how memory is allocated, or by what."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of mallopt (glibc 2.36, malloc.h): free bytes at the heap's end (-1: no limit), mapped blocks, at most."""
 
 
 def warn_remote_code(model: schema.ModelConfig) -> None:
@@ -85,13 +89,25 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
     PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
 
-    Without a GPU: tensors are in huge pages, as glibc returns large ones to the system, and the next step maps them
-    again.
+    Without a GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
     """
     if requirements.on_nvidia(environ) and not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
     if requirements.device_here(environ) == "cpu":
         environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
+        if not any(name.startswith(_MALLOC) for name in environ):
+            _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc's malloc keep what is freed. It maps each large block and unmaps it when it is freed, so that in each
+    step the kernel zeroes gigabytes again.
+    """
+    from ctypes import CDLL
+
+    if (mallopt := getattr(CDLL(None), "mallopt", None)) is not None:  # glibc; others have none
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
