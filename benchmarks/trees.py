@@ -64,7 +64,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, pairs: int, fo
             barrier()
             started, trained[side] = time.perf_counter(), 0
             for window in windows:
-                trained[side] += train_step(engine, task, window, world_size(), guard).trained_tokens
+                trained[side] += train_step(engine, task, window, world_size(), guard).counts.trained_tokens
                 guard.check()
             barrier()
             if pair:

@@ -20,7 +20,7 @@ from toolkit.train.hooks import Hook
 from toolkit.train.step import StepVote
 
 EVERYTHING = ["run.deadline=2h", "data.curriculum.steps=5", "profile.comms.enabled=true", "track=csv"]
-OPTIONAL = ("deadline", "order", "collectives", "tracking", "stragglers", "report", "experts", "replay")
+OPTIONAL = ("deadline", "collectives", "tracking", "stragglers", "report", "experts", "replay")
 ALSO = ("toolkit.track.queue", "toolkit.track.backends", "toolkit.report.run")
 
 
@@ -38,7 +38,7 @@ def ranks_of(world_size: int, rank: int = 0) -> Ranks:
             EVERYTHING,
             2,
             0,
-            ["DeadlineHook", "OrderFigures", "Collectives", "Tracking", "StragglerDetector", "AutomaticReport"],
+            ["DeadlineHook", "Collectives", "Tracking", "StragglerDetector", "AutomaticReport"],
         ),
     ],
 )

@@ -18,7 +18,7 @@ from toolkit.terminal import set_display
 from toolkit.track.metrics import Progress
 from toolkit.train import baseline, throughput
 from toolkit.train.baseline import Baseline, measure_baseline
-from toolkit.train.step import StepResult, StepVote
+from toolkit.train.step import StepCounts, StepResult, StepVote
 from toolkit.train.throughput import ThroughputMeter
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
@@ -43,11 +43,7 @@ def a_step(loss: float = 2.0) -> StepResult:
     """Return a step of ten tokens, two of them padding."""
     return StepResult(
         loss=loss,
-        count=4,
-        trained_tokens=4,
-        total_tokens=8,
-        computed_tokens=10,
-        pairs=20,
+        counts=StepCounts(losses=4, total_tokens=8, computed_tokens=10, pairs=20, trained_tokens=4),
         grad_norm=1.0,
         vote=StepVote(),
         micro_losses=torch.zeros(1),

@@ -101,10 +101,6 @@ def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
         from toolkit.train.deadline import DeadlineHook
 
         hooks.append(DeadlineHook(cfg, folder))
-    if cfg.data.curriculum.steps or any(source.weights for source in cfg.data.sources):
-        from toolkit.train.order import OrderFigures
-
-        hooks.append(OrderFigures())
     if cfg.profile.comms.enabled:
         from toolkit.train.collectives import Collectives
 

@@ -207,6 +207,7 @@ class TrainLoop:
         self.steps_s += times.seconds
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, times)
         row |= {"bad_steps": self.state.bad_steps, "rewinds": self.state.rewinds}
+        row |= self.task.order_metrics(self.step_position)
         for hook in self.hooks:
             row |= hook.at_log(self.step, self.step_position, times)
         if process_group.rank() == 0:

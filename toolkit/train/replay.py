@@ -136,7 +136,7 @@ def _compare_loss(step: int, results: Sequence[StepResult], metrics_file: Path) 
     if row is None or int(row["step"]) != step or not averaged:
         return tr("metrics.jsonl has no row that ends with this step and begins after the checkpoint.")
     finite = [result for result in averaged if math.isfinite(result.loss)]
-    mean = sum(result.loss * result.count for result in finite) / sum(result.count for result in finite)
+    mean = sum(result.loss * result.counts.losses for result in finite) / sum(result.counts.losses for result in finite)
     if mean == row["loss"]:
         return tr("The loss of steps {first} to {last} equals that in metrics.jsonl.", first=before + 1, last=step)
     return tr(

@@ -210,12 +210,15 @@ class StepVote:
 class StepCounts(NamedTuple):
     """Counts of a step: of a rank's micro-batches, or summed over all ranks, in the order in which they are sent."""
 
-    losses: float
-    """N, of which the step's loss is the mean: trained tokens, samples or pairs."""
-    total_tokens: float
-    computed_tokens: float
-    pairs: float
-    trained_tokens: float
+    losses: int
+    """N, of which the step's loss is the mean: trained tokens, samples or pairs of answers."""
+    total_tokens: int
+    """Tokens that are not padding."""
+    computed_tokens: int
+    """Tokens including padding."""
+    pairs: int
+    """Pairs of a token and one that it attends to (in its sample, not after it), for the FLOPs of attention."""
+    trained_tokens: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,49 +226,29 @@ class StepResult:
     """What one step did. Loss and counts are those of the global batch, the same on every rank."""
 
     loss: float
-    """Sum of the losses / count: nats per token, or of a task that does not count tokens per sample or pair."""
-    count: int
-    """What the loss is the mean of: trained tokens, samples or pairs of answers."""
-    trained_tokens: int
-    total_tokens: int
-    """Tokens that are not padding."""
-    computed_tokens: int
-    """Tokens including padding."""
-    pairs: int
-    """Pairs of a token and one that it attends to (in its sample, not after it), for the FLOPs of attention."""
-    grad_norm: float
-    """Norm of the gradient before clipping; inf where it overflowed."""
+    """Sum of the losses / `counts.losses`: nats per token, or of a task that does not count tokens per sample or pair.
+    """
+    counts: StepCounts
     vote: StepVote
     """The sum over all ranks."""
     micro_losses: torch.Tensor
     """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
-    micro_counts: list[int]
-    """What the losses of this rank's micro-batches are sums of."""
-    rank_tokens: int
-    """Tokens of this rank, including padding."""
-    arrived: float
-    """`time.perf_counter()` when this rank reached the step's first collective."""
-    forward_s: float
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
     expert_loads: torch.Tensor | None = None
     """Each expert's tokens of the global batch, float64 on the device, in the order of `Routers.collect`."""
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Name of a further metric -> sum and count over the global batch: `Task.take_figures`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _StepSums:
-    """What is read from the device once per step: this rank's losses, and sums over all ranks."""
-
-    micro_losses: torch.Tensor
-    loss: float
-    router_sum: float | None
-    """Sum of the routers' load-balancing losses; None without such a loss."""
-    expert_loads: torch.Tensor
-    figures: dict[str, tuple[float, float]]
-    counts: StepCounts
-    vote: StepVote
+    # Set by `train_step`, after the update:
+    grad_norm: float = math.nan
+    """Norm of the gradient before clipping; inf where it overflowed."""
+    micro_counts: list[int] = field(default_factory=list)
+    """What the losses of this rank's micro-batches are sums of."""
+    rank_tokens: int = 0
+    """Tokens of this rank, including padding."""
+    arrived: float = 0.0
+    """`time.perf_counter()` when this rank reached the step's first collective."""
+    forward_s: float = 0.0
 
 
 def train_step(
@@ -306,28 +289,17 @@ def train_step(
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([*rank_counts, *(vote or StepVote()).pack()], engine.device)
     if has_stages:
-        sums = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
+        result = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
     else:
-        sums = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
-    router_sum, loads = sums.router_sum, sums.expert_loads
-    return StepResult(
-        loss=sums.loss,
-        count=int(sums.counts.losses) // (copies * parts if task.counted else copies),
-        trained_tokens=int(sums.counts.trained_tokens) // copies,
-        total_tokens=int(sums.counts.total_tokens) // copies,
-        computed_tokens=int(sums.counts.computed_tokens) // copies,
-        pairs=int(sums.counts.pairs) // copies,
-        grad_norm=guard.gate.grad_norm,
-        vote=sums.vote,
-        micro_losses=sums.micro_losses,
-        micro_counts=micro_counts,
-        rank_tokens=sizes[1],  # computed ones, padding included
-        arrived=arrived,
-        forward_s=forward.seconds(),
-        router_loss=None if router_sum is None else router_sum / (world_size * len(micro_batches)),
-        expert_loads=loads if len(loads) else None,
-        figures=sums.figures,
-    )
+        result = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
+    losses, *others = (count // copies for count in result.counts)
+    result.counts = StepCounts(losses // parts if task.counted else losses, *others)
+    if result.router_loss is not None:
+        result.router_loss /= world_size * len(micro_batches)
+    result.grad_norm, result.micro_counts = guard.gate.grad_norm, micro_counts
+    result.rank_tokens = sizes[1]  # computed ones, padding included
+    result.arrived, result.forward_s = arrived, forward.seconds()
+    return result
 
 
 def _data_parallel_passes(
@@ -338,7 +310,7 @@ def _data_parallel_passes(
     counts: torch.Tensor,
     world_size: int,
     forward: Stopwatch,
-) -> _StepSums:
+) -> StepResult:
     """Run each micro-batch forward and backward, then update; return all ranks' sums. The engine averages gradients
     over ranks, hence `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
@@ -357,7 +329,7 @@ def _data_parallel_passes(
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[number] = micro_sum.detach()
         if number == len(micro_batches) - 1:
-            sums = _sum_and_judge(task, micro_losses, routers, counts, guard)
+            result = _sum_and_judge(task, micro_losses, routers, counts, guard)
         try:
             engine.step()
         except Exception as error:
@@ -368,21 +340,21 @@ def _data_parallel_passes(
                 "rate do not fit into fp16. Use precision=bf16 or precision=fp32, or lower optim.lr.",
                 scale=engine.optimizer.loss_scale,
             ) from error
-    if routers is not None and engine.skipped_steps == skipped:
-        routers.move_biases(sums.expert_loads)
-    return sums
+    if routers is not None and engine.skipped_steps == skipped and result.expert_loads is not None:
+        routers.move_biases(result.expert_loads)
+    return result
 
 
 def _pipeline_passes(
     engine: DeepSpeedEngine, task: "Task", micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor, copies: int
-) -> _StepSums:
+) -> StepResult:
     """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums.
     PipelineEngine divides by the number of micro-batches and averages over pipelines (deepspeed 0.19.8), hence the
     factor.
     """
     factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
-    sums: list[_StepSums] = []
+    results: list[StepResult] = []
 
     def scaled_loss(model: PreTrainedModel, batch: Any) -> torch.Tensor:
         micro_sum = task.loss_sum(model, batch)
@@ -391,17 +363,18 @@ def _pipeline_passes(
 
     def before_update() -> None:  # on stages but the last no loss was computed
         micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
-        sums.append(_sum_and_judge(task, torch.stack(micro_losses), None, counts, guard))
+        results.append(_sum_and_judge(task, torch.stack(micro_losses), None, counts, guard))
 
     engine.module.train_window(engine, micro_batches, scaled_loss, before_update)
-    return sums[0]
+    return results[0]
 
 
 def _sum_and_judge(
     task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
-) -> _StepSums:
-    """Sum losses, figures and expert loads over all ranks, let the guard judge the loss, and return the sums. `counts`:
-    `StepCounts` and `StepVote`, summed already. Here the host waits for the device, once per step.
+) -> StepResult:
+    """Sum losses, figures and expert loads over all ranks, let the guard judge the loss, and return the step as known
+    before its update, `router_loss` as a sum. `counts`: `StepCounts` and `StepVote`, summed already. Here the host
+    waits for the device, once per step.
     """
     router_sums = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)  # loss, then loads
     figures = task.take_figures()
@@ -411,17 +384,17 @@ def _sum_and_judge(
     num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)
     loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
     figure_sums, router_sum, numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
-    step_counts = StepCounts(*numbers[:num_counts])
+    step_counts = StepCounts(*map(int, numbers[:num_counts]))
     if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
     loss = loss_sum / step_counts.losses
     guard.judge_loss(loss)
-    return _StepSums(
-        micro_losses=micro_losses,
+    return StepResult(
         loss=loss,
-        router_sum=router_sum if routers and routers.coefficient else None,
-        expert_loads=expert_loads,
-        figures=dict(zip(figures, zip(figure_sums[::2], figure_sums[1::2], strict=True), strict=True)),
         counts=step_counts,
         vote=StepVote.unpack(numbers[num_counts:]),
+        micro_losses=micro_losses,
+        router_loss=router_sum if routers and routers.coefficient else None,
+        expert_loads=expert_loads if len(expert_loads) else None,
+        figures=dict(zip(figures, zip(figure_sums[::2], figure_sums[1::2], strict=True), strict=True)),
     )

@@ -102,8 +102,8 @@ class ThroughputMeter:
     def add(self, result: StepResult) -> None:
         """Add the step that has just ended. Own work is the time up to its first collective, and its forward passes."""
         self.results.append(result)
-        self.trained_tokens_so_far += result.trained_tokens
-        self.total_tokens_so_far += result.total_tokens
+        self.trained_tokens_so_far += result.counts.trained_tokens
+        self.total_tokens_so_far += result.counts.total_tokens
         self.own_s += result.arrived - self.on_its_own_since + result.forward_s
         now = self.on_its_own_since = time.perf_counter()
         self.step_seconds.append(now - self.step_began)
@@ -128,13 +128,10 @@ class ThroughputMeter:
         finite. `lr`: of the last step; `pace`: returned by the method `pace` just before.
         """
         results, seconds, ranks = self.results, pace.seconds, world_size()
-        trained, total, computed, pairs = (
-            sum(getattr(result, name) for result in results)
-            for name in ("trained_tokens", "total_tokens", "computed_tokens", "pairs")
-        )
+        _, total, computed, pairs, trained = map(sum, zip(*(result.counts for result in results), strict=True))
         finite = [result for result in results if math.isfinite(result.loss)]
-        counted = sum(result.count for result in finite)
-        loss_sum = sum(result.loss * result.count for result in finite)
+        counted = sum(result.counts.losses for result in finite)
+        loss_sum = sum(result.loss * result.counts.losses for result in finite)
         router_losses = [result.router_loss for result in results if result.router_loss is not None]
         host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
         row = {

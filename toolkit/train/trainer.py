@@ -66,24 +66,20 @@ class Trainer:
     def train_in_group(self) -> Path:
         """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
         try:
-            return self._train()
+            self.build()
+            run = self.run
+            with hooks.running(run.hooks, run, self.task):
+                try:
+                    result = self.fit()
+                finally:
+                    self.progress.close()
+                self.finish(result)
+                run.checkpointer.end()  # after DONE: no result waits for it
+            run_dir.release_run_dir()
+            return run.folder
         finally:
             if self.watchdog:
                 self.watchdog.stop()
-
-    def _train(self) -> Path:
-        """Build, fit and finish the run; return its directory."""
-        self.build()
-        run = self.run
-        with hooks.running(run.hooks, run, self.task):
-            try:
-                result = self.fit()
-            finally:
-                self.progress.close()
-            self.finish(result)
-            run.checkpointer.end()  # after DONE: no result waits for it
-        run_dir.release_run_dir()
-        return run.folder
 
     def build(self) -> None:
         """Choose the run directory, settle the config, write it down, and build the engine in its starting state."""
