@@ -29,23 +29,21 @@ _HEADERS = {
 
 
 def _include_folders(environ: Mapping[str, str]) -> list[str]:
+    """Return where any C++ compiler looks for headers."""
     named = ":".join(environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
     return [*filter(None, named), "/usr/local/include", "/usr/include"]
 
 
-def _missing_headers(ops: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return which headers a build of ops for GPUs does not find, and where it looks (torch 2.13, cpp_extension.py,
-    include_paths): not in NVIDIA's wheels. "" if it finds all.
+def _cuda_include_folders(ops: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return where a build of ops for GPUs looks for headers (torch 2.13, cpp_extension.py, include_paths): not in
+    NVIDIA's wheels.
     """
     home = _cuda_home(environ)
     folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
     if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
         nvcc_root = (home / "bin/nvcc").resolve().parent.parent
         folders[1:1] = map(str, [nvcc_root / "include", *nvcc_root.glob("targets/*/include")])
-    headers = dict.fromkeys(header for op in ops for header in _HEADERS[op])
-    missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
-    looked = ", ".join(dict.fromkeys(folders))
-    return tr("{headers} (looked in {folders})", headers=", ".join(missing), folders=looked) if missing else ""
+    return list(dict.fromkeys(folders))
 
 
 def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -63,13 +61,16 @@ def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
         has["hipcc"] = shutil.which("hipcc") or Path(home, "bin/hipcc").exists()
     elif on_gpu:
         has["nvcc"] = (_cuda_home(environ) / "bin/nvcc").exists()
-        if has["nvcc"] and (missing := _missing_headers(on_gpu, environ)):
-            has[missing] = False
+        headers = dict.fromkeys(header for op in on_gpu for header in _HEADERS[op])
+        folders = _cuda_include_folders(on_gpu, environ)
+        missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
+        if has["nvcc"] and missing:
+            has[tr("{headers} (looked in {folders})", headers=", ".join(missing), folders=", ".join(folders))] = False
     return {name: bool(is_there) for name, is_there in has.items()}
 
 
 def how_to_install(tools: Iterable[str]) -> str:
-    """Return what to type, or to get, for tools of `lacking`."""
+    """Return what to type, or to get, for tools and headers of `tools_for`."""
     commands = {
         "g++": "apt install g++",
         "ninja": "pip install ninja",

@@ -11,7 +11,7 @@ from toolkit.disk import try_lock
 from toolkit.messages import joined, say, tr
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
-_NOT = ["*/*", "consolidated*"]
+_IGNORED_FILES = ["*/*", "consolidated*"]
 """Files in folders, and the weights a second time in their makers' own layout: nothing reads them."""
 _POLL_S = 0.2
 
@@ -71,7 +71,11 @@ def _config_folder(name: str, revision: str) -> str:
     folder = Path(file).parent
     if '"auto_map"' in Path(file).read_text(encoding="utf-8") and not any(folder.glob("*.py")):
         wanted = ["config.json", "*.py"]
-        return str(hub.snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_NOT))
+        return str(
+            hub.snapshot_download(
+                name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_IGNORED_FILES
+            )
+        )
     return str(folder)
 
 
@@ -88,9 +92,9 @@ def _once_per_machine(name: str, revision: str) -> str:
             )
         is_local = constants.HF_HUB_OFFLINE or not is_first
         get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local)
-        folder = Path(get(allow_patterns=list(_FILES), ignore_patterns=_NOT))
+        folder = Path(get(allow_patterns=list(_FILES), ignore_patterns=_IGNORED_FILES))
         if not any(folder.glob("*.safetensors")):  # the official ChatGLM repositories
-            get(allow_patterns=[*_FILES, "pytorch_model*.bin"], ignore_patterns=_NOT)
+            get(allow_patterns=[*_FILES, "pytorch_model*.bin"], ignore_patterns=_IGNORED_FILES)
         return str(folder)
 
     if constants.HF_HUB_OFFLINE or os.environ.get("WORLD_SIZE", "1") == "1":

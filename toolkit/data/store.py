@@ -205,8 +205,8 @@ class MismatchedCache(TokenizedCache):
         return joined, np.concatenate((trained[:begin], other_trained[other_begin:]))[: self.limit]
 
     def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Return the tokens of each of `indices`, or of all samples of the split. A sample with another one's answer
-        counts as long as the sample itself, to read nothing.
+        """Return the tokens of each of `indices`, or of all samples of the split. Indices from len(self) on are of
+        questions with another sample's answer; each counts as long as its own sample, to read nothing.
         """
         return super().lengths(None if indices is None else indices % len(self))
 

@@ -62,7 +62,7 @@ def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:
     return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
 
 
-def has_objects(path: Path) -> bool:
+def has_struct_columns(path: Path) -> bool:
     """Whether a Parquet or Arrow file has columns of objects (structs); false if it cannot be read."""
     import pyarrow
     import pyarrow.parquet

@@ -331,9 +331,9 @@ def _version_of_tables(files: list[DataFile]) -> dict[str, int]:
     """Return the version of reading Parquet and Arrow files, if one of them has columns of objects."""
     if not (paths := [file.path for file in files if file.path.suffix.lower() in TABLE_SUFFIXES]):
         return {}
-    from toolkit.data.tables import TABLE_VERSION, has_objects
+    from toolkit.data.tables import TABLE_VERSION, has_struct_columns
 
-    return {"tables": TABLE_VERSION} if any(map(has_objects, paths)) else {}
+    return {"tables": TABLE_VERSION} if any(map(has_struct_columns, paths)) else {}
 
 
 class BuildProgress:

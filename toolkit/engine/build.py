@@ -88,10 +88,10 @@ def initialize_engine(
     compiling: schema.CompileConfig | None = None,
     optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the engine that trains a model, which is partitioned already under stage 3. A collective; ConfigError if
-    DeepSpeed rejects the settings. `ds_config` alone decides about partitioning and precision, and about the optimizer
-    if DeepSpeed has it by name, else `optim`. `make_schedule` gets the optimizer and returns its learning-rate
-    schedule. The engine's `received_config` is the JSON that DeepSpeed got.
+    """Build the engine that trains a model, of which stage 3 has split pretrained weights already (models/load.py).
+    A collective; ConfigError if DeepSpeed rejects the settings. `ds_config` alone decides about partitioning and
+    precision, and about the optimizer if DeepSpeed has it by name, else `optim`. `make_schedule` gets the optimizer and
+    returns its learning-rate schedule. The engine's `received_config` is the JSON that DeepSpeed got.
     """
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]
@@ -189,7 +189,9 @@ def _initialize(
     deepspeed_patches.check_norms_without_waiting()
     deepspeed_patches.end_optimizer_processes_with_rank()
     if ds_config["zero_optimization"]["stage"] == 3:
-        from toolkit.engine import partitioned  # noqa: F401  # its import patches DeepSpeed
+        from toolkit.engine import partitioned
+
+        partitioned.register_parameters_read_across_modules()
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:

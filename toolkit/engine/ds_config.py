@@ -107,7 +107,7 @@ class DsConfig:
     """
 
     def put(self, key: str, value: Any, why: str) -> None:
-        """Set a dotted DeepSpeed key."""
+        """Set a DeepSpeed key whose dots nest it: `zero_optimization.stage` is `stage` of the section."""
         dotted_keys.set_leaf(self.values, key, value)
         self.why[key] = why
 

@@ -1,4 +1,4 @@
-"""A workaround for ZeRO-3's gathering of parameters (DeepSpeed 0.19.8); importing this module applies it."""
+"""A workaround for ZeRO-3's gathering of parameters (DeepSpeed 0.19.8)."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -37,4 +37,8 @@ def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
     return read_and_register
 
 
-parameter_offload.ZeROOrderedDict.__getitem__ = _registering_reader(parameter_offload.ZeROOrderedDict.__getitem__)
+def register_parameters_read_across_modules() -> None:
+    """Let DeepSpeed gather a parameter in the backward pass too where a block reads it from a layer inside it."""
+    read = parameter_offload.ZeROOrderedDict.__getitem__
+    if not hasattr(read, "__wrapped__"):  # not patched by an earlier engine
+        parameter_offload.ZeROOrderedDict.__getitem__ = _registering_reader(read)

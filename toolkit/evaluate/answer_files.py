@@ -337,6 +337,11 @@ def _with_file_identities(
     return identified
 
 
+def _rows_of_shard(total: int, window: int, number: int, count: int) -> int:
+    """Return how many of `total` rows the shard `number` of `count` answers: every `count`-th window of them."""
+    return sum(min(window, total - begin) for begin in range(0, total, window)[number - 1 :: count])
+
+
 def answer_source(
     source: schema.SourceConfig,
     output: Path,
@@ -381,8 +386,7 @@ def answer_source(
         windows = answer_rows(
             model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
         )
-        window = batch_size * BATCHES_IN_WINDOW
-        total = sum(min(window, total - begin) for begin in range(0, total, window)[shard[0] - 1 :: shard[1]])
+        total = _rows_of_shard(total, batch_size * BATCHES_IN_WINDOW, *shard)
         is_quiet = file is None or shard[0] > 1
         with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
             for rows in windows:

@@ -201,7 +201,9 @@ def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
 
 
 def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
-    """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one."""
+    """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one, with no more GPU
+    memory than plan.max_gpu_gib. ConfigError if these GPUs do not have the config's precision.
+    """
     nodes = positive_int(values, "nodes") or 1
     host = values.get("host_memory", "")
     machine = this_machine(nodes) if "gpus" not in values else parse_machine(values["gpus"], nodes, host)
@@ -221,5 +223,5 @@ def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
         machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
     bound = int(cfg.plan.max_gpu_gib * GIB)
     if bound and bound < machine.usable_bytes:
-        machine = replace(machine, memory_bytes=bound, context_bytes=0)
+        machine = replace(machine, memory_bytes=bound, context_bytes=0)  # the bound is of tensors alone
     return machine

@@ -235,34 +235,36 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
     """Return a model's routers with the loss, biases and capacity that the config asks for; None if the model has no
     routers, or if hooks cannot observe them and nothing is asked for. ConfigError if what is asked for is impossible.
     """
-    wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
+    rate, capacity = cfg.model.router_bias_rate, cfg.model.expert_capacity
     config_coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     routers = routers_in(model)
     _check_possible(model, cfg, routers, config_coefficient)
     if not routers:
         return None
-    coefficient = float(config_coefficient or 0) if wanted < 0 else wanted
+    # Below 0 the key asks for the model's own coefficient.
+    coefficient = float(config_coefficient or 0) if cfg.model.router_loss < 0 else cfg.model.router_loss
     unobserved = {  # hooks do not see what routers return
         "parallel.tensor": cfg.parallel.tensor > 1,
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
     }
+    # Here hooks could count tokens, but a loss, a bias or a capacity would be wrong.
     others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
-    used = [key for key, is_used in (unobserved | others).items() if is_used]
-    if used and coefficient:
+    conflicting = [key for key, is_used in (unobserved | others).items() if is_used]
+    if conflicting and coefficient:
         raise ConfigError(
             "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
             "set model.router_loss=0.",
             value=coefficient,
-            key=used[0],
+            key=conflicting[0],
         )
     for name, value in (("router_bias_rate", rate), ("expert_capacity", capacity)):
-        if used and value:
+        if conflicting and value:
             raise ConfigError(
                 "model.{name} = {value} is incompatible with {key}. Remove one of the two.",
                 name=name,
                 value=value,
-                key=used[0],
+                key=conflicting[0],
             )
     # KTO passes half of a micro-batch at once.
     if any(unobserved.values()) or cfg.preference.loss is PreferenceLoss.kto:

@@ -231,12 +231,12 @@ class _DecoderLayer(_Layer):
         partial = size["rotary"] < size["head_size"]
         if self.has_gradient and partial:  # cosines and sines, repeated in each layer
             self.save("attention", 2 * self.width * size["rotary"])
-        had = self.has_gradient or bool(rows.prefix)
-        if had:
+        saves_attention = self.has_gradient or bool(rows.prefix)
+        if saves_attention:
             keys = wide if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(groups)
             self.attention(keys, keys)
         # With partial rotation the output of attention has another memory layout, so that it is copied.
-        self.linear("attention", ("self_attn.o_proj",), wide, is_kept=had and (rows.varlen or not partial))
+        self.linear("attention", ("self_attn.o_proj",), wide, is_kept=saves_attention and (rows.varlen or not partial))
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
         self.norm("post_attention_layernorm")
@@ -257,11 +257,11 @@ class _ChatGLM6BLayer(_Layer):
         hidden = self.size["hidden"]
         self.norm("input_layernorm")
         self.linear("attention", ("attention.query_key_value",), hidden)
-        had = self.has_gradient or bool(self.rows.prefix)
-        if had:
+        saves_attention = self.has_gradient or bool(self.rows.prefix)
+        if saves_attention:
             # The values are a view of query, key and value in one tensor; with a prefix they are copied.
             self.attention(hidden, hidden if self.rows.prefix else 3 * hidden)
-        self.linear("attention", ("attention.dense",), hidden, is_kept=had)
+        self.linear("attention", ("attention.dense",), hidden, is_kept=saves_attention)
         self.norm("post_attention_layernorm")
         self.mlp(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", 1)
 

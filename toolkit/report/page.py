@@ -766,7 +766,9 @@ def _check_target(output: Path, images: Path) -> None:
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) -> None:
-    """Write the page and, with `has_pictures`, a PNG file per chart; remove those left from an earlier report."""
+    """Write the page and, with `has_pictures`, a PNG file per chart, in English where a Chinese font is missing; remove
+    those left from an earlier report.
+    """
     drawings, names = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()

@@ -341,6 +341,19 @@ def _validation_problem() -> str:
 _NUMBER = "number of the sample"
 
 
+def _card_of(model: nn.Module) -> dict[str, Any]:
+    """Return facts about a model: its class, program, structure, sizes, and the `names` of what the export holds."""
+    stored, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
+    return {
+        "model": type(model).__name__,
+        "program": sys.argv[0],
+        "digest": structure_digest(model),
+        "parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "trained_parameters": sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad),
+        "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
+    }
+
+
 class CustomTask(task.Task):
     """Trains a program's own module with its dataset and loss. See `toolkit.custom.train`."""
 
@@ -359,7 +372,9 @@ class CustomTask(task.Task):
     # Data
 
     def begin(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the dataset and make the model, both of which may need the process group."""
+        """Open the dataset, make the model, seed this rank, and note what the export says of the model (`card`). The
+        first two may need the process group.
+        """
         self.cfg, self.ranks = cfg, ranks
         data = self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity
@@ -368,17 +383,7 @@ class CustomTask(task.Task):
         self.has_validation = self.spec.validation is not None
         model = self.model = self.spec.build(cfg.run.seed)
         state_files.seed_all(cfg.run.seed + ranks.rank)
-        stored, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
-        self.card = {
-            "model": type(model).__name__,
-            "program": sys.argv[0],
-            "digest": structure_digest(model),
-            "parameters": sum(parameter.numel() for parameter in parameters.values()),
-            "trained_parameters": sum(
-                parameter.numel() for parameter in parameters.values() if parameter.requires_grad
-            ),
-            "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
-        }
+        self.card = _card_of(model)
 
     def settle(self, cfg: schema.RunConfig) -> None:
         """Check that all ranks train the same model on the same data, else they would wait for each other forever."""
@@ -523,7 +528,7 @@ class CustomTask(task.Task):
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
-        summary["samples"] = result.state.total_tokens
+        summary["samples"] = result.state.total_tokens  # of which each sample counts as one here
         if result.state.evaluations:
             summary["first_eval_loss"] = result.state.evaluations[0][schema.EVAL_LOSS]
             summary |= {f"last_{name}": value for name, value in result.state.evaluations[-1].items() if name != "step"}

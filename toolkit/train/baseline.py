@@ -128,12 +128,11 @@ class Baseline:
         )
 
 
-def measure_baseline(
-    engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
-) -> Baseline:
-    """Return what a run with this engine is compared with: counts FLOPs, measures matrix products. A collective."""
-    model, device = stages.unwrap_model(engine.module), engine.device
-    shapes: outline.Shapes = {}  # of the text model's parameters as they are before they are partitioned or quantised
+def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
+    """Return the FLOPs of a model's text part, by the shapes that its parameters have before they are partitioned or
+    quantised; None if they are not known.
+    """
+    shapes: outline.Shapes = {}
     trained: set[str] = set()
     config, untrained = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
@@ -153,14 +152,20 @@ def measure_baseline(
         if parameter.requires_grad:
             trained.add(name)
     sizes = outline.flop_sizes(lambda name: getattr(config, name, None))
-    flops = None
-    if sizes and is_countable(shapes, sizes):
-        prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
-        flops = formula(shapes, sizes, trained, prefix)
+    if not sizes or not is_countable(shapes, sizes):
+        return None
+    return formula(shapes, sizes, trained, tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0)
+
+
+def measure_baseline(
+    engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
+) -> Baseline:
+    """Return what a run with this engine is compared with: counts FLOPs, measures matrix products. A collective."""
+    model, device = stages.unwrap_model(engine.module), engine.device
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
     device_name = accelerator.device_name(device)
     return Baseline(
-        formula=flops,
+        formula=_formula_of(model, tuning),
         recomputes=recomputes,
         dtype=next(name.value for name, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
         matmul_flops=median_of_ranks(device, dtype),

@@ -62,8 +62,8 @@ _PROBE_S, _PROBE_SHARE = 0.02, 0.01
 """A probe may take so many seconds, or so much of the time since the last: under ZeRO-3 it gathers all parameters."""
 _SLICE_S = 20.0
 """Seconds that rank 0 waits for a removal between two collectives, so that no rank waits long in one."""
-_FIRST_BYTES_PER_PARAMETER = 12
-"""What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
+_LEAST_BYTES_PER_PARAMETER = 12
+"""An fp32 weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +247,10 @@ class Checkpointer:
             pass
 
     def least_bytes(self) -> int:
-        """Return how many bytes a checkpoint of all ranks will have at least."""
+        """Return how many bytes a checkpoint of all ranks has at least: what is trained, in fp32, and two moments."""
         trained = [p for p in unwrap_model(self.engine.module).parameters() if p.requires_grad]
         full_sizes = (getattr(p, "ds_numel", p.numel()) * process_group.part_of(p)[1] for p in trained)  # of all parts
-        return _FIRST_BYTES_PER_PARAMETER * sum(full_sizes)
+        return _LEAST_BYTES_PER_PARAMETER * sum(full_sizes)
 
     def _make_room(self, temporary: Path) -> str:
         """Make the empty directory of a save; return why it cannot be made or what room it lacks, "" if all is well."""

@@ -418,10 +418,13 @@ def lock_run_dir(folder: Path) -> None:
     file = open(folder / LOCK, "a+", encoding="utf-8")
     file.seek(0)
     owner = file.read().strip()
-    # An empty file was never locked, or replaces a locked one that was deleted. Heartbeats are then watched before it
-    # is locked: a live owner, who locks it again, would take our lock for the loss of its directory.
-    is_held = not owner and bool(owner := _rank_still_alive(folder))
-    is_free, descriptor = (False, None) if is_held or not disk.lock_or_warn(file, folder) else _lock_directory(folder)
+    is_free, descriptor = True, None
+    if not owner:  # never locked, or made anew after a locked one was deleted, whose owner still writes heartbeats
+        # Not after locking it: the owner, who locks it again, would take our lock for the loss of its directory.
+        owner = _rank_still_alive(folder)
+        is_free = not owner
+    if is_free and (is_free := disk.lock_or_warn(file, folder)):
+        is_free, descriptor = _lock_directory(folder)
     if not is_free:
         file.close()
         raise RunFolderError(

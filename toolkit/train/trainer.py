@@ -89,7 +89,7 @@ class Trainer:
         task.begin(self.cfg, ranks)
         source = self._open_run_dir()
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
-        # Changes only what is `auto`, and with plan.auto the layout and what that excludes.
+        # Changes only what is `auto`; zero.*, parallel.* and what they exclude only with plan.auto.
         cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build_engine)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
