@@ -399,9 +399,9 @@ class Problems:
         lines = [f"{number}. " + str(error).replace("\n", "\n   ") for number, error in enumerate(self.errors, start=1)]
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
         lines += [tr("… and {count} more.", count=f"{self.more:,}")] if self.more else []
-        joined = kind("\n".join([tr("{count} errors:", count=self.count), *lines]))
-        joined.parts, joined.more = tuple(self.errors), self.more
-        raise joined
+        error = kind("\n".join([tr("{count} errors:", count=self.count), *lines]))
+        error.parts, error.more = tuple(self.errors), self.more
+        raise error
 
 
 def raise_all(errors: Iterable[ToolkitError]) -> None:
@@ -536,14 +536,12 @@ def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any
         raise ValueError(reason_of(error)) from None
 
 
-def json_object(
-    file: Path, error: type[ToolkitError], most: int = LARGEST_JSON_BYTES, once: bool = False
-) -> dict[str, Any]:
+def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:
     """Return the JSON object in a file that may come from anywhere: the one reader of such files. See `parsed_json`."""
     with reading(file, error):
-        content = file_bytes(file, most).decode("utf-8-sig")
+        content = file_bytes(file).decode("utf-8-sig")
     try:
-        value = parsed_json(content, once)
+        value = parsed_json(content)
     except ValueError as problem:
         raise error(tr("{file} is not JSON: {reason}", file=file, reason=reason_of(problem))) from problem
     if not isinstance(value, dict):

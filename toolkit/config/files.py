@@ -328,7 +328,7 @@ def sentence(sources: Iterable[tuple[str, str]]) -> str:
     for path, row_format in sources:
         if row_format == RowFormat.docstrings.value:
             names.append(tr("the docstrings of the installed Python"))
-        elif path in (*SHIPPED, *_OTHERS):
+        elif path in _SHIPPED:
             names.append(path)
     if not names:
         return ""

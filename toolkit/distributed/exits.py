@@ -193,6 +193,7 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
 
 
 def _say(message: str, trace: str = "") -> None:
+    """Write a message to stderr, behind the traceback if there is one."""
     with suppress(OSError):  # a terminal that is gone must not keep this process from ending
         sys.stdout.flush()
     with suppress(OSError):

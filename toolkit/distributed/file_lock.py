@@ -57,6 +57,7 @@ def build_once(
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
+    """Let `build` fill a temporary directory, flush it, and rename it to `target`, which is never seen incomplete."""
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
         build(building)

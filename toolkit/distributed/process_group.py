@@ -48,12 +48,13 @@ def check_alike(
         store, rank, size = meet(timedelta(seconds=config.timeout_s))
     except (RuntimeError, ValueError) as problem:
         raise _not_together(config, problem) from problem
-    told = differences(store, rank, size, f"alike/{next(_comparisons)}", values, timedelta(seconds=config.timeout_s))
-    if told:
-        raise error(told)
+    message = differences(store, rank, size, f"alike/{next(_comparisons)}", values, timedelta(seconds=config.timeout_s))
+    if message:
+        raise error(message)
 
 
 def _not_together(config: schema.DistributedConfig, error: Exception) -> LaunchError:
+    """Return the error for ranks that did not meet: `error` says why."""
     return LaunchError(
         "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that "
         "the address is reachable from every node and the port is free, and distributed.backend.",
@@ -318,20 +319,20 @@ def differences(store: Store, rank: int, size: int, key: str, values: Mapping[st
         differing = {name: pair for name, pair in pairs.items() if None in pair or not secrets.are_same(*pair)}
         store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": differing}))
         _wait_for_keys(store, {0: f"{key}/verdict"}, until)
-        told = str(store.get(f"{key}/verdict").decode())
+        message = str(store.get(f"{key}/verdict").decode())
         store.set(f"{key}/heard/{rank}", "")
-        return told
+        return message
     host = socket.gethostname()
     store.set(f"{key}/first", json.dumps({"values": dict(values)}))
     _wait_for_keys(store, {other: f"{key}/{other}" for other in range(1, size)}, until)
     answers = {other: json.loads(store.get(f"{key}/{other}")) for other in range(1, size)}
-    told = _differences_text(host, answers)
-    store.set(f"{key}/verdict", told)
-    if told:  # the store ends with this process
+    message = _differences_text(host, answers)
+    store.set(f"{key}/verdict", message)
+    if message:  # the store ends with this process
         with suppress(LaunchError):
             heard = {other: f"{key}/heard/{other}" for other in range(1, size)}
             _wait_for_keys(store, heard, time.monotonic() + _HEARD_S)
-    return told
+    return message
 
 
 _ENDS = "ends"
@@ -434,6 +435,7 @@ def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | st
 def _gather_tensors(
     value: torch.Tensor, kinds: list[tuple[int, str, tuple[int, ...]]], device: torch.device | str
 ) -> torch.Tensor:
+    """Return the rows of all ranks of one metric; `kinds`: of each rank number of rows, type, and shape of a row."""
     filled = {(dtype, shape) for count, dtype, shape in kinds if count}
     if len(filled) > 1:
         raise ValueError(f"ranks gather other shapes or types: {kinds}")

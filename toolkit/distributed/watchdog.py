@@ -127,6 +127,7 @@ class Watchdog:
         self._beat(left=True)
 
     def _tell_lost(self, lost: list[int], states: dict[int, dict[str, Any]]) -> None:
+        """End the job, and say which ranks give no sign: stopped on this node, else their node may be gone."""
         here = [int(states[rank]["pid"]) for rank in lost if states[rank].get("machine") == _NODE]
         values = {"who": self._accuse(lost, [], states), "phase": self.phase, "step": self.step}
         if here:

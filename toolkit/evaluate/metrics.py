@@ -43,6 +43,7 @@ def score(metric: Metric, answers: Sequence[str], references: Sequence[str], tok
 
 
 def _sacrebleu_scores(metric: Metric, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
+    """Score by sacreBLEU: BLEU, else chrF, of all answers and of each."""
     from sacrebleu.metrics import BLEU, CHRF
 
     if metric is Metric.bleu:

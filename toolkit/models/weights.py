@@ -189,6 +189,7 @@ class WeightFiles(dict[str, TensorInfo]):
             yield tensor
 
     def _describe(self, file: Path) -> dict[str, TensorInfo]:
+        """Return what tensors a file of weights holds; ModelError if one is of a type that cannot be trained."""
         if file.suffix != ".safetensors":
             return {
                 name: TensorInfo(file, tuple(value.shape), value.dtype) for name, value in self._unpickle(file).items()

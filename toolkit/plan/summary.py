@@ -213,6 +213,7 @@ def plan_json(outline: Outline, machine: Machine, recipe_layout: Layout, layouts
 
 
 def _model_line(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
+    """Return the line on the model `name`: what is trained, the longest micro-batch, the machines."""
     cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
     return tr(
         "{name}: {trained} of {total} parameters are trained ({method}, {dtype}). Longest micro-batch: {rows} x "
@@ -231,6 +232,7 @@ def _model_line(outline: Outline, layout: Layout, machine: Machine, name: str) -
 
 
 def _time_line(layout: Layout, rates: Rates) -> str:
+    """Return the line on the seconds of a step, and by which rates they are estimated."""
     time = layout.time
     if not time.is_known:
         return tr(

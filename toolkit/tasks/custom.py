@@ -162,6 +162,7 @@ class _MapSamples:
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
 
     def _sampler(self, rank: int, position: Position, num_steps: int) -> GlobalBatchSampler:
+        """Return which samples a rank takes in so many steps from a position on."""
         return GlobalBatchSampler(
             num_rows=self.size,
             global_size=self.cfg.batch.global_size,

@@ -167,6 +167,7 @@ class Evaluation:
         return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
 
     def _sampling(self) -> generate.Sampling:
+        """Return how answers are sampled, as `evaluate` says."""
         evaluate = self.cfg.evaluate
         return generate.Sampling(
             max_new_tokens=evaluate.max_new_tokens,

@@ -162,9 +162,9 @@ class ThroughputMeter:
         if self.counted_in:
             row[self.counted_in] = counted
         for name in results[-1].figures:
-            total, number = (sum(result.figures[name][column] for result in finite) for column in (0, 1))
+            figure_sum, number = (sum(result.figures[name][column] for result in finite) for column in (0, 1))
             if number:
-                row[name] = total / number
+                row[name] = figure_sum / number
         if router_losses:
             row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():
