@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from toolkit.config.load import load
 from toolkit.config.validate import field_type
-from toolkit.distributed import process_group
-from toolkit.distributed.process_group import differences
+from toolkit.distributed import meeting
+from toolkit.distributed.meeting import differences
 from toolkit.messages import LaunchError
 from toolkit.train import consistency
 
@@ -67,9 +67,9 @@ def test_who_waits_for_a_rank_that_fails_asks_its_store_no_more(monkeypatch: pyt
             return bool(super().check(keys))
 
     store = Counting()
-    monkeypatch.setattr(process_group, "_met", (store, 0, 2))
-    monkeypatch.setattr(process_group, "_HEARD_S", 0.5)
-    with pytest.raises(KeyError), process_group.tell_failure():
+    monkeypatch.setattr(meeting, "_met", (store, 0, 2))
+    monkeypatch.setattr(meeting, "_HEARD_S", 0.5)
+    with pytest.raises(KeyError), meeting.tell_failure():
         raise KeyError
     with pytest.raises(LaunchError, match="no answer from rank 0"):
         differences(store, 1, 2, "alike/0", {}, timedelta(seconds=30))
@@ -113,5 +113,5 @@ def test_code_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_process_may_start_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(process_group, "_met", (HashStore(), 0, 2))
-    assert [process_group.init_method(timedelta(seconds=1)) for _ in range(2)] == ["met://", "met://"]
+    monkeypatch.setattr(meeting, "_met", (HashStore(), 0, 2))
+    assert [meeting.init_method(timedelta(seconds=1)) for _ in range(2)] == ["met://", "met://"]

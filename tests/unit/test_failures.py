@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from toolkit.distributed import ended, failure, peers, presence, process_group
+from toolkit.distributed import ended, failure, meeting, peers, presence, process_group
 from toolkit.distributed.exits import run_guarded
 from toolkit.distributed.process_group import on_rank0
 from toolkit.launch import environment
@@ -508,17 +508,17 @@ def test_a_first_node_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch
             return []
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(process_group, "_ADDRESS_S", 0.2)
-    monkeypatch.setattr(process_group, "_met", None)
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(meeting, "_ADDRESS_S", 0.2)
+    monkeypatch.setattr(meeting, "_met", None)
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("MASTER_ADDR", "nod1")
     with pytest.raises(
         LaunchError, match=r"does not know the first node, MASTER_ADDR = nod1 \(port 29500\): Name or s"
     ):
-        process_group.meet(timedelta(seconds=60))
+        meeting.meet(timedelta(seconds=60))
     assert len(said) == 1 and "MASTER_ADDR = nod1 is not known here (Name or service not known): waiting." in said[0]
     asked.clear()
     monkeypatch.setenv("MASTER_ADDR", "late")
-    process_group._check_address(3)
+    meeting._check_address(3)
     assert len(asked) == 4

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from tests.unit.made_processes import make_processes
 from toolkit.cli import main
-from toolkit.distributed.process_group import agree_on_store
+from toolkit.distributed.meeting import agree_on_store
 from toolkit.jobs import launch
 from toolkit.launch import deepspeed, environment
 from toolkit.launch.environment import Ranks

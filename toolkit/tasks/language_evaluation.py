@@ -25,7 +25,6 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import load, loss, stages
 from toolkit.tasks import language_data
-from toolkit.train import consistency
 
 if TYPE_CHECKING:
     from toolkit.evaluate.questions import Answers, ValidationQuestion
@@ -219,7 +218,10 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     """Load a model, with the adapter of a directory unless `adapter` is "", evaluate it data-parallel, and print the
     scores; answers are written to `file`. A collective.
     """
-    consistency.check_settings(cfg)
+    if ranks.world_size > 1:
+        from toolkit.train.consistency import check_settings
+
+        check_settings(cfg)
     prepared = language_data.load_data(cfg)
     language_data.check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared)

@@ -36,8 +36,7 @@ _SAMPLED_BYTES = 1 << 16
 
 def check_settings(cfg: schema.RunConfig) -> None:
     """Raise ConfigError on every rank where settings, code or model differ. Before data is prepared. A collective."""
-    if process_group.world_size() > 1:
-        process_group.check_alike(cfg.distributed, {**_setting_facts(cfg), **_code_facts()}, ConfigError)
+    process_group.check_alike(cfg.distributed, {**_setting_facts(cfg), **_code_facts()}, ConfigError)
 
 
 def _setting_facts(cfg: schema.RunConfig) -> dict[str, str]:

@@ -18,7 +18,6 @@ from toolkit.evaluate.loss import describe_evaluation
 from toolkit.messages import Diverged, Stopped, say, tr
 from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import run_dir
-from toolkit.train.bad_steps import checkpoint_before, warn_of_bad_step
 from toolkit.train.baseline import Baseline
 from toolkit.train.hooks import Hook
 from toolkit.train.resume import resume_from, trim_metrics
@@ -255,6 +254,8 @@ class TrainLoop:
 
     def _is_rewound(self, anomaly: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a bad step; then, by `train.on_bad_step`, return False, raise Diverged, or rewind and return True."""
+        from toolkit.train.bad_steps import warn_of_bad_step
+
         self.state.bad_steps += 1
         logs, samples = self.run.folder / "logs", lambda: self.task.samples_at(self.step_position)
         what = warn_of_bad_step(logs, self.step, anomaly, result, samples)
@@ -276,6 +277,8 @@ class TrainLoop:
         """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step, which
         `what` describes.
         """
+        from toolkit.train.bad_steps import checkpoint_before
+
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
         checkpoint = checkpoint_before(self.checkpointer, self.rewinds, what)

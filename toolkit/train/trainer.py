@@ -5,7 +5,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from toolkit.messages import RunFolderError, ToolkitError, say, tr, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import baseline, dry_run, hooks, loop, run_dir, schedule, settle, startup
 from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.consistency import check_settings
 from toolkit.train.resume import resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
@@ -53,8 +52,13 @@ class Trainer:
         """Load the data, join the process group, do something there, leave; return the run directory."""
         signals.install_signals()
         terminal.set_display(self.cfg.run.display.value)
-        check_settings(self.cfg)
-        with process_group.tell_failure():
+        with ExitStack() as stack:
+            if self.ranks.world_size > 1:
+                from toolkit.distributed import meeting
+                from toolkit.train.consistency import check_settings
+
+                check_settings(self.cfg)
+                stack.enter_context(meeting.tell_failure())
             self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
         memory.set_limit(device, self.cfg.plan.max_gpu_gib)
