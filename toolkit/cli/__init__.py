@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from toolkit.distributed.exits import run_guarded
 
-    return run_guarded(lambda: _dispatch(words))
+    return run_guarded(lambda: _dispatch(words))  # an error of the command becomes a message and an exit code
 
 
 def _use_utf8() -> None:

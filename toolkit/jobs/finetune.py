@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from toolkit import children
 from toolkit.arguments import parse_checked
+from toolkit.config import dotted_keys
 from toolkit.config.files import quoted
 from toolkit.disk import json_lines
 from toolkit.launch import environment
@@ -123,16 +124,7 @@ class Chat:
 
 def override_words(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as the words that a user would type: `optim={"lr": 1e-4}` becomes optim.lr=0.0001."""
-    return [f"{key}={_as_written(value)}" for key, value in _flat(settings)]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested settings; `prefix`: of their keys."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    return [f"{key}={_as_written(value)}" for key, value in dotted_keys.leaves(settings)]
 
 
 def _as_written(value: Any) -> str:
