@@ -42,7 +42,7 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 def run(words: list[str]) -> None:
     loaded, settings, machine = _checked(words)
-    if needs_lookup(loaded.cfg.model):
+    if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
     if loaded.cfg.distill.teacher not in published_models("hub_id"):

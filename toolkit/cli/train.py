@@ -43,8 +43,10 @@ def run(words: list[str]) -> None:
 
 
 def _with_directories(loaded: LoadedConfig) -> LoadedConfig:
-    """Return a config whose model and teacher are directories: those that Hugging Face has are looked up."""
-    if not paths.names_repository(loaded.cfg):
+    """Return a config whose model and teacher are directories: those that Hugging Face has are looked up, and
+    tokens are added.
+    """
+    if not (paths.names_repository(loaded.cfg) or loaded.cfg.model.add_tokens):
         return loaded
     from toolkit.config.hub import resolve_model_path, resolve_teacher
 

@@ -3,6 +3,7 @@
 import os
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from toolkit.config import dotted_keys, files, schema
@@ -13,6 +14,7 @@ from toolkit.messages import joined, say, tr
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
 _IGNORED_FILES = ["*/*", "consolidated*"]
 """Files in folders, and the weights a second time in their makers' own layout: nothing reads them."""
+ADDING = "toolkit.models.added_tokens"
 _POLL_S = 0.2
 
 
@@ -27,10 +29,16 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
 
     One process of a machine downloads; the others wait. Hugging Face's HF_* variables apply: with HF_HUB_OFFLINE=1
     nothing but the cache is looked at. With `config_only` config.json is enough, and the Python files if it names any.
+    With `model.add_tokens` the directory is a copy with these tokens.
     A ConfigError if there is no such model, it is not for everybody, or neither cache nor network has it.
     """
-    is_random = loaded.cfg.model.init is schema.Init.random
-    return loaded if is_random else _resolve(loaded, "model.path", "model.revision", config_only)
+    if loaded.cfg.model.init is schema.Init.random:
+        return loaded
+    resolved = _resolve(loaded, "model.path", "model.revision", config_only)
+    if not resolved.cfg.model.add_tokens:
+        return resolved
+    with_tokens: LoadedConfig = import_module(ADDING).resolve(resolved, config_only=config_only)
+    return with_tokens
 
 
 def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:

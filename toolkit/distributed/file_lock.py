@@ -61,7 +61,7 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
         build(building)
-        for path in [*building.rglob("*"), building]:
+        for path in [*(file for file in building.rglob("*") if not file.is_symlink()), building]:
             set_permissions(path)  # mkdtemp's folder is private; other users of a shared cache must be able to read it
             flush(path)
         try:

@@ -98,6 +98,9 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
         without weights. None in place of all three where other errors were found, or a tokenizer is made of the data.
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
+    if is_here and loaded.cfg.model.add_tokens:
+        read_config(loaded.cfg.model.path)
+        is_here = False  # the copy with more tokens, which has no weights yet, takes its place
     loaded = hub.resolve_model_path(loaded, config_only=True)
     problems.attempt(context_length.check_positions, loaded)
     cfg, model = loaded.cfg, loaded.cfg.model

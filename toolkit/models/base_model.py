@@ -129,7 +129,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     """
     recorded, numbers = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
-        of_base = name.replace(".base_layer", "").replace(".original_module", "")
+        of_base = name.replace(".base_layer", "").replace(".original_module", "").replace(".token_adapter", "")
         is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)
         if of_base in recorded and is_its_own and not parameter.requires_grad:
             numbers[of_base] = fingerprint_of(parameter)

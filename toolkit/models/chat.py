@@ -204,13 +204,18 @@ def load_chat_encoder(
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a directory holds the files of a tokenizer."""
+    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return has_files or directory.official_vocabulary(folder) is not None
+
+
 def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> AnyChatEncoder | None:
     """Return the chat encoder of a model's tokenizer, None if its files are not here; see `load_chat_encoder`."""
     folder = Path(model.tokenizer or model.path)
     if not (model.tokenizer or model.path) or not folder.is_dir():
         return None
-    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if not has_files and directory.official_vocabulary(folder) is None:
+    if not has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     return chat_encoder(tokenizer, model.original_labels, train_thinking)

@@ -69,6 +69,8 @@ _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 
 BASE_FILE = "base.json"
 """In an adapter's directory or a checkpoint without frozen weights: what identifies the base model."""
+ADDED_TOKENS = "toolkit_tokens.json"
+"""In the directory that `model.add_tokens` makes: its base, and token -> id."""
 TOKENIZER_CODE = "tokenization_chatglm.py"
 _MODEL_CODE = "modeling_chatglm.py"
 _DIVIDES = re.compile(r"seq_idx\s*=[^\n]*/\s*self\.rope_ratio")
@@ -197,6 +199,11 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     if with_weights:
         _check_weight_files(folder, architecture)
     return config
+
+
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Return token -> id of those that `model.add_tokens` gave to the model in a directory, {} in any other."""
+    return dict(read_json_or_empty(folder / ADDED_TOKENS).get("tokens", {}))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.schema import LoraInit, TuningConfig, TuningMethod
-from toolkit.messages import ConfigError, ModelError, tr
+from toolkit.messages import ConfigError, ModelError, say, tr
 from toolkit.models import lora, probe, prompt_tuning
 from toolkit.models.adapters import (
     SCORING,
@@ -111,8 +111,26 @@ def apply_tuning(
             attach_adapter(
                 model, settings, base_model, dropout=config.dropout, ds_config=ds_config, is_resumed=is_resumed
             )
+            if settings.get("trainable_token_indices"):
+                say(
+                    "LoRA also trains the rows of {count} added tokens in {tables}.",
+                    count=len(model.added_token_ids),
+                    tables=", ".join(settings["trainable_token_indices"]),
+                )
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
+    _check_learns_tokens(model, config)
+
+
+def _check_learns_tokens(model: PreTrainedModel, config: TuningConfig) -> None:
+    """Raise ConfigError if nothing trains the rows of tokens that `model.add_tokens` gave to a model."""
+    embedding = model.get_input_embeddings()
+    if getattr(model, "added_token_ids", ()) and not any(value.requires_grad for value in embedding.parameters()):
+        raise ConfigError(
+            "model.add_tokens: {setting} leaves the embeddings as they are, so that new tokens would never be learned. "
+            "With tuning=freeze add tuning.patterns=[embed_tokens.*,lm_head.*]; else start a new adapter.",
+            setting=f"tuning.{'adapter' if config.adapter else 'method'} = {config.adapter or config.method.value}",
+        )
 
 
 def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
@@ -149,6 +167,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             target_parameters=of_experts or None,
             fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in select_names(modules, targets)),
             modules_to_save=config.save_modules or None,
+            trainable_token_indices=lora.trained_rows(model, config.save_modules) or None,
             init_lora_weights=_peft_init(config),
         )
     values = settings.to_dict() | {"inference_mode": True}

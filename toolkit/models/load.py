@@ -285,6 +285,7 @@ def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.get_input_embeddings().padding_idx = None
     model.first_position = attention.first_position(model)
     save.load_origin(model, folder)
+    model.added_token_ids = [*directory.added_tokens(folder).values()]
     model.processor_files = directory.processor_files(folder)
     if directory.is_trusted(folder):
         model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}

@@ -46,6 +46,10 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
         stack.enter_context(experts.pretend_full_expert_shapes(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", _MERGE_WARNINGS)
+        if config.trainable_token_indices:
+            from toolkit.models import token_rows
+
+            stack.enter_context(token_rows.gathered_on_any_device())
         try:
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
         except ValueError as error:  # layers that peft does not support
@@ -56,6 +60,8 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
                 reason=str(error).partition("\n")[0],
             ) from error
     experts.attach_lora(model, ADAPTER)
+    if config.trainable_token_indices:
+        token_rows.compute_apart(model)
     for name, part in model.named_modules():
         if isinstance(part, AuxiliaryTrainingWrapper) and any(map(process_group.is_expert_part, part.parameters())):
             raise ConfigError(
@@ -66,6 +72,18 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
     for parameter in model.parameters():  # peft makes LoRA matrices of half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
+
+
+def trained_rows(model: PreTrainedModel, save_modules: list[str]) -> dict[str, list[int]]:
+    """Return peft's `trainable_token_indices` for the tokens that `model.add_tokens` gave to a model: the rows of its
+    embedding and output layer; {} without such tokens, or if one of these layers is trained in full.
+    """
+    ids = getattr(model, "added_token_ids", [])
+    tables = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    if len(tables) == 2 and tables[0].weight is tables[1].weight:
+        tables.pop()
+    names = [name for name, part in model.named_modules() if any(part is table for table in tables)]
+    return {name: ids for name in names} if ids and not select_names(names, save_modules) else {}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 model's own has no place for. templates/NAME.jinja writes what the published template of that name writes.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -54,9 +55,11 @@ def use_template(tokenizer: Any, name: str) -> None:
         if missing := _missing_tokens(tokenizer, name):
             raise ModelError(
                 "model.chat_template = {name} writes {token}, which is no token of '{tokenizer}': the model would "
-                "have to learn it from its letters. Templates that this vocabulary has the tokens of: {names}.",
+                "have to learn it from its letters. Add it: model.add_tokens={add}. Templates that this vocabulary has "
+                "the tokens of: {names}.",
                 name=name,
                 token=missing[0],
+                add=json.dumps(missing, ensure_ascii=False),
                 tokenizer=tokenizer.name_or_path,
                 names=", ".join(templates_taking(tokenizer, ())),
             )

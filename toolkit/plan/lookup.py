@@ -18,7 +18,17 @@ from typing import Any
 from toolkit import children, disk
 from toolkit.config import files, objective, schema
 from toolkit.messages import ConfigError, ModelError, file_bytes, parsed_json, say, tr
-from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, Targets, shapes_of_config, shapes_of_random, with_tuning
+from toolkit.plan.outline import (
+    HEAD,
+    Outline,
+    Shapes,
+    Sizes,
+    Targets,
+    shapes_of_config,
+    shapes_of_random,
+    with_trained_rows,
+    with_tuning,
+)
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 _MEASURE_S = 300
@@ -90,7 +100,8 @@ def _outline_with_tuning(
         # If only the data show the labels, two are assumed: a head is very small.
         head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
         shapes, sizes = without_head | {SCORE: head}, sizes | {"logits_change": 0}
-    return with_tuning(shapes, sizes, tuning_of(cfg), targets)
+    outline, tokens = with_tuning(shapes, sizes, tuning_of(cfg), targets), len(cfg.model.add_tokens)
+    return with_trained_rows(outline, tokens) if tokens and outline.targets else outline
 
 
 @cache

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from toolkit.config import mesh, objective, rule_tables, schema
 from toolkit.plan import division
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.outline import Outline, is_routed, layer_of
+from toolkit.plan.outline import TRAINED_ROWS, Outline, is_routed, layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,7 +520,8 @@ class _RankPlanner:
     def loss(self, with_gradients: bool = True) -> int:
         """Return the bytes of output layer and loss, with chunks where models/loss.py uses them."""
         rows, (vocab, hidden) = self.rows, self.outline.vocabulary
-        has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
+        added = "lm_head.lora_A", "lm_head.modules_to_save", TRAINED_ROWS
+        has_more = any(part in name for name in self.outline.shapes for part in added)
         if self.cfg.kernels.loss is schema.LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
             # Logits in the model's type and in float32, probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)

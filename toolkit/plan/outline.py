@@ -6,7 +6,7 @@ There are formulas for ChatGLM-6B and transformers' GLM, GLM-4, Llama, Mistral, 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,8 @@ its MLP), norms (in a layer), rotary (dimensions of a head that are rotated); an
 HEAD = "lm_head.weight"
 TOWERS = "towers."
 """How names begin of what the loss of text gives no gradient, such as towers for images: held, but never trained."""
+TRAINED_ROWS = "token_adapter"
+"""In names of rows of an embedding that LoRA trains along (peft's `trainable_token_indices`)."""
 _OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 MIXTURES = (
@@ -234,7 +236,8 @@ class Outline:
     def trains_head(self) -> bool:
         """Whether the output layer's weight is trained."""
         tied = not any(name in self.shapes for name in _OUTPUT)
-        return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
+        whole = (name for name in self.trained if TRAINED_ROWS not in name)
+        return any(("embed" in name if tied else name in _OUTPUT) for name in whole)
 
     def largest_layer(self, inside: bool = False) -> int:
         """Return the parameters of the largest layer; unless `inside`, those outside of layers count as one."""
@@ -289,6 +292,19 @@ def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targe
                 "prefix_encoder.trans.2.bias": (width,),
             }
     return Outline(shapes | added, frozenset(added), sizes)
+
+
+def with_trained_rows(outline: Outline, count: int) -> Outline:
+    """Return the outline of a model with LoRA that also trains so many rows of its embedding and output layer, unless
+    one of these is trained in full.
+    """
+    vocabulary = outline.vocabulary
+    tables = [name for name, shape in outline.shapes.items() if shape == vocabulary and layer_of(name) < 0]
+    if any(name in outline.trained for name in tables):
+        return outline
+    ends = f".{TRAINED_ROWS}.trainable_tokens_delta.default"
+    rows = {name.removesuffix(".weight") + ends: (count, vocabulary[1]) for name in tables}
+    return replace(outline, shapes=outline.shapes | rows, trained=outline.trained | rows.keys())
 
 
 def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:

@@ -1,0 +1,232 @@
+"""`model.add_tokens`: a copy of a model's directory with more tokens, made once in `prepare.dir`/models.
+
+Its tokenizer has the tokens, and its embedding and output layer a row for each: a spare row where the checkpoint has
+one, else a new row, the mean of all others (Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html, as
+transformers' mean_resizing, without its noise). Files without such rows are links to the original's.
+"""
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+from transformers import PreTrainedModel
+
+from toolkit.config import files
+from toolkit.config.load import LoadedConfig, replace
+from toolkit.config.schema import ModelConfig
+from toolkit.distributed.file_lock import build_once
+from toolkit.messages import ModelError, file_bytes, reading, say, tr
+from toolkit.models import chat, directory, load, weights
+
+_VERSION = 1
+"""Part of the directory's name; increase it when other files are made."""
+_SAMPLED_BYTES = 1 << 16
+_CONFIG = "config.json"
+
+
+class _Tables(NamedTuple):
+    """Embedding and output layer of a model: what has a row for each token."""
+
+    names: set[str]
+    """Their parameters, tied ones under each name."""
+    rows: tuple[int, int]
+    """Their rows, before and afterwards."""
+    layout: weights.Layout
+    config: dict[str, Any]
+    """Content of the new config.json."""
+
+
+def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
+    """Return a config whose `model.path` has the tokens of `model.add_tokens`; see the top of this file.
+
+    With `config_only` the new directory has no weights; without a tokenizer's files the config stays as it is.
+    ModelError if tokens cannot be added to this model.
+    """
+    model = loaded.cfg.model
+    folder, tokenizer_folder = Path(model.path), Path(model.tokenizer or model.path)
+    if list(directory.added_tokens(folder)) == model.add_tokens:  # as in the config.yaml of a run
+        return loaded
+    if config_only and not chat.has_tokenizer(tokenizer_folder):
+        return loaded
+    _check_supported(model, tokenizer_folder)
+    tokenizer = chat.load_tokenizer(tokenizer_folder, family=model.family)
+    known, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
+    # A control token in a row's text stays text (shield.py): only what the template writes is one.
+    special = [token for token in model.add_tokens if token in template]
+    for token in model.add_tokens:
+        added = AddedToken(token, normalized=False, special=token in special)
+        tokenizer.add_tokens([added], special_tokens=token in special)
+    ids = dict(zip(model.add_tokens, tokenizer.convert_tokens_to_ids(model.add_tokens), strict=True))
+    used = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
+    tables = _tables(folder, used)
+    parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, chat.tokenizer_identity(tokenizer)]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for file in (folder / _CONFIG, *directory.weight_files(folder)):
+        digest.update(_sample(file))
+    name = digest.hexdigest()[:32]
+    models = Path(loaded.cfg.prepare.dir) / "models"
+    record = json.dumps({"base": str(folder.absolute()), "tokens": ids, "rows": tables.rows}, ensure_ascii=False)
+
+    def build(building: Path, with_weights: bool) -> None:
+        """Write the new directory."""
+        tokenizer.save_pretrained(building)
+        _check_single(building, ids)
+        for file, content in directory.processor_files(folder).items():
+            (building / file).write_bytes(content)
+        if (generation := folder / "generation_config.json").is_file():
+            (building / generation.name).write_bytes(generation.read_bytes())
+        (building / _CONFIG).write_text(json.dumps(tables.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        if with_weights:
+            _write_weights(folder, tables, building)
+        (building / directory.ADDED_TOKENS).write_text(record + "\n", "utf-8")
+
+    target = models / name
+    if config_only and not target.is_dir():
+        target = models / f"{name}-config"
+    is_complete = partial(_is_complete, record=record)
+    build_once(target, partial(build, with_weights=not config_only), is_complete)
+    _report(ids, [token for token in ids if token not in known], special, tables.rows)
+    origin = tr("model.add_tokens of {folder}", folder=folder)
+    return replace(loaded, {"model.path": (str(target), origin), "model.tokenizer": ("", origin)})
+
+
+def _is_complete(folder: Path, record: str) -> bool:
+    file = folder / directory.ADDED_TOKENS
+    return file.is_file() and file.read_text("utf-8").strip() == record
+
+
+def _check_supported(model: ModelConfig, tokenizer_folder: Path) -> None:
+    """Raise ModelError for models whose vocabulary is fixed."""
+    folder, reason = Path(model.path), ""
+    config = directory.read_config(model.path, with_weights=False)
+    directory.check_unquantized(folder)
+    if directory.architecture_of(config) is not None or directory.official_vocabulary(tokenizer_folder) is not None:
+        reason = tr(
+            "the ids of ChatGLM's own tokenizer are fixed by its code. Use a model in transformers' own layout, such "
+            "as zai-org/glm-4-9b-chat-hf"
+        )
+    elif model.trust_remote_code:
+        reason = tr(
+            "the model's own code decides what its embeddings are. Use a model whose architecture transformers has"
+        )
+    if reason:
+        raise ModelError(
+            "model.add_tokens: no tokens can be added to {folder}: {reason}.", folder=folder, reason=reason
+        )
+
+
+def _template_text(model: ModelConfig, tokenizer: Any) -> str:
+    """Return the chat template that training will use."""
+    if not model.chat_template:
+        return str(tokenizer.chat_template or "")
+    with reading(model.chat_template, ModelError, tr("Correct model.chat_template.")):
+        return file_bytes(files.chat_template_file(model.chat_template)).decode("utf-8")
+
+
+def _tables(folder: Path, used: int) -> _Tables:
+    """Return the parameters that have a row for each of `used` tokens; ModelError if they cannot grow."""
+    model = load.load_empty(folder)
+    text = model.config.get_text_config()
+    rows = (text.vocab_size, max(text.vocab_size, used))
+    names = _names_of_tables(model)
+    config = directory.read_object(folder / _CONFIG)
+    if rows[0] < rows[1]:
+        grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": rows[1]})), weights.shapes_of(model)
+        changed = {name for name, shape in grown.items() if shape != old[name]}
+        others = {*changed} - names
+        if getattr(text, "hidden_size_per_layer_input", 0):
+            others.add(tr("embeddings of each layer"))
+        sections = [config] if text is model.config else []
+        sections += [part for key, part in config.items() if getattr(model.config, key, None) is text]
+        if others or not changed or not sections:
+            raise ModelError(
+                "model.add_tokens: {architecture} in {folder} cannot get more than its {rows} rows: its embeddings do "
+                "not simply grow with vocab_size ({others}). Use tokens that its vocabulary has, or another model.",
+                architecture=type(model).__name__,
+                folder=folder,
+                rows=rows[0],
+                others=", ".join(sorted(others)) or _CONFIG,
+            )
+        for section in (*sections, *([config] if "vocab_size" in config else [])):
+            section["vocab_size"] = rows[1]
+    return _Tables(names, rows, weights.TransformersLayout(model), config)
+
+
+def _names_of_tables(model: PreTrainedModel) -> set[str]:
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    wanted = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in wanted}
+
+
+def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
+    """Write the weight files with tables of more rows; link those that have none of them, or need no more."""
+    stored, (old, new) = weights.WeightFiles(folder), tables.rows
+    growing: dict[Path, list[str]] = {}
+    for name, info in stored.items() if old < new else ():
+        if info.shape[:1] == (old,) and (name in tables.names or {*tables.layout.parameters(name)} & tables.names):
+            growing.setdefault(info.file, []).append(name)
+    added = 0
+    for file in directory.weight_files(folder):
+        if file not in growing:
+            (target / file.name).symlink_to(file.resolve())
+            continue
+        tensors = load_file(file)
+        for name in growing[file]:
+            tensors[name] = with_rows(tensors[name], new)
+            added += tensors[name][old:].nbytes
+        save_file(tensors, target / file.name, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = directory.read_object(index)
+        content.get("metadata", {})["total_size"] = content.get("metadata", {}).get("total_size", 0) + added
+        (target / index.name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a table of a vocabulary with so many rows; new ones are the mean of the others, taken in float32."""
+    mean = table.float().mean(dim=0, keepdim=True).to(table.dtype)
+    return torch.cat([table, mean.expand(rows - len(table), *table.shape[1:])])
+
+
+def _check_single(folder: Path, ids: dict[str, int]) -> None:
+    """Raise ModelError unless the saved tokenizer makes one id of each token, also within a text."""
+    tokenizer = chat.load_tokenizer(folder)
+    for token, index in ids.items():
+        found = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
+        if found.count(index) != 1 or tokenizer.decode([index]).strip() != token.strip():
+            raise ModelError(
+                "model.add_tokens: the tokenizer of this model does not make one id of '{token}', but {ids}. Choose "
+                "another text, such as <|{name}|>.",
+                token=token,
+                ids=found,
+                name="name",
+            )
+
+
+def _sample(file: Path) -> bytes:
+    """Return a file's size and its first and last bytes, which tell whether it is another one."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        first = handle.read(_SAMPLED_BYTES)
+        handle.seek(max(0, size - _SAMPLED_BYTES))
+        return str(size).encode() + first + handle.read()
+
+
+def _report(ids: dict[str, int], new: list[str], special: list[str], rows: tuple[int, int]) -> None:
+    """Report which tokens were added and which rows they have."""
+    say(
+        "model.add_tokens: {tokens}; control tokens, which only the chat template writes: {special}.",
+        tokens=", ".join(f"{token} ({index})" + ("" if token in new else "*") for token, index in ids.items()),
+        special=", ".join(special) or tr("none"),
+    )
+    if len(new) < len(ids):
+        say("* was in the vocabulary before.")
+    if rows[0] < rows[1]:
+        say("Embeddings: {old} rows became {new}; new ones begin as the mean of the others.", old=rows[0], new=rows[1])
+    elif new:
+        say("Embeddings: the new tokens take spare rows of the {rows} that the checkpoint has.", rows=rows[0])
