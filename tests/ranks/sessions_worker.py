@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import LoadedConfig, load, replace
 from toolkit.config.rules import check_rules
 from toolkit.launch import environment
@@ -263,6 +264,7 @@ def main() -> None:
             process_group.start(loaded.cfg.distributed)
         try:
             check_rules(loaded, ranks.world_size)
+            loaded = resolve_model_path(loaded) if loaded.cfg.model.add_tokens else loaded
             run_case(case, loaded, ranks, updates)
         except Exception:
             if "outcome" not in case:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from toolkit.config import mesh, schema
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import load
 from toolkit.data import loader, sampler, store
 from toolkit.distributed import accelerator
@@ -39,7 +40,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     `heads` heads. With `export` a run's logits are computed. Else the run is followed in `dtype` on `device`, for as
     many steps as it has, on the global batches of `world_size` ranks.
     """
-    cfg = load(spec["words"]).cfg
+    loaded = load(spec["words"])
+    cfg = (resolve_model_path(loaded) if loaded.cfg.model.add_tokens else loaded).cfg
     if "folder" in spec:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
         encoder = language_data.build_encoder(cfg)

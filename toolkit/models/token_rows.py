@@ -22,6 +22,8 @@ from toolkit.models import weights
 class _Rows(nn.ParameterDict):
     """The trained rows of each adapter. Called as a module, so that ZeRO-3 gathers them."""
 
+    __call__ = nn.Module.__call__  # a ParameterDict's own raises
+
     def forward(self, numbers: torch.Tensor, adapter: str) -> torch.Tensor:
         """Return rows by their numbers among those of an adapter."""
         return functional.embedding(numbers, self[adapter])
