@@ -458,6 +458,21 @@ def test_preferences_of_llama_factory(
         assert "the dataset marked is skipped: it holds no pairs" in told
 
 
+def test_added_tokens_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA-Factory's are texts with commas, ms-swift's and axolotl's lists."""
+    put("data/dataset_info.json", {"d": {"file_name": "d.json"}})
+    put("data/d.json", [{"instruction": "a", "output": "b"}])
+    given = {"stage": "sft", "do_train": True, "per_device_train_batch_size": 1, "model_name_or_path": "m"}
+    given |= {"dataset": "d", "add_tokens": "<A>, <B>", "add_special_tokens": "<|x|>,<A>", "resize_vocab": True}
+    cfg, told = imported(capsys, put("a.json", given), "world_size=2")
+    assert cfg.model.add_tokens == ["<A>", "<B>", "<|x|>"]
+    assert "resize_vocab" not in told or "harmless" not in told
+    rows = put("rows.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    base = {"base_model": "m", "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1}
+    axolotl = {**base, "datasets": [{"path": rows, "type": "chat_template"}], "tokens": ["<A>", "<B>"]}
+    assert imported(capsys, put("b.yaml", axolotl), "world_size=2")[0].model.add_tokens == ["<A>", "<B>"]
+
+
 def test_reward_models_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     put("data/dataset_info.json", PREFERENCES)
     given = {"stage": "rm", "do_train": True, "per_device_train_batch_size": 1, "model_name_or_path": "m"}

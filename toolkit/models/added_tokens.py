@@ -92,7 +92,8 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     build_once(target, partial(build, with_weights=not config_only), is_complete)
     _report(ids, [token for token in ids if token not in known], special, tables.rows)
     origin = tr("model.add_tokens of {folder}", folder=folder)
-    return replace(loaded, {"model.path": (str(target), origin), "model.tokenizer": ("", origin)})
+    values = {"model.path": str(target), "model.tokenizer": "", "model.name": model.name or model.hub_id or folder.name}
+    return replace(loaded, {key: (value, origin) for key, value in values.items()})
 
 
 def _is_complete(folder: Path, record: str) -> bool:

@@ -113,7 +113,7 @@ def apply_tuning(
             )
             if settings.get("trainable_token_indices"):
                 say(
-                    "LoRA also trains the rows of {count} added tokens in {tables}.",
+                    "LoRA also trains the embedding rows of the added tokens: {count} in {tables}.",
                     count=len(model.added_token_ids),
                     tables=", ".join(settings["trainable_token_indices"]),
                 )

@@ -9,6 +9,7 @@ from toolkit.extras.translate.programs import (
     RecipeDraft,
     lora_settings,
     named_format,
+    set_added_tokens,
     set_chat_template,
     set_evaluation,
     set_preference,
@@ -88,6 +89,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("schedule.min_lr_ratio", ratio, "cosine_min_lr_ratio")
     elif config.has("cosine_min_lr_ratio"):
         draft.lost["cosine_min_lr_ratio"] = tr("below 1 only; schedule=constant keeps the rate")
+    set_added_tokens(config, draft, "tokens")
     if config.get("chat_template") not in (None, "jinja"):
         set_chat_template(config, draft, "chat_template", "axolotl_templates")
     template = str(config.get("chat_template_jinja") or "")

@@ -10,6 +10,7 @@ from toolkit.extras.translate.programs import (
     limit_rows,
     lora_settings,
     named_format,
+    set_added_tokens,
     set_chat_template,
     set_evaluation,
     set_preference,
@@ -26,6 +27,7 @@ _STAGES = ("sft", "pt", "dpo", "kto", "rm")
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only LLaMA-Factory has."""
     set_chat_template(config, draft, "template", "replaced_templates")
+    set_added_tokens(config, draft, "add_tokens", "add_special_tokens")
     stage = str(config.get("stage"))
     if stage not in _STAGES:
         raise config.without_counterpart("stage", _STAGES)

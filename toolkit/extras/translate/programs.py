@@ -545,6 +545,15 @@ def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same:
         )
 
 
+def set_added_tokens(config: ForeignConfig, draft: RecipeDraft, *keys: str) -> None:
+    """Set the tokens that a config adds to the vocabulary, with some `keys` of lists, or of texts with commas."""
+    tokens: dict[str, None] = {}
+    for value in filter(None, map(config.get, keys)):
+        tokens |= dict.fromkeys(str(token).strip() for token in (value.split(",") if type(value) is str else value))
+    if tokens:
+        draft.put("model.add_tokens", [*tokens], *keys)
+
+
 def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
     """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target and fully
     trained modules.

@@ -10,6 +10,7 @@ from toolkit.extras.translate.programs import (
     RecipeDraft,
     limit_rows,
     lora_settings,
+    set_added_tokens,
     set_evaluation,
     set_preference,
     set_reward,
@@ -67,6 +68,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.has("torch_dtype"):
         draft.values["precision.dtype"] = (draft.values["precision.dtype"][0], "torch_dtype")
     _method_and_adapter(config, draft)
+    set_added_tokens(config, draft, "new_special_tokens")
     _data(config, draft, kind)
     if kind == "rm":
         set_reward(config, draft, "rlhf_type")
