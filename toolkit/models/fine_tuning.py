@@ -111,21 +111,21 @@ def apply_tuning(
             attach_adapter(
                 model, settings, base_model, dropout=config.dropout, ds_config=ds_config, is_resumed=is_resumed
             )
-            if settings.get("trainable_token_indices"):
-                say(
-                    "LoRA also trains the embedding rows of the added tokens: {count} in {tables}.",
-                    count=len(model.added_token_ids),
-                    tables=", ".join(settings["trainable_token_indices"]),
-                )
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
     _check_learns_tokens(model, config)
 
 
 def _check_learns_tokens(model: PreTrainedModel, config: TuningConfig) -> None:
-    """Raise ConfigError if nothing trains the rows of tokens that `model.add_tokens` gave to a model."""
-    embedding = model.get_input_embeddings()
-    if getattr(model, "added_token_ids", ()) and not any(value.requires_grad for value in embedding.parameters()):
+    """Report the rows of `model.add_tokens` that LoRA trains; ConfigError if no rows of such tokens are trained."""
+    ids, embedding = getattr(model, "added_token_ids", []), model.get_input_embeddings()
+    if ids and (tables := model.tuned.settings.get("trainable_token_indices")):
+        say(
+            "LoRA also trains the embedding rows of the added tokens: {count} in {tables}.",
+            count=len(ids),
+            tables=", ".join(tables),
+        )
+    if ids and not any(value.requires_grad for value in embedding.parameters()):
         raise ConfigError(
             "model.add_tokens: {setting} leaves the embeddings as they are, so that new tokens would never be learned. "
             "With tuning=freeze add tuning.patterns=[embed_tokens.*,lm_head.*]; else start a new adapter.",
