@@ -408,6 +408,8 @@ class RunState:
     world_size: int = 0
     data: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the stores and the way their rows were planned."""
+    stream: dict[str, Any] = field(default_factory=dict)
+    """With `data.streaming`: the files, and where each lane is (data/stream.py)."""
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
 

@@ -37,7 +37,7 @@ _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCKS = 2048
 _ROWS_PER_BLOCK = 2048
 
-_FIELDS = {field for fields in ROW_FIELDS.values() for field in fields}
+FIELDS = {field for fields in ROW_FIELDS.values() for field in fields}
 
 csv.field_size_limit(_LARGEST_LINE_BYTES)
 
@@ -165,15 +165,15 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
 
         first = 1
         with reading(path, DataError):
-            for batch, position in table_rows(path, {*_FIELDS, *columns}):
+            for batch, position in table_rows(path, {*FIELDS, *columns}):
                 yield Block(first, list(enumerate(batch)), position)
                 first += len(batch)
         return
-    with _open_data_file(path) as (file, raw):
+    with open_data_file(path) as (file, raw):
         item = 0
         if name.endswith((".csv", ".tsv")):
             rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
-        elif (start := _start_of_row_list(file, path, {*_FIELDS, *columns})) is not None:
+        elif (start := start_of_row_list(file, path, {*FIELDS, *columns})) is not None:
             from toolkit.data.json_lists import JsonListReader
 
             rows, item = JsonListReader(file, path, start).items(), 1
@@ -187,7 +187,7 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 item += len(content) if item else 0
 
 
-def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int | None:
+def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int | None:
     """Return the character at which the list of rows begins in a file like {"version": 1, "data": [{…}, …]}, 0 if the
     file is a list, None if it holds JSON lines. `columns`: keys that rows have. Decided by content, not by name: JSONL
     in a .json file is common, and so is the opposite.
@@ -199,7 +199,7 @@ def _start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[
     if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
         return None
     if "\n" not in match[0].strip():
-        with _open_data_file(path) as (again, _):
+        with open_data_file(path) as (again, _):
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
@@ -219,7 +219,7 @@ def _delimiter(file: io.BufferedReader, usual: str) -> str:
 
 
 @contextmanager
-def _open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
+def open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
     """Open a data file as (decompressed content, file on disk); the second one's `tell` is the progress in bytes."""
     try:
         with open(path, "rb") as raw:

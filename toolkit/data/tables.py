@@ -21,9 +21,10 @@ _ROWS_OF_ANY_FILE = 1 << 20
 """A file may hold so many rows, or one for each of its bytes: constant columns pack into nothing."""
 
 
-def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Yield (rows, bytes of the file read so far) batch by batch from a Parquet or Arrow file. `columns` are read, the
-    values of others are None.
+    values of others are None. `first`: the number, from 0, of the first row of a Parquet file that is wanted; its row
+    groups before that are not read.
     """
     import pyarrow
     import pyarrow.parquet
@@ -33,8 +34,13 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
         with pyarrow.parquet.ParquetFile(path) as file:
             total, names = file.metadata.num_rows, file.schema_arrow.names
             _check_row_count(total, size)
-            for batch in file.iter_batches(_TABLE_BATCH_ROWS, columns=[name for name in names if name in columns]):
-                done += batch.num_rows
+            group, read = 0, [name for name in names if name in columns]
+            while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
+                done, group = done + file.metadata.row_group(group).num_rows, group + 1
+            wanted = range(group, file.num_row_groups)
+            for whole in file.iter_batches(_TABLE_BATCH_ROWS, row_groups=[*wanted], columns=read) if wanted else ():
+                batch = whole.slice(min(max(first - done, 0), whole.num_rows))
+                done += whole.num_rows
                 for rows in _table_rows_of(batch, names):
                     yield rows, size * done // max(total, 1)
         return

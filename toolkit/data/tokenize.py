@@ -25,7 +25,7 @@ from toolkit.data.sources import check_distinct, content_hash, local_files, loca
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
-from toolkit.messages import DataError, clauses, say, tr, warn
+from toolkit.messages import ConfigError, DataError, clauses, say, tr, warn
 from toolkit.secrets import hide
 
 
@@ -209,7 +209,7 @@ FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", sto
 """What `prepare.dir` holds; it may hold other things beside them."""
 MOST_LONGER = 0.01
 """More rows than this fraction that are longer than `data.max_length` are a warning."""
-_TOLERATED_BAD_ROWS = 10
+TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
 """Starting a process takes seconds; less data than this is tokenized at once."""
 _FIRST_BYTES, _FIRST_S = 1 << 18, 3.0
@@ -231,6 +231,10 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     """Return the tokenized data of a run, tokenized now unless `prepare.dir` holds it. Ranks that call it at once wait
     for the one that builds it. DataError if a row is unusable, or nothing is trained.
     """
+    if cfg.data.streaming:
+        raise ConfigError(
+            tr("data.streaming = true makes no tokenized cache. For this command add data.streaming=false.")
+        )
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
@@ -272,7 +276,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     total = new = 0
     try:
         for built_part in make_parts(own_blocks, builder.maker, builder.num_workers):
-            builder.check(built_part, builder.read(built_part))
+            check_part(cfg.data, built_part, builder.read(built_part))
             total, new = total + 1, new + built_part.is_new
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
@@ -294,7 +298,7 @@ def tokenize_first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareRe
         with_known_format = readers.with_format(file, block) or file
         part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
         built_part = BuiltPart(number, with_known_format, block, Path(), is_new=True)
-        builder.check(built_part, part)
+        check_part(cfg.data, built_part, part)
         builder.report.add_part(built_part, part.counts)
         lengths += part.lengths.tolist()
     return builder.report, sorted(lengths)
@@ -397,7 +401,7 @@ class _Builder:
                     before += self.files[file_number].path.stat().st_size
                     file_number, position = file_number + 1, 0
                 part = self.read(built_part)
-                self.check(built_part, part)
+                check_part(self.data, built_part, part)
                 self._count_part(built_part, part, bad_rows_file)
                 if part.counts.labels:
                     part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
@@ -454,23 +458,6 @@ class _Builder:
             )
         return part
 
-    def check(self, built_part: BuiltPart, part: Part) -> None:
-        """Raise a DataError for the first row that is unusable or too long, where the config makes these errors."""
-        counts = part.counts
-        if counts.bad and self.data.on_bad_row is OnBadRow.error:
-            row, reason, _ = counts.bad[0]
-            mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
-            raise DataError(f"{_file_and_line(built_part, row)}: {reason}. {mend}")
-        if counts.too_long:
-            row, length = counts.too_long[0]
-            raise DataError(
-                "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
-                "to long rows with data.too_long=drop, truncate or split.",
-                where=_file_and_line(built_part, row),
-                length=length,
-                limit=self.data.max_length,
-            )
-
     def _count_part(self, built_part: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's counts to the report, and its unusable rows to `bad_rows_file` (JSON lines)."""
         counts = part.counts
@@ -492,7 +479,7 @@ class _Builder:
         """
         report = self.report
         expected_rows = report.rows_read * self.bytes / max(done_bytes, 1)
-        if report.bad_rows <= max(_TOLERATED_BAD_ROWS, self.data.max_bad_fraction * expected_rows):
+        if report.bad_rows <= max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * expected_rows):
             return
         shutil.copyfile(bad_rows_file, self.bad_rows_file)
         raise DataError(
@@ -596,6 +583,24 @@ class _Builder:
         leaked = np.flatnonzero(~is_training & is_training[first])
         self.report.repeated, self.report.repeated_examples = len(repeated), examples(repeated)
         self.report.leaked, self.report.leaked_examples = len(leaked), examples(leaked)
+
+
+def check_part(data: DataConfig, built_part: BuiltPart, part: Part) -> None:
+    """Raise a DataError for the first row that is unusable or too long, where the config makes these errors."""
+    counts = part.counts
+    if counts.bad and data.on_bad_row is OnBadRow.error:
+        row, reason, _ = counts.bad[0]
+        mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
+        raise DataError(f"{_file_and_line(built_part, row)}: {reason}. {mend}")
+    if counts.too_long:
+        row, length = counts.too_long[0]
+        raise DataError(
+            "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
+            "to long rows with data.too_long=drop, truncate or split.",
+            where=_file_and_line(built_part, row),
+            length=length,
+            limit=data.max_length,
+        )
 
 
 def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:

@@ -112,11 +112,11 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
     if data.packing is not cfg.data.packing:
         from toolkit.models.packable import report_grouped
 
-        report_grouped(_reason_not_to_pack(cfg))
+        report_grouped(reason_not_to_pack(cfg))
     if objective.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
-            reason=_reason_not_to_pack(cfg),
+            reason=reason_not_to_pack(cfg),
         )
     if line := sharing_line(cfg, data.train, data.train_plan):
         say(line)
@@ -131,10 +131,11 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
     return data
 
 
-def _reason_not_to_pack(cfg: schema.RunConfig) -> str:
-    from toolkit.models.packable import reason_not_to_pack
+def reason_not_to_pack(cfg: schema.RunConfig) -> str:
+    """Return why the model cannot be trained on packed sequences, "" if it can."""
+    from toolkit.models import packable
 
-    return reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
+    return packable.reason_not_to_pack(cfg.model, cfg.data.max_length, cfg.tuning.method)
 
 
 def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
@@ -145,7 +146,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, max_samples = cfg.data.packing, cfg.evaluate.max_samples
     layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
-    if layout is Layout.packed and _reason_not_to_pack(cfg):
+    if layout is Layout.packed and reason_not_to_pack(cfg):
         layout = Layout.alone
         packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
     elif objective.shares_prompts(cfg) and attention.computes_segments(cfg):
@@ -317,7 +318,7 @@ def training_batches(
     batches = _with_columns(
         _load_batches(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train"
     )
-    return prefetch(map(partial(_part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
+    return prefetch(map(partial(part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
 def _load_batches(
@@ -337,7 +338,7 @@ def _load_batches(
     )
 
 
-def _part_of(batch: Batch, mesh: Mesh) -> Batch:
+def part_of(batch: Batch, mesh: Mesh) -> Batch:
     """Return this rank's part of a micro-batch if sequences are divided over ranks, else all of it."""
     if mesh.sequence == 1:
         return batch
@@ -377,7 +378,7 @@ def answer_batches(
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    parts = map(partial(_part_of, mesh=mesh), _load_batches(cfg, prepared, split, planned))
+    parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, prepared, split, planned))
     return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
 
 
@@ -481,7 +482,7 @@ def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ran
     int64 [T]: number of each trained token's source.
     """
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    return prefetch(map(partial(_part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
+    return prefetch(map(partial(part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
 
 
 @contextmanager
@@ -569,7 +570,7 @@ def _shortened(sample: Sample | Branch, share: float) -> Sample | Branch:
 
 def _collate(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
-    return _part_of(batch, mesh_of(cfg, world_size(), rank()))
+    return part_of(batch, mesh_of(cfg, world_size(), rank()))
 
 
 _BINS = 40

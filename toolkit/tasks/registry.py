@@ -23,6 +23,7 @@ def task_of(cfg: RunConfig) -> "LanguageTask":
     if cfg.task.kind is TaskKind.language and cfg.preference.is_on:
         is_single = cfg.preference.loss is PreferenceLoss.kto
         name = "preference.KtoTask" if is_single else "preference.PreferenceTask"
+    name = "stream.StreamTask" if cfg.data.streaming else name
     module, _, kind = name.partition(".")
     task: LanguageTask = getattr(import_module(f"toolkit.tasks.{module}"), kind)()
     return task

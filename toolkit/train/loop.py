@@ -302,6 +302,7 @@ class TrainLoop:
             step=self.step,
             epoch=self.position.epoch,
             row=self.position.row,
+            stream=self.task.stream_state(self.position),
             trained_tokens=self.meter.trained_tokens_so_far,
             total_tokens=self.meter.total_tokens_so_far,
             skips_in_a_row=self.guard.skips_in_a_row,

@@ -128,6 +128,10 @@ class Task(ABC):
     def next_position(self, position: Position) -> Position:
         """Return the position in the training data after the step that begins at one."""
 
+    def stream_state(self, position: Position) -> dict[str, Any]:
+        """Return what a checkpoint at a position holds of data that cannot be reached by its numbers. A collective."""
+        return {}
+
     def order_metrics(self, position: Position) -> dict[str, float]:
         """Return what metrics.jsonl says of how the step that begins at a position takes its data."""
         return {}

@@ -1,0 +1,490 @@
+"""Samples read from files while they are trained (`data.streaming`): nothing is cached, memory is bounded, and a
+position is a few numbers.
+
+A step takes one sequence from each *lane*; there are as many lanes as sequences in a step, so that what a step trains
+does not depend on ranks. A lane reads its own part of each source, an equal share of its bytes, in order, and begins
+again at the end. It reads *blocks* of rows, tokenizes them, and makes sequences of the blocks of a *window*: enough
+rows to shuffle and to pack. A window is a function of where it begins, so a lane's position is that place and how many
+of the window's sequences are done.
+"""
+
+import hashlib
+import json
+import os
+import signal
+from bisect import bisect
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit import children
+from toolkit.config.files import TABLE_SUFFIXES
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.data import packing, readers
+from toolkit.data.formats import reader_of
+from toolkit.data.readers import BOM, Block, DataFile
+from toolkit.data.sampler import Permutation
+from toolkit.data.tables import table_rows
+from toolkit.data.tokenize import TOLERATED_BAD_ROWS, check_part
+from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowCounts
+from toolkit.messages import DataError, current_language, reading, set_language, tr, warn
+
+_BLOCK_BYTES, _BLOCK_ROWS = 1 << 16, 256
+"""Size of a block: of JSONL, and of a Parquet file."""
+_LEAST_PACKED = 16
+"""Packed sequences that a window fills at least: of these the last is padded."""
+_LARGEST_LINE_BYTES = 1 << 28
+_ENDS_BYTES = 1 << 16
+"""Bytes at the beginning and at the end of a file by which it is recognised."""
+_GOLDEN, _WORD = 0x9E3779B97F4A7C15, 1 << 64
+"""Multiples of the golden ratio, modulo 1, divide any stretch of numbers into shares that are off by one at most."""
+_NAMED_BAD_ROWS = 5
+
+
+Places = list[list[int]]
+"""Where a lane is in each source: a `Start`'s numbers, and how many sequences of the window there are done."""
+
+
+class StreamSample(NamedTuple):
+    """A sample and the row that it comes from."""
+
+    ids: NDArray[Any]
+    trained: NDArray[np.bool_]
+    piece: "Piece"
+    line: int
+    """Of the file, or of the piece of a JSONL file that begins in its middle (`Piece.lines_before`)."""
+
+    @property
+    def where(self) -> str:
+        """Return "file:line"."""
+        return f"{self.piece.file.path}:{self.line + self.piece.lines_before}"
+
+
+class Start(NamedTuple):
+    """Where a block of a lane's part of a source begins."""
+
+    epoch: int = 0
+    piece: int = 0
+    offset: int = 0
+    """Bytes of a JSONL file, rows of a Parquet file, blocks of others; 0: where the piece begins."""
+    line: int = 0
+    """Lines of the piece before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a file that a lane reads, from `begin` to `end` of its `size` bytes: lines that begin there, a like
+    share of the rows of a Parquet file, or of the blocks of a file that can only be read from its beginning.
+    """
+
+    file: DataFile
+    begin: int
+    end: int
+    size: int
+
+    @property
+    def lines_before(self) -> int:
+        """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0."""
+        return _count_lines(self.file.path, self.begin) if self.begin and _is_lines(self.file) else 0
+
+    def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
+        """Yield the blocks from a place on, each with the place where the next begins."""
+        if _is_lines(self.file):
+            yield from self._line_blocks(offset, line)
+        elif self.file.path.suffix.lower() == ".parquet":
+            with reading(self.file.path, DataError):
+                yield from self._row_blocks(offset)
+        else:
+            for index, block in enumerate(readers.blocks(self.file.path, _BLOCK_BYTES, self.file.columns.values())):
+                share = (index * _GOLDEN + _GOLDEN) % _WORD * self.size >> 64
+                if index >= offset and self.begin <= share < self.end:
+                    yield block, index + 1, 0
+
+    def _line_blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
+        with readers.open_data_file(self.file.path) as (_, raw):
+            if os.fstat(raw.fileno()).st_size != self.size:
+                raise DataError("{path} was changed while it was being read. Start again.", path=self.file.path)
+            end = _line_start(raw, self.end)
+            offset = max(offset, _line_start(raw, self.begin))
+            raw.seek(offset)
+            while offset < end:
+                content = raw.read(min(_BLOCK_BYTES, end - offset))
+                if offset + len(content) < end:
+                    content += raw.readline(_LARGEST_LINE_BYTES)
+                first, line = line + 1, line + content.count(b"\n")
+                text = content if offset else content.removeprefix(BOM)
+                offset += len(content)
+                if text.strip():
+                    yield Block(first, text, offset), offset, line
+
+    def _row_blocks(self, offset: int) -> Iterator[tuple[Block, int, int]]:
+        import pyarrow.parquet
+
+        total = pyarrow.parquet.read_metadata(self.file.path).num_rows
+        end = total * self.end // self.size
+        offset = max(offset, total * self.begin // self.size)
+        held: list[Any] = []
+        if offset >= end:
+            return
+        for rows, _ in table_rows(self.file.path, {*readers.FIELDS, *self.file.columns.values()}, offset):
+            for row in rows:
+                held.append(row)
+                number = offset + len(held)
+                if number % _BLOCK_ROWS == 0 or number == end:
+                    yield Block(offset + 1, list(enumerate(held)), self.size * number // total), number, 0
+                    offset, held = number, []
+                if number == end:
+                    return
+
+
+def _line_start(raw: Any, at: int) -> int:
+    """Return where the first line begins that begins at a byte of a file or after it."""
+    if not at:
+        return 0
+    raw.seek(at - 1)
+    while (line := raw.readline(_BLOCK_BYTES)) and not line.endswith(b"\n"):
+        pass
+    return int(raw.tell())
+
+
+@lru_cache(1 << 16)
+def _is_lines_of(path: Path, columns: tuple[str, ...]) -> bool:
+    name = readers.uncompressed_name(path.name)
+    if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
+        return False
+    with readers.open_data_file(path) as (file, raw):
+        return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
+
+
+def _is_lines(file: DataFile) -> bool:
+    """Whether a file is plain JSONL, which can be read from any line on."""
+    return _is_lines_of(file.path, tuple(file.columns.values()))
+
+
+@lru_cache(1 << 10)
+def _count_lines(path: Path, end: int) -> int:
+    """Return the lines that begin before a byte of a file."""
+    count = 1
+    with reading(path, DataError), open(path, "rb") as file:
+        while end > 0 and (content := file.read(min(1 << 20, end))):
+            count += content.count(b"\n")
+            end -= len(content)
+    return count if not content.endswith(b"\n") else count - 1
+
+
+def pieces_of(files: Sequence[DataFile], lane: int, lanes: int) -> list[Piece]:
+    """Return what a lane reads of the files of a source: as many bytes as each other lane, in their order."""
+    ends = [*accumulate((file.path.stat().st_size for file in files), initial=0)]
+    first, last = ends[-1] * lane // lanes, ends[-1] * (lane + 1) // lanes
+    pieces = []
+    for file, begin, end in zip(files, ends, ends[1:], strict=False):
+        if first < end and begin < last:
+            pieces.append(Piece(file, max(first, begin) - begin, min(last, end) - begin, end - begin))
+    return pieces
+
+
+def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
+    """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same."""
+    found = []
+    for file in files:
+        with reading(file.path, DataError), open(file.path, "rb") as content:
+            size = os.fstat(content.fileno()).st_size
+            digest = hashlib.sha256(content.read(_ENDS_BYTES))
+            content.seek(max(0, size - _ENDS_BYTES))
+            digest.update(content.read(_ENDS_BYTES))
+        found.append([file.path.name, size, digest.hexdigest()[:16]])
+    return found
+
+
+@lru_cache(1 << 16)
+def _with_format(path: Path, source: int, columns: tuple[tuple[str, str], ...], auto: Any) -> DataFile:
+    file = DataFile(path, source, auto, dict(columns))
+    for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
+        if known := readers.with_format(file, block):
+            return known
+    return file
+
+
+def with_format(file: DataFile) -> DataFile:
+    """Return a file with the format that its first row shows, as the tokenized cache reads it."""
+    return _with_format(file.path, file.source, tuple(sorted(file.columns.items())), file.row_format)
+
+
+_maker: PartBuilder | None = None
+"""What tokenizes in a worker process."""
+
+
+def _serve(maker: PartBuilder, language: str) -> None:
+    """Prepare a worker process; it outlives a SIGTERM of the run, which still needs batches for its last step."""
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_language(language)
+    _maker = maker
+
+
+def _encode_there(file: DataFile, block: Block) -> Part:
+    """Tokenize a block in a worker process."""
+    assert _maker is not None
+    return encode(_maker, file, block)
+
+
+def encode(maker: PartBuilder, file: DataFile, block: Block) -> Part:
+    """Tokenize a block of a file whose format is known."""
+    return maker.encode(block, reader_of(file.row_format, file.columns))
+
+
+def samples_of(part: Part, piece: Piece, block: Block) -> list[StreamSample]:
+    """Return the samples of a block."""
+    ends = np.cumsum(part.lengths, dtype=np.int64)
+    bounds = zip(ends - part.lengths, ends, part.lines.tolist(), strict=True)
+    return [
+        StreamSample(part.ids[begin:end], part.trained[begin:end], piece, block.first + line)
+        for begin, end, line in bounds
+    ]
+
+
+class Stream:
+    """Training data that are read as they are trained; see the module."""
+
+    def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: Sequence[DataFile]) -> None:
+        self.data, self.seed, self.lanes = cfg.data, cfg.run.seed, cfg.batch.global_size
+        self.is_packed = cfg.data.packing is Packing.packed
+        self.files = list(files)
+        self.sources = [[file for file in files if file.source == n] for n in range(len(cfg.data.sources))]
+        # A copy, as a tokenizer must not be used by two threads at once. Nothing is written to the folder.
+        self.maker = PartBuilder(deepcopy(encoder), cfg.data, Path())
+        sizes = [sum(file.path.stat().st_size for file in of_source) for of_source in self.sources]
+        parts = [size * source.weight for size, source in zip(sizes, cfg.data.sources, strict=True)]
+        self.shares = [part / sum(parts) for part in parts]
+        """Of each source in the sequences: its bytes times its weight."""
+        self.counts = RowCounts()
+        self.rows = self.bad_rows = 0
+        """That this process has read, in all its passes."""
+        self.bad_rows_file: Path | None = None
+
+    @cached_property
+    def signatures(self) -> list[list[Any]]:
+        """How each file is recognised when the run is resumed; see `signatures_of`."""
+        return signatures_of(self.files)
+
+    def source_at(self, lane: int, number: int) -> int:
+        """Return the source of a lane's sequence `number`. Shares hold over any stretch of a lane, up to a sequence."""
+        if len(self.shares) == 1:
+            return 0
+        offset = int.from_bytes(hashlib.sha256(f"{self.seed} lane {lane}".encode()).digest()[:8], "big")
+        value = (number * _GOLDEN + offset) % _WORD / _WORD
+        return bisect([*accumulate(self.shares)][:-1], value)
+
+    @contextmanager
+    def executor(self) -> Iterator[Executor]:
+        """Yield what tokenizes ahead: a thread, or `data.num_workers` processes."""
+        count = self.data.num_workers
+        pool = children.workers(count, _serve, self.maker, current_language()) if count else ThreadPoolExecutor(1)
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def steps(
+        self, step: int, positions: Mapping[int, Places]
+    ) -> Generator[tuple[list[list[StreamSample]], dict[int, Places]]]:
+        """Yield, step after step without end, a sequence of each lane, a list of samples, and where the lanes are after
+        it. `step`: steps done; `positions`: of the lanes, by number.
+        """
+        with self.executor() as executor:
+            readers_of = {
+                lane: [LaneReader(self, executor, lane, source, place) for source, place in enumerate(places)]
+                for lane, places in positions.items()
+            }
+            while True:
+                taken = [sources[self.source_at(lane, step)].take() for lane, sources in readers_of.items()]
+                step += 1
+                yield taken, {lane: [source.position for source in sources] for lane, sources in readers_of.items()}
+
+    def position_of(self, lane: int, positions: Mapping[int, Places]) -> Places:
+        """Return where a lane is in each source: at the beginning unless `positions` say where."""
+        return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
+
+    def count(self, piece: Piece, block: Block, part: Part) -> None:
+        """Add up what became of a block's rows; DataError for one that cannot be used, or too many of them."""
+        counts = part.counts
+        self.rows += counts.rows
+        self.counts.add(counts)
+        if not counts.bad and not counts.too_long:
+            return
+        block = replace(block, first=block.first + piece.lines_before)
+        check_part(self.data, BuiltPart(0, piece.file, block, Path(), is_new=True), part)
+        for row, reason, excerpt in counts.bad:
+            self.bad_rows += 1
+            line = block.first + row.offset
+            if self.bad_rows <= _NAMED_BAD_ROWS:
+                warn("{file}:{line}: {reason}. The row is skipped.", file=piece.file.path, line=line, reason=reason)
+            if self.bad_rows_file:
+                entry = {"file": str(piece.file.path), "line": line, "reason": reason, "excerpt": excerpt}
+                with open(self.bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        if self.bad_rows > max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * self.rows):
+            raise DataError(
+                "{bad} of {rows} rows that this rank has read cannot be used, more than data.max_bad_fraction = "
+                "{fraction} allows. The last is {file}:{line}: {reason}.",
+                bad=f"{self.bad_rows:,}",
+                rows=f"{self.rows:,}",
+                fraction=self.data.max_bad_fraction,
+                file=piece.file.path,
+                line=line,
+                reason=reason,
+            )
+
+    def sequences(self, samples: list[StreamSample], key: str) -> list[list[StreamSample]]:
+        """Return the samples of a window as sequences, in the order in which they are trained."""
+        if self.data.shuffle_buffer and samples:
+            order = Permutation(len(samples), f"{self.seed} {key}")(np.arange(len(samples)))
+            samples = [samples[number] for number in order.tolist()]
+        if not self.is_packed:
+            return [[sample] for sample in samples]
+        lengths = np.array([len(sample.ids) for sample in samples], np.int64)
+        rows: dict[int, list[StreamSample]] = {}
+        for row, sample in zip(packing.pack(lengths, self.data.max_length).tolist(), samples, strict=True):
+            rows.setdefault(row, []).append(sample)  # in the order of their first samples
+        return list(rows.values())
+
+    def is_full(self, samples: list[StreamSample]) -> bool:
+        """Whether a window holds enough samples."""
+        wanted = max(1, self.data.shuffle_buffer, self.data.packing_window if self.is_packed else 0)
+        if len(samples) < wanted or not self.is_packed or self.data.packing_window:
+            return len(samples) >= wanted
+        return sum(len(sample.ids) for sample in samples) >= _LEAST_PACKED * self.data.max_length
+
+
+class _Ahead(NamedTuple):
+    """A block that is being tokenized."""
+
+    start: Start
+    piece: Piece
+    block: Block
+    part: "Future[Part]"
+
+
+class LaneReader:
+    """A lane's part of a source: gives its sequences one after another, without end."""
+
+    def __init__(self, stream: Stream, executor: Executor, lane: int, source: int, position: Sequence[int]) -> None:
+        self.stream, self.executor, self.lane, self.source = stream, executor, lane, source
+        *start, self.done = position
+        self.start = Start(*start)
+        """Of the window."""
+        self.pieces = pieces_of(stream.sources[source], lane, stream.lanes)
+        self._blocks = self._read(self.start)
+        self._ahead: deque[_Ahead] = deque()
+        self._sequences: list[list[StreamSample]] | None = None
+        self._is_fruitless = self.start == Start()
+        """Whether no row of this pass was of use so far; not known of one that was resumed."""
+
+    @property
+    def position(self) -> list[int]:
+        """Return where the next sequence is: that of the window, and how many of its sequences are done."""
+        return [*self.start, self.done]
+
+    def take(self) -> list[StreamSample]:
+        """Return the next sequence."""
+        if self._sequences is None:
+            self._sequences = self._window()
+        while self.done >= len(self._sequences):
+            self.start, self.done = self._peek().start, 0
+            self._sequences = self._window()
+        self.done += 1
+        return self._sequences[self.done - 1]
+
+    def _window(self) -> list[list[StreamSample]]:
+        """Return the sequences of the blocks from `start` on: of as many as it takes, up to the end of the pass."""
+        samples: list[StreamSample] = []
+        used = 0
+        while not self.stream.is_full(samples):
+            if self._peek().start.epoch != self.start.epoch:
+                if self._is_fruitless:
+                    self._raise_fruitless()
+                self._is_fruitless = True
+                break
+            ahead = self._ahead.popleft()
+            part = ahead.part.result()
+            self.stream.count(ahead.piece, ahead.block, part)
+            samples += samples_of(part, ahead.piece, ahead.block)
+            self._is_fruitless = self._is_fruitless and not samples
+            used += 1
+        while len(self._ahead) < used:
+            self._submit()
+        return self.stream.sequences(samples, f"{self.source} {self.lane} {self.start}")
+
+    def _peek(self) -> _Ahead:
+        """Return the next block without taking it."""
+        if not self._ahead:
+            self._submit()
+        return self._ahead[0]
+
+    def _submit(self) -> None:
+        """Read a block and have it tokenized."""
+        start, piece, block = next(self._blocks)
+        file = with_format(piece.file)
+        function = _encode_there if self.stream.data.num_workers else partial(encode, self.stream.maker)
+        self._ahead.append(_Ahead(start, piece, block, self.executor.submit(function, file, block)))
+
+    def _read(self, start: Start) -> Iterator[tuple[Start, Piece, Block]]:
+        """Yield all blocks from a place on, pass after pass."""
+        epoch, first, offset, line = start
+        while True:
+            is_empty = not (first or offset)
+            for number in range(first, len(self.pieces)):
+                for block, *following in self.pieces[number].blocks(offset, line):
+                    is_empty = False
+                    yield Start(epoch, number, offset, line), self.pieces[number], block
+                    offset, line = following
+                offset = line = 0
+            if is_empty:
+                self._raise_fruitless()
+            epoch, first = epoch + 1, 0
+
+    def _raise_fruitless(self) -> None:
+        names = ", ".join(str(piece.file.path) for piece in self.pieces[:3])
+        raise DataError(
+            "no row can be trained in part {number} of {lanes} of data.sources[{source}] ({files}): a stream is "
+            "divided into batch.global_size = {lanes} parts of like size. Give more rows, a smaller "
+            "batch.global_size, or data.streaming=false.",
+            number=self.lane + 1,
+            lanes=self.stream.lanes,
+            source=self.source,
+            files=names or tr("none"),
+        )
+
+
+def check_same(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> None:
+    """Raise a DataError for the first file of a checkpoint's stream that is gone or changed. See `signatures_of`."""
+    if before == now:
+        return
+    names = [name for name, *_ in now]
+    for file in before:
+        if file not in now:
+            sentence = (
+                tr("{file} has changed since the checkpoint was saved", file=file[0])
+                if file[0] in names
+                else tr("{file} is gone, which the checkpoint's run was reading", file=file[0])
+            )
+            break
+    else:
+        sentence = tr("there are files that the checkpoint's run did not read, or they are in another order")
+    raise DataError(
+        "the position in the stream cannot be resumed: {reason}. Put the files back as they were, or train the new "
+        "ones from their beginning: checkpoint.allow_changes=[data].",
+        reason=sentence,
+    )

@@ -1,0 +1,314 @@
+"""Language modelling on a stream (`data.streaming`): files are read, tokenized and packed as they are trained."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import transformers
+from deepspeed import DeepSpeedEngine
+from numpy.typing import NDArray
+
+from toolkit.checkpoint import directory
+from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_batch
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.data import packing, stream, tokenize
+from toolkit.data.loader import Layout, collate_planned
+from toolkit.data.readers import Block, DataFile
+from toolkit.data.sampler import Position
+from toolkit.data.sources import check_distinct, locate_all
+from toolkit.data.store import Sample, TokenizedCache
+from toolkit.data.tokenize_workers import BuiltPart
+from toolkit.distributed import process_group
+from toolkit.engine import ds_config
+from toolkit.launch.environment import Ranks
+from toolkit.messages import CheckpointError, ConfigError, DataError, say, tr
+from toolkit.models import chat
+from toolkit.tasks import language_data
+from toolkit.tasks.language import LanguageTask
+from toolkit.train import run_dir
+from toolkit.train.step import Samples
+
+
+class FirstSamples:
+    """The first samples of a stream, where other runs have the cache of all: a run is tried and described by them."""
+
+    has_values = False
+
+    def __init__(self, of_stream: stream.Stream) -> None:
+        self.samples: list[stream.StreamSample] = []
+        self.report = tokenize.PrepareReport()
+        self.num_samples = self.num_tokens = self.num_trained_tokens = 0
+        """Of a pass over all files, by their bytes."""
+        for source, files in zip(of_stream.data.sources, of_stream.sources, strict=True):
+            size = sum(file.path.stat().st_size for file in files)
+            block, samples = self._first_of(of_stream, files)
+            times = source.weight * size / max(1, block.position if block else size)
+            self.num_samples += round(times * len(samples))
+            self.num_tokens += round(times * sum(len(sample.ids) for sample in samples))
+            self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in samples))
+            self.samples += samples
+        if not self.samples:
+            raise DataError(tr("data.streaming: no row of the first files can be trained."))
+        described = [[file.path.name, file.path.stat().st_size] for file in of_stream.files]
+        self.content = self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+    def _first_of(
+        self, of_stream: stream.Stream, files: list[DataFile]
+    ) -> tuple[Block | None, list[stream.StreamSample]]:
+        """Return the samples of the first block that has some, and the block."""
+        for piece in stream.pieces_of(files, 0, 1):
+            for block, *_ in piece.blocks(0, 0):
+                file = stream.with_format(piece.file)
+                part = stream.encode(of_stream.maker, file, block)
+                built = BuiltPart(0, file, block, Path(), is_new=True)
+                tokenize.check_part(of_stream.data, built, part)
+                self.report.add_part(built, part.counts)
+                if samples := stream.samples_of(part, piece, block):
+                    return block, samples
+        return None, []
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index][:2]
+
+    def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
+        """Return the tokens of each sample."""
+        lengths = np.array([len(sample.ids) for sample in self.samples], np.int64)
+        return lengths if indices is None else lengths[indices]
+
+    def joined(self, length: int) -> Sample:
+        """Return a sample of so many tokens, these one after another, of which the last is trained in any case."""
+        times = -(-length // int(self.lengths().sum()))
+        ids = np.concatenate([sample.ids for sample in self.samples] * times)[:length]
+        trained = np.concatenate([sample.trained for sample in self.samples] * times)[:length]
+        trained[-1] = True
+        return ids, trained
+
+
+def check_stream(cfg: RunConfig) -> None:
+    """Raise a ConfigError for what a stream cannot do, as far as the rules of rules.yaml do not say it."""
+    for number, source in enumerate(cfg.data.sources):
+        name = f"data.sources[{number}]"
+        if not source.path:
+            raise ConfigError(
+                "{name} is no path: a stream reads files that the ranks can open. Download or mount them "
+                "(hf download --repo-type dataset), then data.path='DIR/*.parquet'.",
+                name=name,
+            )
+        if source.max_samples or source.weights:
+            key = "max_samples" if source.max_samples else "weights"
+            raise ConfigError(
+                "{name}.{key} needs the number of rows: remove it, or set data.streaming=false.", name=name, key=key
+            )
+    if cfg.data.packing is Packing.packed and (reason := language_data.reason_not_to_pack(cfg)):
+        raise ConfigError("data.packing = packed with data.streaming: {reason}. Use data.packing=none.", reason=reason)
+
+
+class StreamTask(LanguageTask):
+    """Trains a causal language model on a stream of conversations and texts."""
+
+    stream: stream.Stream
+    first: FirstSamples
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: dict[int, dict[int, stream.Places]] = {}
+        """Sequences done -> lane -> where it is: of this rank's lanes, from the last step's begin on."""
+
+    # Data
+
+    def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> Any:
+        """Raise errors that config and files show; see `LanguageTask.check`."""
+        check_stream(cfg)
+        return super().check(cfg, tokenizer)
+
+    def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Read the first rows, and tokenize the validation data."""
+        encoder = language_data.build_encoder(cfg)
+        self.check(cfg, encoder.tokenizer)
+        files = locate_all(cfg.data, Path(cfg.prepare.dir))
+        check_distinct(cfg.data, files)
+        self.stream = stream.Stream(cfg, encoder, [file for file in files if file.source < len(cfg.data.sources)])
+        first = self.first = FirstSamples(self.stream)
+        validation, plan, report = _validation(cfg, encoder)
+        self.data = language_data.LanguageData(
+            encoder=encoder,
+            train=cast(TokenizedCache, first),
+            validation=validation,
+            packing=cfg.data.packing,
+            layout=Layout.packed if cfg.data.packing is Packing.packed else Layout.alone,
+            train_plan=packing.PackingPlan(len(first)),
+            validation_plan=plan,
+            report=report,
+        )
+        language_data.check_same_data(cfg, self.data)
+        say(
+            "The first {rows} rows, tokenized: {median} tokens in the median, {longest} at most.",
+            rows=f"{first.report.rows_read:,}",
+            median=f"{int(np.median(first.lengths())):,}",
+            longest=f"{int(first.lengths().max()):,}",
+        )
+        first.report.print_dropped()
+        first.report.print_longer(cfg.data)
+
+    def settle(self, cfg: RunConfig) -> None:
+        """Take the settled config. An epoch is a pass over all files, as long as their first rows let expect."""
+        self.cfg, self.total_steps, self.has_validation = cfg, cfg.train.max_steps, self.data.validation is not None
+        is_packed = cfg.data.packing is Packing.packed
+        sequences = self.first.num_tokens / cfg.data.max_length if is_packed else self.first.num_samples
+        self.steps_per_epoch = max(1, round(sequences / self.stream.lanes))
+        self.identity = self.data.identity | chat.tokenizer_identity(self.data.tokenizer)
+        self.epoch = None  # type: ignore[assignment]  # its size is an estimate
+
+    def data_summary(self) -> dict[str, Any]:
+        first, names = self.first, [source.path for source in self.cfg.data.sources]
+        estimated = {"samples": first.num_samples, "tokens": first.num_tokens}
+        return {"sources": names, "packing": self.data.packing.value, "estimated": estimated}
+
+    def data_card(self) -> dict[str, Any]:
+        """Return what is known of the stream before it is read, and the validation data's counts."""
+        validation = self.data.validation
+        card = {**self.data_summary(), "files": len(self.stream.files)}
+        return card if validation is None else {**card, "splits": {"validation": language_data.split_card(validation)}}
+
+    def batches(self, position: Position, num_steps: int) -> Iterator[language_data.Batch]:
+        self._figures = self._zeros()
+        if position.row not in self.positions and position.row:
+            raise CheckpointError(tr("the checkpoint holds no position in a stream: its run had no data.streaming."))
+        mesh = mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+        lanes = range(mesh.data_rank, self.stream.lanes, mesh.data_ranks)
+        before = self.positions.get(position.row, {})
+        self.positions[position.row] = {lane: self.stream.position_of(lane, before) for lane in lanes}
+        parts = map(partial(language_data.part_of, mesh=mesh), self._micro_batches(position.row, num_steps))
+        return language_data.prefetch(parts, accumulation(self.cfg, self.ranks.world_size))
+
+    def _micro_batches(self, row: int, num_steps: int) -> Iterator[language_data.Batch]:
+        """Yield this rank's micro-batches of the steps from `row` on, and note where the lanes are after each step."""
+        times = accumulation(self.cfg, self.ranks.world_size)
+        steps = self.stream.steps(row // self.stream.lanes, self.positions[row])
+        for _, (sequences, positions) in zip(range(num_steps), steps, strict=False):
+            row += self.stream.lanes
+            self.positions[row] = positions
+            if self.data.layout is Layout.alone:  # the same step, with less padding
+                sequences.sort(key=lambda samples: -len(samples[0].ids))
+            size = len(sequences) // times
+            for begin in range(0, len(sequences), size):
+                yield self._collated([[sample[:2] for sample in row] for row in sequences[begin : begin + size]])
+
+    def _collated(self, rows: list[list[Sample]]) -> language_data.Batch:
+        multiple = packing.pad_multiple(self.cfg.parallel.sequence)
+        return collate_planned(rows, self.data.pad_id, self.data.layout, multiple)
+
+    def next_position(self, position: Position) -> Position:
+        """Return the position after a step, and forget the lanes' places before the step."""
+        for row in [row for row in self.positions if row < position.row]:
+            del self.positions[row]
+        return Position(0, position.row + self.stream.lanes)
+
+    def stream_state(self, position: Position) -> dict[str, Any]:
+        """Return the files, and where all lanes are. A collective."""
+        parts = process_group.gather(self.positions[position.row])
+        lanes = {lane: place for part in parts for lane, place in part.items()}
+        return {"files": self.stream.signatures, "lanes": [lanes[lane] for lane in range(self.stream.lanes)]}
+
+    def samples_at(self, position: Position) -> Samples:
+        """Return the samples of a step: those of this rank, read again; of others only which part of the data."""
+        from toolkit.data import preview
+
+        def describe(sample: stream.StreamSample) -> dict[str, Any]:
+            text = preview.colored_spans(self.data.tokenizer, sample.ids.tolist(), sample.trained.tolist())
+            counts = {"tokens": len(sample.ids), "trained_tokens": int(sample.trained.sum())}
+            return {"where": sample.where, **counts, "text": text}
+
+        by_rank: Samples = []
+        times = accumulation(self.cfg, self.ranks.world_size)
+        for rank in range(self.ranks.world_size):
+            mesh = mesh_of(self.cfg, self.ranks.world_size, rank)
+            lanes = list(range(mesh.data_rank, self.stream.lanes, mesh.data_ranks))
+            if rank == self.ranks.rank:
+                steps = self.stream.steps(position.row // self.stream.lanes, self.positions[position.row])
+                sequences, _ = next(steps)
+                steps.close()
+                if self.data.layout is Layout.alone:
+                    sequences.sort(key=lambda samples: -len(samples[0].ids))
+                rows = [[describe(sample) for sample in samples] for samples in sequences]
+            else:
+                name = tr("part {lane} of the stream, read by rank {rank}", lane="{lane}", rank=rank)
+                empty = {"tokens": 0, "trained_tokens": 0, "text": []}
+                rows = [[{"where": name.format(lane=lane + 1), **empty}] for lane in lanes]
+            size = len(rows) // times
+            by_rank.append([[*chain(*rows[begin : begin + size])] for begin in range(0, len(rows), size)])
+        return by_rank
+
+    # Model
+
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """Reject a checkpoint of other files, unless they may change. For rank 0 only."""
+        state = directory.read_run_state(checkpoint)
+        if state.stream and "data" not in self.cfg.checkpoint.allow_changes:
+            stream.check_same(state.stream["files"], self.stream.signatures)
+
+    def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
+        """Take the lanes' places from the checkpoint, and where to list bad rows. A collective."""
+        super().engine_built(engine, ds, source)
+        self.stream.bad_rows_file = source.folder / "logs" / f"bad_rows-rank_{self.ranks.rank}.jsonl"
+        if source.checkpoint is None:
+            return
+        state = directory.read_run_state(source.checkpoint)
+        saved = state.stream
+        is_same = saved and saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes
+        if is_same or (saved and "data" in self.cfg.checkpoint.allow_changes):
+            self.positions[state.row] = dict(enumerate(saved["lanes"])) if is_same else {}
+        if saved and not is_same:
+            say(tr("The stream begins again with the first rows of its files."))
+
+    def longest_batch(self, position: Position) -> tuple[language_data.Batch, str]:
+        """Return the largest micro-batch that may come: of samples of `data.max_length` tokens."""
+        batch = self.larger_batch(micro_rows(self.cfg), 1.0)
+        rows, tokens = self.shape(batch)
+        return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
+
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+        sample = self.first.joined(max(2, int(share * self.cfg.data.max_length)))
+        batch = self._collated([[sample]] * rows)
+        return language_data.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))
+
+    def _size_of_data(self) -> str:
+        return tr(
+            "A stream of {files} files, by its first rows about {samples} samples",
+            files=f"{len(self.stream.files):,}",
+            samples=f"{self.first.num_samples:,}",
+        )
+
+    def _baselines(self) -> dict[str, float]:
+        return {}
+
+
+def _validation(
+    cfg: RunConfig, encoder: chat.AnyChatEncoder
+) -> tuple[TokenizedCache | None, packing.PackingPlan | None, tokenize.PrepareReport]:
+    """Return the validation data, tokenized once as for other runs, with the plan of its sequences and its report."""
+    data = cfg.data
+    if not data.validation:
+        return None, None, tokenize.PrepareReport()
+    only = replace(data, streaming=False, sources=data.validation, validation=[], validation_fraction=0.0)
+    cache, _, report = tokenize.build_caches(replace(cfg, data=only), encoder)
+    plan = packing.plan_sequences(
+        cache,
+        data.packing,
+        max_length=data.max_length,
+        micro_per_gpu=micro_rows(with_micro_batch(cfg)),
+        seed=cfg.run.seed,
+        sources=[],
+        most=cfg.evaluate.max_samples,
+        cache_dir=Path(cfg.prepare.dir),
+    )
+    return cache, plan, report
