@@ -194,7 +194,10 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
         torch._dynamo.utils.counters.clear()
     task = task_of(loaded.cfg)
     encoder = build_encoder(loaded.cfg)
-    task.data = load_data(loaded.cfg, encoder)
+    if loaded.cfg.data.streaming:
+        task.load_data(loaded.cfg, ranks)
+    else:
+        task.data = load_data(loaded.cfg, encoder)
     spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
     note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
     updates.clear()

@@ -98,7 +98,13 @@ class Piece:
         return _count_lines(self.file.path, self.begin) if self.begin and _is_lines(self.file) else 0
 
     def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
-        """Yield the blocks from a place on, each with the place where the next begins."""
+        """Yield the blocks from a place on, each with the place where the next begins; DataError if the file's size is
+        not what it was when the stream was opened.
+        """
+        if size_of(self.file) != self.size:
+            raise DataError(
+                "{path} was changed while the run was reading it. Restore it, then resume the run.", path=self.file.path
+            )
         if _is_lines(self.file):
             yield from self._line_blocks(offset, line)
         elif self.file.path.suffix.lower() == ".parquet":
@@ -112,8 +118,6 @@ class Piece:
 
     def _line_blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
         with readers.open_data_file(self.file.path) as (_, raw):
-            if os.fstat(raw.fileno()).st_size != self.size:
-                raise DataError("{path} was changed while it was being read. Start again.", path=self.file.path)
             end = _line_start(raw, self.end)
             offset = max(offset, _line_start(raw, self.begin))
             raw.seek(offset)
@@ -182,9 +186,17 @@ def _count_lines(path: Path, end: int) -> int:
     return count if not content.endswith(b"\n") else count - 1
 
 
-def pieces_of(files: Sequence[DataFile], lane: int, lanes: int) -> list[Piece]:
-    """Return what a lane reads of the files of a source: as many bytes as each other lane, in their order."""
-    ends = [*accumulate((file.path.stat().st_size for file in files), initial=0)]
+def size_of(file: DataFile) -> int:
+    """Return the bytes of a file; DataError if it is gone."""
+    with reading(file.path, DataError):
+        return file.path.stat().st_size
+
+
+def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes: int) -> list[Piece]:
+    """Return what a lane reads of the files of a source, in their order: as many bytes as each other lane. `sizes`: of
+    the files.
+    """
+    ends = [*accumulate(sizes, initial=0)]
     first, last = ends[-1] * lane // lanes, ends[-1] * (lane + 1) // lanes
     pieces = []
     for file, begin, end in zip(files, ends, ends[1:], strict=False):
@@ -265,8 +277,8 @@ class Stream:
         self.sources = [[file for file in files if file.source == n] for n in range(len(cfg.data.sources))]
         # A copy, as a tokenizer must not be used by two threads at once. Nothing is written to the folder.
         self.maker = PartBuilder(deepcopy(encoder), cfg.data, Path())
-        sizes = [sum(file.path.stat().st_size for file in of_source) for of_source in self.sources]
-        parts = [size * source.weight for size, source in zip(sizes, cfg.data.sources, strict=True)]
+        self.sizes = [[size_of(file) for file in of_source] for of_source in self.sources]
+        parts = [sum(sizes) * source.weight for sizes, source in zip(self.sizes, cfg.data.sources, strict=True)]
         self.shares = [part / sum(parts) for part in parts]
         """Of each source in the sequences: its bytes times its weight."""
         self.counts = RowCounts()
@@ -385,7 +397,7 @@ class LaneReader:
         *start, self.done = position
         self.start = Start(*start)
         """Of the window."""
-        self.pieces = pieces_of(stream.sources[source], lane, stream.lanes)
+        self.pieces = pieces_of(stream.sources[source], stream.sizes[source], lane, stream.lanes)
         self._blocks = self._read(self.start)
         self._ahead: deque[_Ahead] = deque()
         self._sequences: list[list[StreamSample]] | None = None

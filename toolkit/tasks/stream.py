@@ -19,7 +19,7 @@ from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_ba
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data import packing, stream, tokenize
 from toolkit.data.loader import Layout, collate_planned
-from toolkit.data.readers import Block, DataFile
+from toolkit.data.readers import Block
 from toolkit.data.sampler import Position
 from toolkit.data.sources import check_distinct, locate_all
 from toolkit.data.store import Sample, TokenizedCache
@@ -45,24 +45,21 @@ class FirstSamples:
         self.report = tokenize.PrepareReport()
         self.num_samples = self.num_tokens = self.num_trained_tokens = 0
         """Of a pass over all files, by their bytes."""
-        for source, files in zip(of_stream.data.sources, of_stream.sources, strict=True):
-            size = sum(file.path.stat().st_size for file in files)
-            block, samples = self._first_of(of_stream, files)
-            times = source.weight * size / max(1, block.position if block else size)
+        for number, source in enumerate(of_stream.data.sources):
+            block, samples = self._first_of(of_stream, number)
+            times = source.weight * sum(of_stream.sizes[number]) / max(1, block.position if block else 1)
             self.num_samples += round(times * len(samples))
             self.num_tokens += round(times * sum(len(sample.ids) for sample in samples))
             self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in samples))
             self.samples += samples
         if not self.samples:
             raise DataError(tr("data.streaming: no row of the first files can be trained."))
-        described = [[file.path.name, file.path.stat().st_size] for file in of_stream.files]
+        described = [[file.path.name for file in of_stream.files], of_stream.sizes]
         self.content = self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
-    def _first_of(
-        self, of_stream: stream.Stream, files: list[DataFile]
-    ) -> tuple[Block | None, list[stream.StreamSample]]:
+    def _first_of(self, of_stream: stream.Stream, source: int) -> tuple[Block | None, list[stream.StreamSample]]:
         """Return the samples of the first block that has some, and the block."""
-        for piece in stream.pieces_of(files, 0, 1):
+        for piece in stream.pieces_of(of_stream.sources[source], of_stream.sizes[source], 0, 1):
             for block, *_ in piece.blocks(0, 0):
                 file = stream.with_format(piece.file)
                 part = stream.encode(of_stream.maker, file, block)
