@@ -12,7 +12,7 @@ from ranks import deepspeed, run
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import LEARNING_RATES, Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
-from toolkit.data.tokenize import tokenize_first_rows
+from toolkit.data.first_rows import tokenize_first_rows
 from toolkit.messages import set_language
 from toolkit.models.chat import fit_tokenizer, local_encoder
 

@@ -301,5 +301,5 @@ def test_what_sources_of_a_stream_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.sources\[0\] is no path"):
         check_stream(cfg)
     cfg.data.streaming = True
-    with pytest.raises(ConfigError, match=r"add data.streaming=false"):
+    with pytest.raises(ConfigError, match=r"set data.streaming=false"):
         build_caches(cfg, ByteEncoder())

@@ -6,14 +6,19 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
+from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, RunConfig, SourceConfig
 from toolkit.data.formats import reader_of
 from toolkit.data.readers import DataFile, blocks, first_rows_of, rows_of, with_format
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import files_of, local_files
 from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenize import PrepareReport
+    from toolkit.data.tokenize_workers import ChatEncoder
 
 _CHECKED_ROWS = 1000
 """Rows of each file that are checked before the model is loaded."""
@@ -23,6 +28,8 @@ _SHOWN_ERRORS = 3
 """Errors of one file that are reported in full."""
 _CHECK_S = 3.0
 """Seconds after which no further file is opened."""
+_TOKENIZED_BYTES = 1 << 18
+"""So much of a file is tokenized to tell what it holds."""
 
 
 def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Problems) -> str:
@@ -181,3 +188,28 @@ def _sequences(data: DataConfig, rows: float, size: float) -> int:
     if data.packing is Packing.none:
         return round(rows)
     return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))
+
+
+def tokenize_first_rows(cfg: RunConfig, encoder: "ChatEncoder") -> "tuple[PrepareReport, list[int]]":
+    """Tokenize the first rows of every local file as training would, for some seconds, and write nothing. Return (what
+    became of the rows, tokens of each sample, ascending). Raises the DataError that training would.
+    """
+    from toolkit.data.tokenize import PrepareReport, check_part
+    from toolkit.data.tokenize_workers import BuiltPart, PartBuilder
+
+    files = local_files(cfg.data)
+    maker = PartBuilder(encoder, cfg.data, Path(), cfg.classify.labels, 2 + cfg.embed.negatives)
+    report, until, lengths = PrepareReport(), time.monotonic() + _CHECK_S, list[int]()
+    for number, file in enumerate(files):
+        block = next(blocks(file.path, _TOKENIZED_BYTES, file.columns.values()), None)
+        if block is None or time.monotonic() > until:
+            continue
+        if file.max_rows:
+            block, _ = first_rows_of(block, file.max_rows)
+        with_known_format = with_format(file, block) or file
+        part = maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
+        built_part = BuiltPart(number, with_known_format, block, Path(), is_new=True)
+        check_part(cfg.data, built_part, part)
+        report.add_part(built_part, part.counts)
+        lengths += part.lengths.tolist()
+    return report, sorted(lengths)

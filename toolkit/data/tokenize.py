@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
-from toolkit.data.formats import reader_of
 from toolkit.data.readers import DataFile
-from toolkit.data.sources import check_distinct, content_hash, local_files, locate_all, row_limits
+from toolkit.data.sources import check_distinct, content_hash, locate_all, row_limits
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
@@ -212,8 +211,6 @@ MOST_LONGER = 0.01
 TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
 """Starting a process takes seconds; less data than this is tokenized at once."""
-_FIRST_BYTES, _FIRST_S = 1 << 18, 3.0
-"""So much of a file is tokenized to tell what it holds; further files are not opened once so long has been spent."""
 _OLD_PARTS_S = 7 * 24 * 3600
 _opened: set[Path] = set()
 """Stores that this process has opened before."""
@@ -232,9 +229,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     for the one that builds it. DataError if a row is unusable, or nothing is trained.
     """
     if cfg.data.streaming:
-        raise ConfigError(
-            tr("data.streaming = true makes no tokenized cache. For this command add data.streaming=false.")
-        )
+        raise ConfigError(tr("data.streaming = true makes no tokenized cache. For this, set data.streaming=false."))
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
@@ -281,27 +276,6 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
     return total, new
-
-
-def tokenize_first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, list[int]]:
-    """Tokenize the first rows of every local file as training would, for some seconds, and write nothing. Return (what
-    became of the rows, tokens of each sample, ascending). Raises the DataError that training would.
-    """
-    builder = _Builder(cfg, encoder, local_files(cfg.data))
-    until, lengths = time.monotonic() + _FIRST_S, list[int]()
-    for number, file in enumerate(builder.files):
-        block = next(readers.blocks(file.path, _FIRST_BYTES, file.columns.values()), None)
-        if block is None or time.monotonic() > until:
-            continue
-        if file.max_rows:
-            block, _ = readers.first_rows_of(block, file.max_rows)
-        with_known_format = readers.with_format(file, block) or file
-        part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
-        built_part = BuiltPart(number, with_known_format, block, Path(), is_new=True)
-        check_part(cfg.data, built_part, part)
-        builder.report.add_part(built_part, part.counts)
-        lengths += part.lengths.tolist()
-    return builder.report, sorted(lengths)
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:

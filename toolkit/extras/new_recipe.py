@@ -18,8 +18,14 @@ from toolkit.config import files, hub, load, mesh, schema
 from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf
 from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
-from toolkit.data.first_rows import BYTES_PER_TOKEN, check_sources, estimated_samples, formats_and_sizes
-from toolkit.data.tokenize import percent, tokenize_first_rows
+from toolkit.data.first_rows import (
+    BYTES_PER_TOKEN,
+    check_sources,
+    estimated_samples,
+    formats_and_sizes,
+    tokenize_first_rows,
+)
+from toolkit.data.tokenize import percent
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
 from toolkit.plan import speed

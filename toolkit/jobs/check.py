@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
-from toolkit.data.first_rows import check_sources, estimated_samples
+from toolkit.data.first_rows import check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import check_unquantized, read_config, trust_code
@@ -160,8 +160,6 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> Non
     """Say what the first rows become; a DataError if training would reject one."""
     if encoder is None:
         return
-    from toolkit.data.tokenize import tokenize_first_rows
-
     report, lengths = tokenize_first_rows(cfg, encoder)
     if not lengths:
         return
