@@ -16,8 +16,8 @@ TOLERANCE = 5e-6
 CELLS: dict[str, list[str]] = {
     "alone": ["data.sources=[{path: 'FOLDER/a*.jsonl'}]"],
     "packed": [
-        "data.sources=[{path: 'FOLDER/a*.jsonl'}, {path: 'FOLDER/b.parquet', weight: 0.5}]",
-        *("data.packing=packed", "data.shuffle_buffer=4"),
+        "data.sources=[{path: 'FOLDER/a*.jsonl'}, {path: 'FOLDER/b.parquet', weight: 60}]",
+        *("data.packing=packed", "data.shuffle_buffer=4", "data.packing_window=4"),
     ],
 }
 
@@ -121,6 +121,7 @@ def test_a_resumed_run_is_the_run(cell: str, runs: Path) -> None:
     saved = json.loads((runs / f"{cell}-2/checkpoints/step-{EVERY}/state.json").read_text())["stream"]
     assert len(saved["lanes"]) == 4
     assert any(offset > 0 and epoch == 0 for lane in saved["lanes"] for epoch, _, offset, *_ in lane)
+    assert cell == "alone" or all(lane[1] != [0] * 5 for lane in saved["lanes"]), "both sources are read"
     straight = trained(runs / f"{cell}-2")
     assert trained(runs / f"{cell}-again-2") == straight
     wanted = [row["loss"] for row in straight if "loss" in row]

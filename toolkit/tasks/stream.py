@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from toolkit.data.tokenize_workers import BuiltPart
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, DataError, say, tr
+from toolkit.messages import CheckpointError, ConfigError, DataError, clauses, say, tr
 from toolkit.models import chat
 from toolkit.tasks import language_data
 from toolkit.tasks.language import LanguageTask
@@ -287,6 +287,17 @@ class StreamTask(LanguageTask):
 
     def _baselines(self) -> dict[str, float]:
         return {}
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        dropped = dict(self.stream.counts.dropped)
+        if self.stream.bad_rows:
+            dropped[tr("cannot be used")] = self.stream.bad_rows
+        lines = super().end_lines(summary)
+        if dropped:
+            reasons = clauses([f"{reason}: {count:,}" for reason, count in dropped.items()])
+            rows = f"{self.stream.rows:,}"
+            lines.append(tr("Rows skipped, of the {rows} that rank 0 read: {reasons}.", rows=rows, reasons=reasons))
+        return lines
 
 
 def _validation(
