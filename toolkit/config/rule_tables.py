@@ -261,6 +261,11 @@ INCOMPATIBLE: tuple[Rule, ...] = (
         "track.mlflow.uri holds a user or a password. Take them out and set MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD in the environment.",
     ),
+    Rule(
+        "distill.rollouts.url",
+        lambda c: c.distill.rollouts.url and not re.fullmatch(r"https?://[^@\s]+", c.distill.rollouts.url),
+        "distill.rollouts.url must begin with http:// or https:// and hold no user. Put a token into ROLLOUTS_API_KEY.",
+    ),
     *_rules_of("incompatible"),
     *_rules(
         {

@@ -678,6 +678,30 @@ class DistillLoss(str, Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class RolloutsConfig:
+    """`distill.rollouts`: how the student answers for `distill.on_policy`, and which server does so in its place (docs/distillation.md)."""
+
+    max_new_tokens: PositiveInt = 256
+    """Longest answer in tokens, its end token included. With its prompt it is cut at data.max_length."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; it changes no loss, as `distill.temperature` does."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample from the likeliest tokens that have this probability together; 1: from all."""
+    batch_size: PositiveInt = 8
+    """Prompts that a rank answers at once."""
+    url: str = field(default="", metadata=FREE)
+    """Base URL of an OpenAI-compatible server that answers in the model's place, such as http://host:8000/v1; its weights are as new as you keep them. ROLLOUTS_API_KEY in the environment is sent as a bearer token. "": the model itself, with the weights of each step."""
+    model: str = field(default="", metadata=FREE)
+    """Name of the model on the server; "": the only one that it lists."""
+    tries: PositiveInt = field(default=3, metadata=FREE)
+    """Requests for an answer, before the sample keeps the answer of the data."""
+    timeout_s: PositiveFloat = field(default=300.0, metadata=FREE)
+    """Seconds that the server has for all answers of a step, tries included."""
+    max_failed_steps: NonNegativeInt = field(default=10, metadata=FREE)
+    """Steps in a row without any answer of the server, after which the run stops; 0: never."""
+
+
+@dataclass(kw_only=True, slots=True)
 class DistillConfig:
     """`distill`: `task=distill`: learning from a teacher's distributions, and keeping the model's own on general data (docs/distillation.md)."""
 
@@ -697,6 +721,10 @@ class DistillConfig:
     """0: the teacher computes with each step; above 0: its log-probabilities of so many tokens are stored once, before the first step, so that it takes no memory while training."""
     dir: str = field(default="", metadata=FREE)
     """Directory of what is stored with `distill.top_k`, where further runs find it; "": `teacher` in the run directory."""
+    on_policy: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the samples whose answer the student writes anew in each step (lambda of GKD); their loss is the divergence alone."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    """These answers."""
     general_share: Share = 0.0
     """Share of the samples of an epoch that come from sources marked `general`, which are repeated or left out for it; 0: as the weights of the sources say."""
 

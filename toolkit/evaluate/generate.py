@@ -38,6 +38,7 @@ def generate(
     device: torch.device,
     *,
     in_step: bool = False,
+    keeps_end: bool = False,
     **options: Any,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, up to the end token and without it; the prompts are one batch.
@@ -48,6 +49,7 @@ def generate(
         prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
         in_step: needed for a partitioned model: a collective in which ranks continue until the last answer ends.
+        keeps_end: return the end token too, where an answer has one.
         **options: for `transformers`' generate, such as `streamer`.
     """
     longest = max(map(len, prompts))
@@ -83,7 +85,8 @@ def generate(
     finally:
         model.generation_config = original_config
     stops = set(encoder.stop_ids)
-    return [until_stop(row, stops) for row in output[:, longest:].tolist()]
+    answers = output[:, longest:].tolist()
+    return [row[: len(until_stop(row, stops)) + keeps_end] for row in answers]
 
 
 def answer(

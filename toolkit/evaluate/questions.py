@@ -1,8 +1,9 @@
 """Questions from a validation split, and generation of their answers on all ranks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -83,6 +84,7 @@ def generate_all(
     alive: Callable[[], object],
     replica: int | None = None,
     num_replicas: int | None = None,
+    options: Callable[[Sequence[int]], Mapping[str, Any]] = lambda batch: {},
 ) -> Answers:
     """Answer every prompt once over all ranks. A collective; arguments as for `generate`, and these.
 
@@ -96,6 +98,7 @@ def generate_all(
         replica: index among the `num_replicas` of the model that take batches; None: the rank. The ranks of one
             replica answer together.
         num_replicas: None: as many as there are ranks.
+        options: returns further arguments of `generate` for a batch, of which it gets the numbers of the prompts.
     """
     replica, at_once = rank() if replica is None else replica, num_replicas or world_size()
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
@@ -111,7 +114,8 @@ def generate_all(
         if has_batch or in_step:
             try:
                 seeded = replace(sampling, seed=sampling.seed + number)
-                answers = generate(model, encoder, [prompts[index] for index in batch], seeded, device, in_step=in_step)
+                asked = [prompts[index] for index in batch]
+                answers = generate(model, encoder, asked, seeded, device, in_step=in_step, **options(batch))
                 answered |= dict(zip(batch, answers, strict=True)) if has_batch else {}
             except Stopped:
                 raise

@@ -549,11 +549,13 @@ class _RankPlanner:
         single_token = replace(rows, rows=1, length=1, parts=1)
         layer = max(layer, expert_activation_bytes(self.outline, single_token, self.weight)[1])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
-        if asked.metrics:
-            tokens = asked.batch_size * (rows.length + rows.prefix + asked.max_new_tokens)
+        distill, most = self.cfg.distill, asked.batch_size * bool(asked.metrics)
+        writes = distill.rollouts.batch_size * (distill.on_policy > 0 and not distill.rollouts.url)
+        for batch, new in ((most, asked.max_new_tokens), (writes, distill.rollouts.max_new_tokens)):
+            tokens = batch * (rows.length + rows.prefix + new)
             answers = {
-                "activations": layer * asked.batch_size * rows.length,
-                "loss": 4 * asked.batch_size * self.outline.vocabulary[0],
+                "activations": layer * batch * rows.length,
+                "loss": 4 * batch * self.outline.vocabulary[0],
                 "cache": self.weight * sizes.get("cached", 2 * sizes["keys"]) * sizes["layers"] * tokens,
             }
             parts = max(parts, answers, key=lambda part_sizes: sum(part_sizes.values()))

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.config import mesh, objective, schema
 from toolkit.config.load import to_dict
-from toolkit.data import targets
+from toolkit.data import loader, packing, sampler, targets
+from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
@@ -52,7 +53,7 @@ class DistillTask(language.LanguageTask):
     teacher: Any = None
     """Another model, or its engine, that computes in each step."""
 
-    names = (KL, CE)
+    names: tuple[str, ...] = (KL, CE)
     reported = ((EVAL_KL, EVAL_KL), (EVAL_GENERAL, EVAL_GENERAL))
 
     def __init__(self) -> None:
@@ -160,13 +161,13 @@ class DistillTask(language.LanguageTask):
         """Run the teacher over `samples`, a share on each rank, and write its likeliest tokens to `target`."""
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
-        part, num_parts = language_data.sample_share(cfg, ranks)
+        part, num_parts = sample_share(cfg, ranks)
         layout = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
         is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
         size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
         process_group.on_rank0(lambda: _make_empty(building, size))
-        numbers, batches = language_data.sample_batches(cfg, self.data, split, ranks, samples)
+        numbers, batches = sample_batches(cfg, self.data, split, ranks, samples)
 
         def measure(model: Any, batch: language_data.Batch) -> StoredScores:
             inputs = loss.on_device(model, batch)
@@ -216,11 +217,13 @@ class DistillTask(language.LanguageTask):
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of trained tokens; add both parts to the step's figures."""
         total, losses, _ = self._distill_batch(engine, batch)
-        parts = {KL: losses.divergences, CE: losses.cross_entropies}
-        self._add(
-            {name: torch.stack((values.sum(), values.new_full((), len(values)))) for name, values in parts.items()}
-        )
+        self._add(self._figures_of(losses, batch))
         return total
+
+    def _figures_of(self, losses: Distilled, batch: language_data.Batch) -> dict[str, torch.Tensor]:
+        """Return sums and counts of a micro-batch's parts of the loss."""
+        parts = {KL: losses.divergences, CE: losses.cross_entropies}
+        return {name: torch.stack((values.sum(), values.new_full((), len(values)))) for name, values in parts.items()}
 
     def _distill_batch(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
         """Return the sum of a micro-batch's losses, with gradients; the losses of each token; and the tokens' indices
@@ -240,7 +243,8 @@ class DistillTask(language.LanguageTask):
         def compute(student: loss.Scores) -> torch.Tensor:
             apart = isinstance(teacher_scores, loss.Scores) and teacher_scores.weight is not student.weight
             with weights.full_params([weight for weight in teacher_scores[1:] if weight is not None] if apart else []):
-                results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill))
+                own = inputs.get("own")
+                results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill, own))
             return results[0].loss
 
         total = loss.loss_head(engine).total(engine, inputs, indices, compute)
@@ -375,6 +379,38 @@ def is_general_sample(cfg: schema.RunConfig, store: Any) -> NDArray[np.bool_]:
     """Return which samples of a split are from sources that are marked `general`, bool [samples]."""
     marks = np.array([source.general for source in (*cfg.data.sources, *cfg.data.validation)])
     return marks[store.sources()]
+
+
+def weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.SourceConfig]:
+    """Return the training sources, with weights by which those marked `general` get `distill.general_share`."""
+    sources, share = cfg.data.sources, cfg.distill.general_share
+    counts = np.bincount(train.sources(), minlength=len(sources)) * [source.weight for source in sources]
+    is_general = np.array([source.general for source in sources])
+    general, others = counts[is_general].sum(), counts[~is_general].sum()
+    factor = float(share / (1 - share) * others / max(general, 1))
+    return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
+
+
+def sample_batches(
+    cfg: schema.RunConfig, prepared: language_data.LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
+) -> tuple[list[list[int]], Iterator[language_data.Batch]]:
+    """Return this rank's share of `samples` of a split, each in a row by itself: the samples of each micro-batch, and
+    an iterator over the micro-batches. Every rank has as many; the last may be empty.
+    """
+    cache, _ = prepared.split(split)
+    shares = sampler.sequential(len(samples), mesh.micro_rows(cfg), *sample_share(cfg, ranks))
+    numbers = [samples[share].tolist() for share in shares]
+    everything = packing.PackingPlan(cache.num_numbers)
+    rows = loader.build_loader(cache, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
+    return numbers, language_data.prefetch(iter(rows), 2)
+
+
+def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
+    """Return this rank's share of samples in undivided rows, and the number of shares; ranks that hold parts of one
+    model have the same share.
+    """
+    parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
+    return ranks.rank // cfg.parallel.tensor % parts, parts
 
 
 def _make_empty(building: Path, size: int) -> None:

@@ -49,16 +49,24 @@ class Distilled(NamedTuple):
 
 
 def distilled(
-    student: Scores, targets: torch.Tensor, teacher: Scores | StoredScores, vocabulary: int, config: DistillConfig
+    student: Scores,
+    targets: torch.Tensor,
+    teacher: Scores | StoredScores,
+    vocabulary: int,
+    config: DistillConfig,
+    own: torch.Tensor | None = None,
 ) -> Distilled:
     """Return the losses of tokens of which the first N have a teacher; the others are trained on their labels alone.
     Logits beyond `vocabulary`, by which embeddings are padded, are not in divergences. Differentiable once, in the
-    tensors of the student's scores.
+    tensors of the student's scores. `own`, bool [N]: tokens that the student wrote, which are no labels: their weight
+    is 1.
     """
     if not torch.is_grad_enabled():
         weight, bias = (tensor if tensor is None else tensor.detach() for tensor in student[1:])
         student = Scores(student.states.detach(), weight, bias)
-    return Distilled(*_Distilled.apply(*student, targets, teacher, vocabulary, config))
+    shares = student.states.new_full((len(teacher[0]),), config.weight, dtype=torch.float32)
+    shares = shares if own is None else shares.masked_fill(own, 1.0)
+    return Distilled(*_Distilled.apply(*student, targets, teacher, vocabulary, config, shares))
 
 
 def store(scores: Scores, vocabulary: int, count: int) -> StoredScores:
@@ -83,6 +91,7 @@ class _Distilled(torch.autograd.Function):
         teacher: Scores | StoredScores,
         vocabulary: int,
         config: DistillConfig,
+        shares: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         student, num_taught = Scores(states, weight, bias), len(teacher[0])
         total = states.new_zeros((), dtype=torch.float32)
@@ -105,11 +114,11 @@ class _Distilled(torch.autograd.Function):
                 logits[:count, :vocabulary], teacher, taught_part, config
             )
             divergences[taught_part] = divergence_of_tokens
-            share = config.weight
-            total.add_((1 - share) * labels[taught_part].sum() + labels[part][count:].sum())
-            total.add_(share * config.temperature**2 * divergence_of_tokens.sum())
-            gradient[:count] *= 1 - share
-            gradient[:count, :vocabulary].add_(of_divergence, alpha=share * config.temperature)
+            share = shares[taught_part]
+            total.add_(((1 - share) * labels[taught_part]).sum() + labels[part][count:].sum())
+            total.add_(config.temperature**2 * (share * divergence_of_tokens).sum())
+            gradient[:count] *= (1 - share)[:, None]
+            gradient[:count, :vocabulary].addcmul_(of_divergence, share[:, None], value=config.temperature)
             return gradient
 
         needs, size = ctx.needs_input_grad, chunk_rows(_COPIES * student.vocabulary)
@@ -124,7 +133,7 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradients,), ctx.gradients = ctx.gradients, None  # `times` changes them in place: a second backward must fail
-        return (*gradients.times(outer[0]), None, None, None, None)
+        return (*gradients.times(outer[0]), None, None, None, None, None)
 
 
 def _divergences_with_gradients(

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,13 +170,18 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         is_tree = objective.shares_prompts(cfg) and layout is not Layout.alone
         return share_prompts(store, planned, Path(cfg.prepare.dir)) if is_tree else planned
 
+    sources = cfg.data.sources
+    if cfg.distill.general_share:
+        from toolkit.tasks.distill import weighted_sources
+
+        sources = weighted_sources(cfg, train)
     return LanguageData(
         encoder=encoder,
         train=train,
         validation=validation,
         packing=packing,
         layout=layout,
-        train_plan=plan(train, _weighted_sources(cfg, train)),
+        train_plan=plan(train, sources),
         validation_plan=None if validation is None else plan(validation, []),
         report=report,
     )
@@ -186,18 +191,6 @@ def has_targets(cfg: schema.RunConfig) -> bool:
     """Whether batches have columns of a teacher for each token: whether it teaches the token, or its stored scores."""
     is_distilled = cfg.task.kind is schema.TaskKind.distill
     return is_distilled and (bool(cfg.distill.top_k) or not cfg.distill.teacher)
-
-
-def _weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.SourceConfig]:
-    """Return the training sources, with weights by which those marked `general` get `distill.general_share`."""
-    sources, share = cfg.data.sources, cfg.distill.general_share
-    if not share:
-        return sources
-    counts = np.bincount(train.sources(), minlength=len(sources)) * [source.weight for source in sources]
-    is_general = np.array([source.general for source in sources])
-    general, others = counts[is_general].sum(), counts[~is_general].sum()
-    factor = float(share / (1 - share) * others / max(general, 1))
-    return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
 
 
 def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
@@ -380,28 +373,6 @@ def answer_batches(
     planned = [rows[share].tolist() for share in shares]
     parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, prepared, split, planned))
     return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
-
-
-def sample_batches(
-    cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
-) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of `samples` of a split, each in a row by itself: the samples of each micro-batch, and
-    an iterator over the micro-batches. Every rank has as many; the last may be empty.
-    """
-    store, _ = prepared.split(split)
-    shares = sampler.sequential(len(samples), micro_rows(cfg), *sample_share(cfg, ranks))
-    numbers = [samples[share].tolist() for share in shares]
-    everything = PackingPlan(store.num_numbers)
-    loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
-    return numbers, prefetch(iter(loader), 2)
-
-
-def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
-    """Return this rank's share of samples in undivided rows, and the number of shares; ranks that hold parts of one
-    model have the same share.
-    """
-    parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
-    return ranks.rank // cfg.parallel.tensor % parts, parts
 
 
 def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

@@ -24,6 +24,8 @@ def task_of(cfg: RunConfig) -> "LanguageTask":
         is_single = cfg.preference.loss is PreferenceLoss.kto
         name = "preference.KtoTask" if is_single else "preference.PreferenceTask"
     name = "stream.StreamTask" if cfg.data.streaming else name
+    if cfg.task.kind is TaskKind.distill and cfg.distill.on_policy:
+        name = "on_policy.OnPolicyTask"
     module, _, kind = name.partition(".")
     task: LanguageTask = getattr(import_module(f"toolkit.tasks.{module}"), kind)()
     return task

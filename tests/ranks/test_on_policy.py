@@ -1,0 +1,172 @@
+"""On-policy distillation on ranks: a plain PyTorch loop on the same answers of the student; resumed bit by bit."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared import (
+    ALL,
+    LORA,
+    RECOMPUTE,
+    PlainOptimizer,
+    by_tier,
+    global_batches,
+    losses,
+    of_tier,
+    rows_of,
+    tiny,
+    train_cells,
+    trained,
+)
+from test_distill import apart, teacher  # noqa: F401  a fixture
+
+from toolkit.tasks.on_policy import draw_of, read_rollouts
+
+TOLERANCE = 1e-5
+STEPS = 6
+FULL = ["optim.lr=0.003"]
+SHORT = ["distill.rollouts.max_new_tokens=9", "distill.rollouts.batch_size=2"]
+SAVED = ["checkpoint.every=3", "checkpoint.keep=0"]
+REVERSE = ["distill.loss=reverse_kl", "distill.rollouts.temperature=0.8", "distill.rollouts.top_p=0.9"]
+JSD = ["distill.loss=jsd", "distill.beta=0.3", "distill.temperature=2"]
+
+# name -> overrides; two ranks.
+CELLS: dict[str, list[str]] = {
+    "own-stage0": ["zero=stage0", "distill.on_policy=1", *SAVED, *FULL],
+    "half-stage2-micro2": ["zero=stage2", "distill.on_policy=0.5", "batch.micro_per_gpu=2", RECOMPUTE, *REVERSE, *FULL],
+    "own-stage3": ["zero=stage3", ALL, "distill.on_policy=1", *JSD, *SAVED, *FULL],
+    "half-lora-stage2": ["zero=stage2", "distill.on_policy=0.6", "distill.weight=1", *LORA],
+}
+ONE_RANK = {"own-one-rank-4x1": ["zero=stage1", "distill.on_policy=1", "batch.micro_per_gpu=4", "train.rehearse=true"]}
+LEARNED = {
+    "taught-on-own": ["zero=stage0", "distill.on_policy=1", "train.max_steps=60", "distill.loss=reverse_kl", *FULL]
+}
+RESUMED = ("own-stage0", "own-stage3")
+
+
+@pytest.fixture(scope="session")
+def runs(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    rows_file: Path,
+    teacher: Path,  # noqa: F811
+) -> Path:
+    """Train all cells; resume some from the middle."""
+    folder = tmp_path_factory.mktemp("on-policy")
+    cells = of_tier(request, CELLS), of_tier(request, {**ONE_RANK, **LEARNED})
+    return train_cells(folder, cells, partial(words, rows_file, teacher, folder), dict.fromkeys(RESUMED, 3))
+
+
+def words(rows: Path, teacher: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:  # noqa: F811
+    """Return the overrides of a run."""
+    own = [f"model.tokenizer={teacher}", f"distill.teacher={teacher}", f"train.max_steps={STEPS}", *SHORT]
+    return tiny(rows, folder, name, "task=distill", *own, *overrides)
+
+
+def sampled(cfg: Any, model: Any, encoder: Any, prompt: list[int], seed: int) -> list[int]:
+    """Return an answer, written token by token without a cache or a batch."""
+    config, draw = cfg.distill.rollouts, torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    for _ in range(config.max_new_tokens):
+        scores = model(torch.tensor([ids])).logits[0, -1].detach()
+        scores[len(encoder.tokenizer) :] = -torch.inf
+        p = torch.softmax(scores / config.temperature, 0)
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        p = torch.zeros_like(p).scatter(0, order[before < config.top_p], p[order[before < config.top_p]])
+        noise = torch.empty_like(p).exponential_(generator=draw)
+        ids.append(int((p / noise).argmax()))
+        if ids[-1] in encoder.stop_ids:
+            break
+    return ids[len(prompt) :][: cfg.data.max_length - len(prompt)]
+
+
+def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict[str, list[float]]:
+    """Train in a plain loop on fixed answers of the student; return losses, gradient norms and divergences by step."""
+    from toolkit.config.load import load
+    from toolkit.config.schema import Dtype
+    from toolkit.data.loader import collate
+    from toolkit.evaluate.questions import split_sample
+    from toolkit.models.fine_tuning import apply_tuning
+    from toolkit.models.load import create_model, load_model
+    from toolkit.tasks.language_data import load_data
+
+    cfg = load(overrides).cfg
+    data = load_data(cfg)
+    model: Any = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
+    other: Any = load_model(cfg.distill.teacher).eval()
+    if cfg.tuning.method.value != "full":
+        apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
+    optimizer = PlainOptimizer(model, cfg, STEPS)
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "own_kl": [], "share": []}
+    for step, rows in enumerate(global_batches(cfg, data, STEPS), start=1):
+        samples = [sample for row in rows for sample in row]
+        taken, own = [], []
+        for sample in samples:
+            ids, mask = data.train[sample]
+            if sample in answers[step]:
+                parts = split_sample(ids.tolist(), mask.tolist(), data.encoder)
+                assert parts is not None
+                prompt, answer = parts[0], answers[step][sample]
+                expected = sampled(cfg, model.eval(), data.encoder, prompt, draw_of(cfg.run.seed, step, sample))
+                assert answer == expected, (step, sample)
+                model.train()
+                full = torch.tensor(prompt + answer).numpy()
+                ids, mask = full, torch.arange(len(full)).numpy() >= len(prompt)
+            own.append(sample in answers[step])
+            taken.append([(ids, mask)])
+        batch = collate(taken, data.pad_id)
+        given = {"input_ids": batch["input_ids"], "attention_mask": (batch["segment_ids"] > 0).long()}
+        logits, labels = model(**given).logits[:, :-1], batch["labels"][:, 1:]
+        with torch.no_grad():
+            others = other(**given).logits[:, :-1]
+        labelled = -logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        is_own, mask = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
+        weights, distance = torch.where(is_own, 1.0, cfg.distill.weight), apart(cfg, logits, others)
+        each = (1 - weights) * labelled + weights * cfg.distill.temperature**2 * distance
+        loss = (each * mask).sum() / mask.sum()
+        found["loss"].append(float(loss.detach()))
+        found["own_kl"].append(float((distance.detach() * mask * is_own).sum() / (mask * is_own).sum()))
+        found["share"].append(sum(own) / len(own))
+        found["grad_norm"].append(optimizer.step(loss))
+    return found
+
+
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK]))
+def test_every_layout_follows_the_plain_loop(
+    name: str,
+    runs: Path,
+    rows_file: Path,
+    teacher: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """On the answers that were written down, each of which is what the plain loop's model says, too."""
+    overrides = words(rows_file, teacher, tmp_path, f"plain-{name}", ({**CELLS, **ONE_RANK})[name])
+    expected = plain_loop(overrides, read_rollouts([runs / name / "rollouts.jsonl"], 1))
+    rows = [row for row in rows_of(runs / name) if "loss" in row]
+    assert losses(runs / name) == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert [row["distill/own_kl"] for row in rows] == pytest.approx(expected["own_kl"], abs=TOLERANCE)
+    assert all(row["rollouts_failed"] == 0 and 0 < row["rollout_share"] < 1 for row in rows)
+    share = 1.0 if "own" in name else sum(expected["share"]) / STEPS
+    assert expected["share"] == pytest.approx([share] * STEPS, abs=0.26)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
+    def after(run: str) -> list[dict[str, float]]:
+        rows = [row for row in trained(runs / run) if row["step"] > 3]
+        return [{key: row[key] for key in row if key not in ("rollout_s", "rollout_share")} for row in rows]
+
+    assert len(after(name)) >= 3 and after(name) == after(f"{name}-resumed")
+    assert not (runs / f"{name}-resumed" / "rollouts.jsonl").exists(), "all are taken from the first run's"
+
+
+def test_the_student_comes_nearer_on_what_it_says_itself(runs: Path) -> None:
+    apart_by_step = [row["distill/own_kl"] for row in rows_of(runs / "taught-on-own") if "loss" in row]
+    assert sum(apart_by_step[-5:]) < 0.7 * sum(apart_by_step[:5])
+    done = json.loads((runs / "taught-on-own" / "DONE").read_text())
+    assert done["rollouts"] > 200 and done["rollouts_failed"] == 0

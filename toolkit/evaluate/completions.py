@@ -1,0 +1,180 @@
+"""A client of an OpenAI-compatible server's completions, such as vLLM's and `toolkit serve`'s.
+
+No answer is trusted: one that is late, broken, too long or of another model costs a try, and never more than that.
+"""
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+
+from toolkit.config.schema import RolloutsConfig
+from toolkit.messages import ConfigError, tr
+from toolkit.models import chat
+
+TOKEN_VARIABLE = "ROLLOUTS_API_KEY"  # noqa: S105  its name
+_AT_ONCE = 64
+_FIRST_PAUSE_S = 1.0
+_LEAST_BYTES, _TOKEN_BYTES = 1 << 16, 1 << 10
+"""Largest response: a constant, and so much for each token that was asked for."""
+_WRONG = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What a server that is away, or an answer that is nonsense, raises; urllib's errors are an OSError."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, as the token is for this server alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no request: the redirect is an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What a server was found to understand."""
+
+    model: str
+    """The name by which the model is asked for."""
+    answers_as: str
+    """The name that the server gives the model in its answers."""
+    takes_ids: bool
+    """Whether a prompt can be token ids; else it is text."""
+
+
+class CompletionClient:
+    """Asks a server for answers to prompts of token ids. `protocol`: of `find_protocol`."""
+
+    def __init__(self, config: RolloutsConfig, encoder: chat.AnyChatEncoder, protocol: Protocol) -> None:
+        self.config, self.encoder, self.protocol = config, encoder, protocol
+
+    def answer_all(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int] | str]:
+        """Return the ids of each answer, its end token included, or why there is none; within `timeout_s`."""
+        until = time.monotonic() + self.config.timeout_s
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="completions") as threads:
+            return list(threads.map(lambda prompt, seed: self._answer(prompt, seed, until), prompts, seeds))
+
+    def _answer(self, prompt: Sequence[int], seed: int, until: float) -> list[int] | str:
+        reason, tries = tr("the time is up"), self.config.tries
+        for number in range(tries):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                return self.ask(prompt, seed, left / (tries - number))
+            except _WRONG as error:
+                reason = _reason(error)
+            if number < tries - 1:
+                time.sleep(max(0.0, min(_FIRST_PAUSE_S * 2**number, until - time.monotonic())))
+        return reason
+
+    def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> list[int]:
+        """Return the ids of an answer; one of `_WRONG` if the server gives none that can be used."""
+        config, protocol = self.config, self.protocol
+        body = {"model": protocol.model, "prompt": list(prompt), "max_tokens": config.max_new_tokens, "seed": seed}
+        body |= {"temperature": config.temperature, "top_p": config.top_p}
+        if protocol.takes_ids:
+            body["return_token_ids"] = True  # vLLM's; others ignore it
+        else:
+            body["prompt"] = as_text(prompt, self.encoder)
+        answer = _request(config, "completions", limit_s, body)
+        if protocol.answers_as not in ("", answer["model"]):
+            raise ValueError(tr("it is of the model {name}", name=str(answer["model"])[:80]))
+        [choice] = answer["choices"]
+        return self._ids(choice)
+
+    def _ids(self, choice: dict[str, Any]) -> list[int]:
+        """Return the ids of a choice up to its end token: the server's, else those of its text."""
+        tokenizer, most = self.encoder.tokenizer, self.config.max_new_tokens
+        text, ids, is_ended = choice["text"], choice.get("token_ids"), choice["finish_reason"] == "stop"
+        if not text.encode().strip():  # a lone surrogate has no UTF-8
+            raise ValueError(tr("it is empty"))
+        if ids is None:
+            ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        elif not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids) or len(ids) > most:
+            raise ValueError(tr("its token ids are not the student's"))
+        if len(ids) > 2 * most:  # a text may be divided into a few tokens more than it was written in
+            raise ValueError(tr("it has {count} tokens", count=len(ids)))
+        end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
+        stop = ids[end : end + 1] or [self.encoder.stop_ids[0]] * is_ended
+        return (ids[:end] + stop)[:most]
+
+
+def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
+    """Return the text of which a tokenizer makes a prompt: without what it puts in front itself. ValueError if none."""
+    for begin in (0, 1, 2):
+        text = str(encoder.tokenizer.decode(list(prompt[begin:]), skip_special_tokens=False))
+        if list(encoder.tokenizer(text)["input_ids"]) == list(prompt):
+            return text
+    raise ValueError(tr("the server takes text, and the prompt's tokens are not those of its text"))
+
+
+def find_protocol(config: RolloutsConfig, encoder: chat.AnyChatEncoder) -> Protocol:
+    """Return what the server understands, after asking it a question; ConfigError if it gives no answer."""
+    reason = ""
+    try:
+        listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
+    except _WRONG as error:
+        raise _unusable(config, _reason(error)) from error
+    if config.model not in listed and (config.model or len(listed) != 1):
+        raise ConfigError(
+            "distill.rollouts.model = {name}: the server has {listed}. Name one of them.",
+            name=config.model or '""',
+            listed=", ".join(listed[:20]) or "-",
+        )
+    prompt = encoder.prompt([{"role": "user", "content": "?"}])
+    for takes_ids in (True, False):
+        protocol = Protocol(config.model or listed[0], "", takes_ids)
+        body = {"model": protocol.model, "max_tokens": 1, "temperature": config.temperature, "top_p": config.top_p}
+        try:
+            asked = prompt if takes_ids else as_text(prompt, encoder)
+            answer = _request(config, "completions", config.timeout_s, body | {"prompt": asked})
+            return Protocol(protocol.model, str(answer["model"]), takes_ids)
+        except _WRONG as error:
+            reason = _reason(error)
+    raise _unusable(config, reason)
+
+
+def _unusable(config: RolloutsConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        "distill.rollouts.url = {url} gives no completions: {reason}. Give the base URL of an OpenAI-compatible server "
+        "that runs, such as http://host:8000/v1.",
+        url=config.url,
+        reason=reason,
+    )
+
+
+def _request(config: RolloutsConfig, path: str, limit_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON object that the server answers; one of `_WRONG` if it is late, too long or no such object."""
+    until, most = time.monotonic() + limit_s, _LEAST_BYTES + _TOKEN_BYTES * config.max_new_tokens
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{config.url.rstrip('/')}/{path}", content, {"Content-Type": "application/json"})  # noqa: S310  a rule admits http and https alone
+    if token := os.environ.get(TOKEN_VARIABLE):
+        request.add_header("Authorization", f"Bearer {token}")
+    received = bytearray()
+    with _OPENER.open(request, timeout=limit_s) as response:
+        while part := response.read1(1 << 16):
+            received += part
+            if len(received) > most:
+                raise ValueError(tr("it is longer than {count} bytes", count=most))
+            if time.monotonic() > until:  # the timeout is that of a single read
+                raise TimeoutError(tr("the time is up"))
+    return dict(json.loads(received.decode()))
+
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed, in a line."""
+    detail = ""
+    if isinstance(error, HTTPError):
+        try:
+            detail = f" {json.loads(error.read(_LEAST_BYTES))['error']['message']}"
+        except _WRONG:
+            detail = ""
+    return f"{type(error).__name__}: {error}{detail}".splitlines()[0][:300]

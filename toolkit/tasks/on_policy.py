@@ -1,0 +1,377 @@
+"""On-policy distillation: answers that the student writes take the place of some of a step's, and the teacher scores
+them. GKD, Agarwal et al. 2023, algorithm 1, https://arxiv.org/abs/2306.13649: its lambda is `distill.on_policy`.
+
+Before a step's passes all ranks answer prompts of the global batch together, with the model as it is or by a server
+(evaluate/completions.py). Which samples are answered, and what is drawn for each, follows from seed, step and sample
+alone. rollouts.jsonl holds every answer and every failure: steps that are done again after a crash take theirs from it.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from toolkit import disk, secrets
+from toolkit.checkpoint.directory import step_of
+from toolkit.config import schema
+from toolkit.data import loader, sampler
+from toolkit.distributed import process_group, watchdog
+from toolkit.engine import ds_config, parameters
+from toolkit.evaluate import completions, generate, questions
+from toolkit.messages import LaunchError, say, tr, warn
+from toolkit.models import loss
+from toolkit.tasks import distill, language_data
+from toolkit.tasks.distill_losses import Distilled
+from toolkit.track.metrics import append_rows
+from toolkit.train import hooks, run_dir, task
+
+OWN_KL = "distill/own_kl"
+"""The divergence on tokens that the student wrote."""
+FILE = "rollouts.jsonl"
+_PROBED = 64
+"""Longest samples of which the longest prompt is taken for a dry run."""
+
+Answer = list[int] | str
+"""Ids of an answer, or why there is none."""
+
+
+class OnPolicyTask(distill.DistillTask):
+    """Distils a teacher on answers of the student."""
+
+    names = (*distill.DistillTask.names, OWN_KL)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = RolloutCounts()
+        self._client: completions.CompletionClient | None = None
+        self._saved: dict[int, dict[int, Answer]] = {}
+        self._run: task.RunContext | None = None
+        self._failed_steps, self._is_tried, self._is_warned = 0, False, False
+
+    # Data
+
+    def settle(self, cfg: schema.RunConfig) -> None:
+        """Take the settled config; micro-batches get the numbers of their samples."""
+        super().settle(cfg)
+        self.data = replace(self.data, targets={"train": _SampleNumbers()})  # type: ignore[dict-item]
+
+    def _prompt(self, sample: int, most: float) -> list[int]:
+        """Return the prompt of a training sample's last answer, [] if it has none or one that is too long."""
+        ids, trained = self.data.train[sample]
+        parts = questions.split_sample(ids.tolist(), trained.tolist(), self.data.encoder)
+        return parts[0] if parts and len(parts[0]) + self.cfg.distill.rollouts.max_new_tokens <= most else []
+
+    def _longest_prompt(self, most: float) -> list[int]:
+        order = np.argsort(-self.data.train.lengths(), kind="stable")[:_PROBED]
+        return max((self._prompt(int(sample), most) for sample in order), key=len)
+
+    # Model
+
+    def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
+        """Read the answers of steps that will be done again, and find out what the server understands. A collective."""
+        super().engine_built(engine, ds, source)
+        config, checkpoint = self.cfg.distill.rollouts, source.checkpoint
+        first = max(0, step_of(checkpoint)) + 1 if checkpoint else 1
+        folders = {source.folder, *([checkpoint.parent.parent] if checkpoint else [])}
+        self._saved = process_group.on_rank0(lambda: read_rollouts([folder / FILE for folder in folders], first))
+        if config.url and self._client is None:
+            encoder = self.data.encoder
+            protocol = process_group.on_rank0(lambda: completions.find_protocol(config, encoder))
+            self._client = completions.CompletionClient(config, encoder, protocol)
+            say("{url} writes the student's answers, as the model {name}.", url=config.url, name=protocol.model)
+
+    def prepare_evaluation(self, run: task.RunContext) -> None:
+        """Prepare the evaluation, and let metrics.jsonl show what answers cost."""
+        super().prepare_evaluation(run)
+        self._run = run
+        run.hooks.append(self.counts)
+
+    # Dry run
+
+    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+        """Return the longest rows, of data or of the longest prompt with the longest answer."""
+        batch, name = super().longest_batch(position)
+        rows, tokens = self.shape(batch)
+        longer = self._answered_batch(rows, 1.0)
+        return (longer, name) if longer["input_ids"].size(1) > tokens else (batch, name)
+
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+        """Return a micro-batch of rows as long as data or answers make them."""
+        given, longer = super().larger_batch(rows, share), self._answered_batch(rows, share)
+        return max(given, longer, key=lambda batch: batch["input_ids"].size(1))
+
+    def _answered_batch(self, rows: int, share: float) -> language_data.Batch:
+        """Return a micro-batch of the longest prompt and the longest answer, cut to a share of their tokens."""
+        prompt = self._longest_prompt(float("inf"))
+        length = min(self.cfg.data.max_length, len(prompt) + self.cfg.distill.rollouts.max_new_tokens)
+        length = max(2, int(share * length))
+        ids = np.resize(np.asarray(prompt or [0], np.int64), length)
+        sample = ids, np.arange(length) >= min(len(prompt), length - 1)
+        return loader.collate_planned([[sample]] * rows, self.data.pad_id, self.data.layout)
+
+    def _try_generation(self, engine: DeepSpeedEngine) -> None:
+        """Write answers of the most tokens to the longest prompt, once, as memory may lack. A collective."""
+        config = self.cfg.distill.rollouts
+        prompt = self._longest_prompt(generate.max_context_tokens(engine.module))
+        if self._is_tried or self._client is not None or not prompt:
+            return
+        self._is_tried = True
+        sampling = generate.Sampling(max_new_tokens=config.max_new_tokens)
+        generate.generate(
+            engine.module,
+            self.data.encoder,
+            [prompt] * config.batch_size,
+            sampling,
+            engine.device,
+            in_step=parameters.is_partitioned(engine),
+            min_new_tokens=config.max_new_tokens,
+        )
+
+    # Steps
+
+    def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
+        """Put answers of the student in the place of some of the step's. A collective."""
+        super().prepare_step(engine, batches)
+        if "samples" not in batches[0]:
+            self._try_generation(engine)
+            return
+        began, step, run = time.perf_counter(), engine.global_steps + 1, self._run
+        if run:
+            run.watchdog.enter("rollouts", step)
+        most, samples = generate.max_context_tokens(engine.module), [batch["samples"].tolist() for batch in batches]
+        own_prompts = {sample: self._prompt(sample, most) for listed in samples for sample in listed}
+        prompts: dict[int, list[int]] = {}
+        for part in process_group.gather({sample: prompt for sample, prompt in own_prompts.items() if prompt}):
+            prompts |= part
+        chosen = choose(sorted(prompts), self.cfg.distill.on_policy, self.cfg.run.seed, step)
+        saved = self._saved.pop(step, {})
+        answers = {sample: saved[sample] for sample in chosen if sample in saved}
+        missing = {sample: prompts[sample] for sample in chosen if sample not in answers}
+        if missing:
+            answers |= self._ask(engine, step, missing)
+        written = {sample: prompts[sample] + ids for sample, ids in answers.items() if isinstance(ids, list)}
+        for number, listed in enumerate(samples):
+            batches[number] = self._with_answers(batches[number], listed, written, prompts)
+        self.counts.add(answers, time.perf_counter() - began)
+        if run:
+            run.watchdog.enter(watchdog.STEP, step, f"rows x tokens: {[self.shape(batch) for batch in batches]}")
+
+    def _ask(self, engine: Any, step: int, prompts: Mapping[int, list[int]]) -> dict[int, Answer]:
+        """Return the answers to prompts by sample, and write them down. A collective; `prompts` are on every rank."""
+        samples, seed = list(prompts), self.cfg.run.seed
+        seeds = [draw_of(seed, step, sample) for sample in samples]
+        if self._client is not None:
+            number, world = process_group.rank(), process_group.world_size()
+            asked = list(prompts.values())[number::world]
+            own = dict(zip(samples[number::world], self._client.answer_all(asked, seeds[number::world]), strict=True))
+            answers: dict[int, Answer] = {}
+            for part in process_group.gather(own):
+                answers |= part
+        else:
+            answers = self._generate(engine, prompts, seeds)
+        self._write(step, {sample: answers[sample] for sample in samples})
+        failures = [answer for answer in answers.values() if isinstance(answer, str)]
+        if failures and not self._is_warned:
+            self._is_warned = True
+            warn(
+                "step {step}: {count} of {all} answers of the student could not be had, and their samples keep the "
+                "answers of the data: {reason}. metrics.jsonl counts further ones (rollouts_failed).",
+                step=step,
+                count=len(failures),
+                all=len(answers),
+                reason=failures[0],
+            )
+        self._failed_steps = self._failed_steps + 1 if len(failures) == len(answers) else 0
+        patience = self.cfg.distill.rollouts.max_failed_steps
+        if patience and self._failed_steps >= patience and self._client is not None:
+            raise LaunchError(
+                "{url} has given no answer in {count} steps up to step {step}: {reason}. Start the server, then the "
+                "same command resumes. distill.rollouts.max_failed_steps=0 continues with the answers of the data.",
+                url=self.cfg.distill.rollouts.url,
+                count=self._failed_steps,
+                step=step,
+                reason=failures[-1],
+            )
+        return answers
+
+    def _generate(self, engine: Any, prompts: Mapping[int, list[int]], seeds: Sequence[int]) -> dict[int, Answer]:
+        """Return the answers of the model as it is. A collective."""
+        config, run, encoder = self.cfg.distill.rollouts, self._run, self.data.encoder
+        samples = list(prompts)
+
+        def options(batch: Sequence[int]) -> dict[str, Any]:
+            drawn = Draws([seeds[number] for number in batch], engine.device, config, len(encoder.tokenizer))
+            return {"logits_processor": LogitsProcessorList([drawn]), "keeps_end": True}
+
+        result = questions.generate_all(
+            engine.module,
+            encoder,
+            list(prompts.values()),
+            generate.Sampling(max_new_tokens=config.max_new_tokens),
+            config.batch_size,
+            engine.device,
+            in_step=parameters.is_partitioned(engine),
+            alive=lambda: None if run is None else run.watchdog.enter("rollouts", engine.global_steps + 1),
+            options=options,
+        )
+        reason = "; ".join(result.failures)
+        return {sample: result.ids.get(number, reason) for number, sample in enumerate(samples)}
+
+    def _with_answers(
+        self,
+        batch: language_data.Batch,
+        samples: list[int],
+        written: Mapping[int, list[int]],
+        prompts: Mapping[int, list[int]],
+    ) -> language_data.Batch:
+        """Return a micro-batch with the student's answers, trained alone, in the place of the data's; `own`, bool [T],
+        says of each trained token whether it is of one.
+        """
+        rows, own = [], []
+        for sample in samples:
+            ids, trained = self.data.train[sample]
+            if sample in written:
+                ids = np.asarray(written[sample][: self.cfg.data.max_length], np.int64)
+                trained = np.arange(len(ids)) >= len(prompts[sample])
+            rows.append([(ids, trained)])
+            own += [sample in written] * int(trained[1:].sum())
+        if rows:
+            batch = loader.collate_planned(rows, self.data.pad_id, self.data.layout)
+        return {**loss.with_targets(batch), "own": torch.tensor(own, dtype=torch.bool)}
+
+    def _figures_of(self, losses: Distilled, batch: language_data.Batch) -> dict[str, torch.Tensor]:
+        """Return sums and counts: cross entropies are of labels, and the student's tokens are none."""
+        is_own = batch.get("own", torch.zeros(len(losses.divergences), dtype=torch.bool)).to(losses.divergences)
+        every = torch.ones_like(is_own)
+        parts = {distill.KL: (losses.divergences, every), distill.CE: (losses.cross_entropies, 1 - is_own)}
+        parts[OWN_KL] = (losses.divergences, is_own)
+        return {name: torch.stack(((values * mask).sum(), mask.sum())) for name, (values, mask) in parts.items()}
+
+    def _write(self, step: int, answers: Mapping[int, Answer]) -> None:
+        """Append a step's answers to rollouts.jsonl. On rank 0 alone."""
+        if self._run is None or process_group.rank():
+            return
+        rollouts = self.cfg.distill.rollouts
+        by = {"by": self._client.protocol.answers_as, "url": secrets.hide(rollouts.url)} if self._client else {}
+        encoder, lines = self.data.encoder, []
+        for sample, answer in answers.items():
+            row: dict[str, Any] = {"step": step, "sample": sample, "where": self.data.train.where(sample)}
+            if isinstance(answer, str):
+                row["failed"] = secrets.hide(answer)
+            else:
+                row |= {"text": secrets.hide(generate.decode_answer(encoder, answer)), "tokens": answer}
+            lines.append(json.dumps({**row, **by, "time": round(time.time(), 3)}, ensure_ascii=False) + "\n")
+        file = self._run.folder / FILE
+        try:
+            append_rows(file, "".join(lines).encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
+
+    # End
+
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
+        """Add the number of answers of this process, and of those that could not be had."""
+        counts = {"rollouts": self.counts.total, "rollouts_failed": self.counts.total_failed}
+        return {**super().summary(run, result), **counts}
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        """Add a line on the answers of the student."""
+        line = tr(
+            "The student wrote {count} answers; {failed} more could not be had (rollouts.jsonl).",
+            count=f"{summary['rollouts'] - summary['rollouts_failed']:,}",
+            failed=f"{summary['rollouts_failed']:,}",
+        )
+        return [*super().end_lines(summary), line]
+
+
+class _SampleNumbers:
+    """Gives micro-batches a column with the numbers of their samples, as `TokenTargets` gives its columns."""
+
+    def columns(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return `samples`, int64."""
+        return {"samples": torch.tensor(samples, dtype=torch.int64)}
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutCounts(hooks.Hook):
+    """Answers since the last row of metrics.jsonl and of the whole process, and the seconds that they took."""
+
+    count: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    total: int = 0
+    total_failed: int = 0
+
+    def add(self, answers: Mapping[int, Answer], seconds: float) -> None:
+        """Count the answers of a step."""
+        lengths = [len(answer) for answer in answers.values() if not isinstance(answer, str)]
+        self.count, self.failed = self.count + len(answers), self.failed + len(answers) - len(lengths)
+        self.tokens, self.seconds = self.tokens + sum(lengths), self.seconds + seconds
+        self.total, self.total_failed = self.total + len(answers), self.total_failed + len(answers) - len(lengths)
+
+    def at_log(self, step: int, position: sampler.Position, times: Any) -> Mapping[str, float]:
+        """Return the figures since the last row."""
+        figures = {
+            "rollouts": self.count,
+            "rollouts_failed": self.failed,
+            "rollout_tokens": self.tokens / max(1, self.count - self.failed),
+            "rollout_s": self.seconds / times.steps,
+            "rollout_share": self.seconds / times.seconds,
+        }
+        self.count = self.failed = self.tokens = 0
+        self.seconds = 0.0
+        return figures
+
+
+class Draws(LogitsProcessor):
+    """Makes the likeliest token a sample of the distribution, by the Gumbel-max trick: each row has its own generator,
+    so that what it gets does not depend on the rows next to it. Logits beyond `vocabulary` are padding of embeddings.
+    """
+
+    def __init__(
+        self, seeds: Sequence[int], device: torch.device, config: schema.RolloutsConfig, vocabulary: int
+    ) -> None:
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.vocabulary = vocabulary
+        self.warpers: list[Callable[..., Any]] = [TemperatureLogitsWarper(float(config.temperature))]
+        if config.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(config.top_p))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores [B, V] of which the largest of each row is the sample."""
+        scores = scores.float()
+        scores[:, self.vocabulary :] = -torch.inf
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        noise = [torch.empty_like(scores[0]).exponential_(generator=generator) for generator in self.generators]
+        return scores - torch.stack(noise).clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def draw_of(*key: int) -> int:
+    """Return a number below 2^63 that follows from the key alone, as good as random."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def choose(samples: Sequence[int], share: float, seed: int, step: int) -> list[int]:
+    """Return a share of a step's samples; where that is no whole number, one more in as many of the steps."""
+    ordered = sorted(samples, key=lambda sample: draw_of(seed, step, sample, 1))
+    return sorted(ordered[: int(share * len(samples) + draw_of(seed, step) / 2**63)])
+
+
+def read_rollouts(files: Sequence[Path], first_step: int) -> dict[int, dict[int, Answer]]:
+    """Return answers by step, from `first_step` on, and sample; lines that are no answers are skipped."""
+    saved: dict[int, dict[int, Answer]] = {}
+    for file in files:
+        for row in disk.json_lines(file) if file.is_file() else ():
+            if row and {"step", "sample"} <= row.keys() and row["step"] >= first_step:
+                saved.setdefault(row["step"], {})[row["sample"]] = row.get("tokens") or str(row.get("failed", ""))
+    return saved
