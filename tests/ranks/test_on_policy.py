@@ -114,8 +114,8 @@ def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict
                 expected = sampled(cfg, model.eval(), data.encoder, prompt, draw_of(cfg.run.seed, step, sample))
                 assert answer == expected, (step, sample)
                 model.train()
-                full = torch.tensor(prompt + answer).numpy()
-                ids, mask = full, torch.arange(len(full)).numpy() >= len(prompt)
+                ids = torch.tensor(prompt + answer).numpy()
+                mask = torch.arange(len(ids)).numpy() >= len(prompt)
             own.append(sample in answers[step])
             taken.append([(ids, mask)])
         batch = collate(taken, data.pad_id)
@@ -124,12 +124,12 @@ def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict
         with torch.no_grad():
             others = other(**given).logits[:, :-1]
         labelled = -logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        is_own, mask = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
+        is_own, trains = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
         weights, distance = torch.where(is_own, 1.0, cfg.distill.weight), apart(cfg, logits, others)
         each = (1 - weights) * labelled + weights * cfg.distill.temperature**2 * distance
-        loss = (each * mask).sum() / mask.sum()
+        loss = (each * trains).sum() / trains.sum()
         found["loss"].append(float(loss.detach()))
-        found["own_kl"].append(float((distance.detach() * mask * is_own).sum() / (mask * is_own).sum()))
+        found["own_kl"].append(float((distance.detach() * trains * is_own).sum() / (trains * is_own).sum()))
         found["share"].append(sum(own) / len(own))
         found["grad_norm"].append(optimizer.step(loss))
     return found

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.speaker import write_random
 from toolkit.cli import main
-from toolkit.evaluate.rewards import Reward, best_and_worst_pairs, read_lines, with_rewards, write_lines
+from toolkit.evaluate.rewards import Reward, best_and_worst_pairs, best_answers, read_lines, with_rewards, write_lines
 from toolkit.extras import rounds
 from toolkit.extras.cli import rounds as cli
 from toolkit.launch.hostfile import select_gpus
@@ -182,8 +182,38 @@ def test_each_step_is_done_once(
     assert "were started with other settings (generate)" in capsys.readouterr().err
     assert main([*words, "data=x.jsonl"]) == 2
     assert "data=" in capsys.readouterr().err
-    assert main([one for one in words if not one.startswith("preference")]) == 2
+    assert main([one.replace("preference=dpo", "preference=kto") for one in words]) == 2
     assert "preference=dpo" in capsys.readouterr().err
+    assert main([*words, "min_reward=1"]) == 2
+    assert "min_reward has an effect without a preference loss only" in capsys.readouterr().err
+
+
+def test_without_a_preference_loss_the_best_answers_are_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps()
+    monkeypatch.setattr(rounds, "_run_process", steps)
+    monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
+    write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
+    (tmp_path / "model").mkdir()
+    words = ["rounds", "recipe=zero1", f"model.path={tmp_path}/model", f"run.dir={tmp_path}/runs", "rounds=1"]
+    words += [f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "samples=4"]
+    assert main([*words, "run.name=best"]) == 0, capsys.readouterr().err
+    assert "the best answer of each prompt" in capsys.readouterr().out
+    learned = read_lines(tmp_path / "runs" / "best" / "round-1" / "best.jsonl")
+    assert [one["messages"][-1] for one in learned] == [{"role": "assistant", "content": "aaa"}] * 3
+    assert main([*words, "run.name=none", "min_reward=0.5"]) == 2
+    assert "no answer has a reward of at least 0.5" in capsys.readouterr().err
+
+
+def test_the_best_answer_must_be_good_enough() -> None:
+    rows = [row(answer, reward=value) for answer, value in (("b", 1.0), ("w", -1.0), ("", 3.0))]
+    rows += [row("x", "p.jsonl:2", reward=0.5, tools=["t"])]
+    for least, answers in ((0.5, ["b", "x"]), (1.0, ["b"]), (2.0, [])):
+        learned, about = best_answers(rows, least)
+        assert [one["messages"][-1]["content"] for one in learned] == answers
+        assert (about["pairs"], about["ties"]) == (len(answers), 2 - len(answers))
+    assert best_answers(rows, 0.5)[0][1]["tools"] == ["t"]
 
 
 def test_prompts_are_answered_by_a_process_for_each_gpu(

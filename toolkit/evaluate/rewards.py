@@ -134,10 +134,7 @@ def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]
     """Return a preference pair of each prompt's best and worst answer, unless their rewards are equal, and figures of
     all rows. `rows`: of `with_rewards`. Empty answers, from which nothing can be learned, are skipped.
     """
-    prompts: dict[str, list[Row]] = {}
-    for row in rows:
-        prompts.setdefault(row["where"], []).append(row)
-    pairs = []
+    prompts, pairs = _by_prompt(rows), []
     for samples in prompts.values():
         usable = [row for row in samples if row["answer"]]
         best, worst = (choose(usable, key=lambda row: row["reward"], default=None) for choose in (max, min))
@@ -148,15 +145,40 @@ def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]
             pair[name] = {"role": "assistant", "content": row["answer"]}
             pair[f"{name}_reward"] = row["reward"]
         pairs.append(pair)
-    figures = {
+    return pairs, _figures(prompts, len(pairs))
+
+
+def best_answers(rows: Sequence[Row], least: float) -> tuple[list[Row], dict[str, Any]]:
+    """Return each prompt's conversation with its best answer, if its reward is at least `least`, and figures of all
+    rows. `rows`: of `with_rewards`. Empty answers are skipped.
+    """
+    prompts, conversations = _by_prompt(rows), []
+    for samples in prompts.values():
+        best = max((row for row in samples if row["answer"]), key=lambda row: row["reward"], default=None)
+        if best is not None and best["reward"] >= least:
+            messages = [*best["messages"], {"role": "assistant", "content": best["answer"]}]
+            conversations.append({"messages": messages, **({"tools": best["tools"]} if best.get("tools") else {})})
+    return conversations, _figures(prompts, len(conversations))
+
+
+def _by_prompt(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    prompts: dict[str, list[Row]] = {}
+    for row in rows:
+        prompts.setdefault(row["where"], []).append(row)
+    return prompts
+
+
+def _figures(prompts: Mapping[str, list[Row]], learned: int) -> dict[str, Any]:
+    """Return figures of all answers, of which `learned` prompts give something to learn; the others are ties."""
+    rewards = [[row["reward"] for row in samples] for samples in prompts.values()]
+    return {
         "prompts": len(prompts),
-        "samples": len(rows),
-        "mean_reward": fmean(row["reward"] for row in rows) if rows else None,
-        "best_reward": fmean(max(row["reward"] for row in samples) for samples in prompts.values()) if rows else None,
-        "pairs": len(pairs),
-        "ties": len(prompts) - len(pairs),
+        "samples": sum(map(len, rewards)),
+        "mean_reward": fmean(value for values in rewards for value in values) if rewards else None,
+        "best_reward": fmean(map(max, rewards)) if rewards else None,
+        "pairs": learned,
+        "ties": len(prompts) - learned,
     }
-    return pairs, figures
 
 
 def read_lines(file: Path) -> list[Row]:

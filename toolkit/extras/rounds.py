@@ -1,4 +1,6 @@
-"""Iterative preference training: rounds of sampling, scoring, pairing and a preference run, each from the last's model.
+"""Iterative training on a model's own answers: rounds of sampling, scoring, choosing and a run, each from the last's
+model. A preference loss learns from the best and the worst answer of each prompt, without one the run learns the best
+(best-of-n, or rejection sampling).
 
 Everything is a file below run.dir/NAME, and a step whose file exists is done: the same command resumes after a kill.
 
@@ -6,12 +8,13 @@ rounds.json            the arguments, and what each round gave
 round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made, of several processes
                        samples.jsonl.I-of-N
 round-N/scored.jsonl   the same with their rewards
-round-N/pairs.jsonl    the best and the worst answer of each prompt
-round-N/run/           the preference run
+round-N/pairs.jsonl    the best and the worst answer of each prompt; without a preference loss best.jsonl, the best
+round-N/run/           the run
 round-N+1/             of the last round N: answers and rewards of what it trained; a further round learns from them
 """
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ from typing import Any
 from toolkit import children, disk, secrets, terminal
 from toolkit.config import requirements
 from toolkit.config.files import quoted
-from toolkit.config.schema import Family, Init, RunConfig
+from toolkit.config.schema import Family, Init, RunConfig, TaskKind
 from toolkit.disk import json_lines
 from toolkit.evaluate import rewards
 from toolkit.extras.sweep import LAUNCH, TOOLKIT, digest
@@ -38,7 +41,7 @@ class RoundsPlan:
     """What `toolkit rounds` is asked to do."""
 
     cfg: RunConfig
-    """The checked config of the preference runs."""
+    """The checked config of the runs."""
     launcher: list[str]
     words: list[str]
     """Recipe and overrides of each run."""
@@ -48,6 +51,8 @@ class RoundsPlan:
     rounds: int
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
+    min_reward: float = -math.inf
+    """Without a preference loss: least reward of an answer that is learned."""
     devices: list[str] = field(default_factory=lambda: [""])
     """GPUs, a process each, that answer a round's prompts in parallel; "": all that are visible."""
 
@@ -61,6 +66,11 @@ class RoundsPlan:
         name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self._run_settings()))}"
         return Path(self.cfg.run.dir).absolute() / name
 
+    @property
+    def data_name(self) -> str:
+        """The name of the file of a round that is learned."""
+        return "pairs" if self.cfg.preference.is_paired else "best"
+
     def settings(self) -> dict[str, Any]:
         """Return what must be the same when the command is repeated; the number of rounds may grow."""
         return {
@@ -68,14 +78,20 @@ class RoundsPlan:
             "prompts": disk.sha256(self.prompts),
             "reward": asdict(self.reward),
             "generate": self.generate,
+            **({"min_reward": self.min_reward} if self.min_reward > -math.inf else {}),
         }
 
 
 def check(plan: RoundsPlan) -> None:
-    """Raise ConfigError if the plan's recipe, model, prompts or reward do not allow rounds of preference training."""
+    """Raise ConfigError if the plan's recipe, model, prompts or reward do not allow rounds."""
     cfg = plan.cfg
-    if not cfg.preference.is_paired:
-        raise ConfigError(tr("rounds learn from pairs: add preference=dpo or another loss of pairs."))
+    if cfg.task.kind is not TaskKind.language or (cfg.preference.is_on and not cfg.preference.is_paired):
+        raise ConfigError(
+            tr(
+                "rounds learn from pairs (preference=dpo or another loss of pairs) or from the best answers "
+                "(preference=none), with task=language."
+            )
+        )
     if cfg.model.init is not Init.pretrained or not Path(cfg.model.path).is_dir():
         raise ConfigError(tr("rounds begin with a model that answers: give model.path=DIR."))
     if not cfg.checkpoint.export:
@@ -86,8 +102,10 @@ def check(plan: RoundsPlan) -> None:
 
 
 def run_rounds(plan: RoundsPlan) -> int:
-    """Do the rounds that are not done yet, each sampling, scoring, pairing and training; return the exit code."""
+    """Do the rounds that are not done yet, each sampling, scoring, choosing and training; return the exit code."""
     check(plan)
+    if not plan.cfg.preference.is_paired:
+        say("There is no preference loss: each round learns the best answer of each prompt (best-of-n).")
     with _open_rounds(plan) as record:
         requests = SignalRequests()
         model, adapter = plan.cfg.model.path, plan.cfg.tuning.adapter
@@ -96,6 +114,13 @@ def run_rounds(plan: RoundsPlan) -> int:
             about = _sample_and_pair(plan, requests, folder, number, model, adapter)
             _print_round(number, about)
             if not about["pairs"]:
+                if not plan.cfg.preference.is_paired:
+                    raise DataError(
+                        "{folder}: no answer has a reward of at least {least}, so there is nothing to learn. Use more "
+                        "samples, a higher temperature, other prompts, another reward, or a smaller min_reward.",
+                        folder=folder,
+                        least=plan.min_reward,
+                    )
                 raise DataError(
                     "{folder}: no prompt has answers with different rewards, so there is nothing to learn. Use more "
                     "samples, a higher temperature, other prompts, or another reward.",
@@ -128,7 +153,7 @@ def _sample_and_pair(
     their figures (samples, prompts, pairs, ties, rewards). `model`, `adapter`: directories of what answers.
     """
     folder.mkdir(exist_ok=True)
-    samples, scored, pairs = (folder / f"{name}.jsonl" for name in ("samples", "scored", "pairs"))
+    samples, scored, learned = (folder / f"{name}.jsonl" for name in ("samples", "scored", plan.data_name))
     if not samples.exists():
         settings = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
         settings |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
@@ -149,18 +174,20 @@ def _sample_and_pair(
         _run_process(generate, requests, plan.devices[0])  # joins the shards; without any, it generates
     if not scored.exists():
         _run_process(rewards.scoring_command(plan.reward, samples, scored), requests, ",".join(plan.devices))
-    answer_pairs, about = rewards.best_and_worst_pairs(rewards.read_lines(scored))
-    if not pairs.exists():
-        rewards.write_lines(pairs, answer_pairs)
+    rows = rewards.read_lines(scored)
+    is_paired = plan.cfg.preference.is_paired
+    chosen, about = rewards.best_and_worst_pairs(rows) if is_paired else rewards.best_answers(rows, plan.min_reward)
+    if not learned.exists():
+        rewards.write_lines(learned, chosen)
     return about
 
 
 def _run_arguments(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
-    """Return the overrides of a round's run: the recipe's, with this round's pairs as data and the
+    """Return the overrides of a round's run: the recipe's, with what this round chose as data, and the
     last round's model.
     """
     round_settings: dict[str, str | Path] = {
-        "data": folder / "pairs.jsonl",
+        "data": folder / f"{plan.data_name}.jsonl",
         "run.dir": folder,
         "run.name": "run",
         "model.path": model,

@@ -1,10 +1,13 @@
-"""Train by rounds of sampled answers, rewards and preference pairs; rerun the command to resume.
+"""Train by rounds of sampled answers, rewards and preference pairs or best answers; rerun the command to resume.
 
 toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prompts=FILE reward=… [rounds=3] [key=value]
 
+  preference=dpo        learn from the best and the worst answer of each prompt; without it (preference=none) learn the
+                        best one (best-of-n, rejection sampling), if its reward is at least min_reward=N
+                        (1 for exact_match, json and regex, else any)
   prompts=FILE          questions, as for `toolkit generate input=FILE`; a final answer is the `reference`
-  rounds=3              each: sample answers, score them, pair the best with the worst, train on the pairs; the next
-                        round begins with what this one trained
+  rounds=3              each: sample answers, score them, choose, train; the next round begins with what this one
+                        trained
   samples=4             answers per prompt; temperature=1, top_p, top_k, max_new_tokens=256, batch_size=8, seed, system
                         as for `toolkit generate`
   reward=exact_match    1 where the answer is the reference, else 0
@@ -17,16 +20,21 @@ toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prom
   launcher options, other arguments as for `toolkit launch`, which starts each run
 """
 
+import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
 from toolkit.config import requirements
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr
 
+if TYPE_CHECKING:
+    from toolkit.evaluate.rewards import Reward
+
 GENERATE = ("samples", "temperature", "top_p", "top_k", "max_new_tokens", "batch_size", "seed", "system")
-OWN = ("prompts", "rounds", "reward", "pattern", "least", "most", "allow_code", *GENERATE)
+OWN = ("prompts", "rounds", "reward", "min_reward", "pattern", "least", "most", "allow_code", *GENERATE)
 
 
 def run(words: list[str]) -> int:
@@ -44,6 +52,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("samples = 1 makes no pairs. Use 2 or more."))
     if number(settings, "temperature", 1.0) == 0:
         raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
+    if "min_reward" in settings and cfg.preference.is_on:
+        raise ConfigError(tr("min_reward has an effect without a preference loss only. Remove it."))
     if not deepspeed.hostfile_of(options):
         hostfile.check_visible_devices_here(options)
     from toolkit.evaluate.rewards import Reward
@@ -64,10 +74,22 @@ def run(words: list[str]) -> int:
         prompts=Path(settings["prompts"]).absolute(),
         reward=reward,
         rounds=positive_int(settings, "rounds") or 3,
+        min_reward=-math.inf if cfg.preference.is_on else _min_reward(settings, reward),
         devices=_devices(options),
         generate=generate | {name: settings[name] for name in GENERATE if name in settings},
     )
     return run_rounds(plan)
+
+
+def _min_reward(settings: dict[str, str], reward: "Reward") -> float:
+    """Return the least reward of an answer that is learned without a preference loss; -inf for any."""
+    text = settings.get("min_reward", "")
+    if not text:
+        return 1.0 if reward.kind in ("exact_match", "json", "regex") else -math.inf
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("min_reward = {value} must be a number.", value=text) from None
 
 
 def _devices(options: dict[str, str]) -> list[str]:

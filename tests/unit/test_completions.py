@@ -1,0 +1,179 @@
+"""The client of completion servers: what is late, broken or nonsense costs a try, and never an error."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.unit.speaker import write_random
+from toolkit.config.schema import RolloutsConfig
+from toolkit.evaluate import completions
+from toolkit.evaluate.completions import CompletionClient, find_protocol
+from toolkit.messages import ConfigError
+from toolkit.models import chat
+
+GOOD = {"text": "a b", "finish_reason": "stop", "token_ids": None, "index": 0}
+
+
+class StandIn:
+    """A server whose answers are taken from `script`, one for each request; the last one stays."""
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[dict[str, Any]], tuple[int, bytes] | None]] = [says()]
+        self.asked: list[tuple[dict[str, Any], str]] = []
+        self.takes_ids = True
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, json.dumps({"data": [{"id": "student"}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not stand_in.takes_ids and not isinstance(body["prompt"], str):
+                    self.reply(400, json.dumps({"error": {"message": "prompt must be a string."}}).encode())
+                    return
+                stand_in.asked.append((body, self.headers.get("Authorization", "")))
+                act = stand_in.script.pop(0) if len(stand_in.script) > 1 else stand_in.script[0]
+                if answer := act(body):
+                    self.reply(*answer)
+                else:
+                    self.connection.close()
+
+            def reply(self, code: int, content: bytes) -> None:
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(content)))
+                if code == 302:
+                    self.send_header("Location", "/v1/completions")
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that gave up
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def says(content: bytes | None = None, code: int = 200, wait_s: float = 0, model: str = "", **choice: Any) -> Any:
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        time.sleep(wait_s)
+        whole = {"model": model or body["model"], "choices": [{**GOOD, **choice}]}
+        return code, json.dumps(whole).encode() if content is None else content
+
+    return answer
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    one = StandIn()
+    yield one
+    one.server.shutdown()
+    one.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> chat.AnyChatEncoder:
+    folder = tmp_path_factory.mktemp("speaker")
+    write_random(folder)
+    return chat.load_chat_encoder(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "_FIRST_PAUSE_S", 0.01)
+
+
+def client(server: StandIn, encoder: chat.AnyChatEncoder, **settings: Any) -> CompletionClient:
+    config = RolloutsConfig(url=server.url, **{"max_new_tokens": 8, "timeout_s": 6.0, **settings})
+    made = CompletionClient(config, encoder, find_protocol(config, encoder))
+    server.asked.clear()
+    return made
+
+
+def prompt(encoder: chat.AnyChatEncoder) -> list[int]:
+    return encoder.prompt([{"role": "user", "content": "b a"}])
+
+
+NONSENSE = {
+    "no JSON": says(b"<html>"),
+    "no object": says(b"[1]"),
+    "no UTF-8": says(b'{"model": "student", "choices": [{"text": "\xff\xfe"}]}'),
+    "deep": says(b"[" * 60_000),
+    "endless": says(b" " * (1 << 20)),
+    "an error": says(b"{}", code=500),
+    "a redirect": says(b"", code=302),
+    "no choice": says(json.dumps({"model": "student", "choices": []}).encode()),
+    "another model": says(model="gpt"),
+    "empty": says(text=" "),
+    "no text": says(text=None),
+    "a lone surrogate": says(text="\ud800"),
+    "token ids of another vocabulary": says(token_ids=[1, 10**6]),
+    "token ids that are none": says(token_ids=[True, 1.5]),
+    "too many token ids": says(token_ids=[1] * 9),
+    "too long": says(text="a " * 200),
+    "hung up": lambda body: None,
+    "late": says(wait_s=2.5),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_costs_a_try(name: str, server: StandIn, encoder: chat.AnyChatEncoder) -> None:
+    asks, gives_up = client(server, encoder), client(server, encoder, tries=2, timeout_s=1.5)
+    server.script = [NONSENSE[name], says()]
+    [answer] = asks.answer_all([prompt(encoder)], [7])
+    assert isinstance(answer, list) and answer[-1] in encoder.stop_ids and len(server.asked) == 2
+    server.script = [NONSENSE[name]]
+    [reason] = gives_up.answer_all([prompt(encoder)], [7])
+    assert isinstance(reason, str) and reason and "\n" not in reason
+
+
+def test_a_dead_server_takes_no_longer_than_its_time(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
+    asks = client(server, encoder, timeout_s=1.0)
+    server.script = [says(wait_s=5)]
+    began = time.monotonic()
+    answers = asks.answer_all([prompt(encoder)] * 70, list(range(70)))
+    assert all(isinstance(answer, str) for answer in answers) and time.monotonic() - began < 3
+    server.server.shutdown()
+    server.server.server_close()
+    [reason] = asks.answer_all([prompt(encoder)], [1])
+    assert "refused" in str(reason)
+    with pytest.raises(ConfigError, match=r"gives no completions: .*refused"):
+        find_protocol(asks.config, encoder)
+
+
+def test_ids_are_the_servers_or_those_of_the_text(
+    server: StandIn, encoder: chat.AnyChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(completions.TOKEN_VARIABLE, "hush-hush-hush")
+    asks, stop = client(server, encoder), encoder.stop_ids[0]
+    of_text = [int(token) for token in encoder.tokenizer("a b", add_special_tokens=False)["input_ids"]]
+    for choice, expected in (
+        ({}, [*of_text, stop]),
+        ({"finish_reason": "length"}, of_text),
+        ({"token_ids": [9, 8, stop, 7]}, [9, 8, stop]),
+        ({"token_ids": [9, 8]}, [9, 8, stop]),
+        ({"token_ids": [9] * 8}, [9] * 8),
+    ):
+        server.script = [says(**choice)]
+        assert asks.answer_all([prompt(encoder)], [3]) == [expected]
+    body, token = server.asked[-1]
+    assert token == "Bearer hush-hush-hush" and body["prompt"] == prompt(encoder)
+    assert (body["seed"], body["temperature"], body["top_p"], body["max_tokens"]) == (3, 1.0, 1.0, 8)
+    server.script, server.takes_ids = [says()], False
+    by_text = client(server, encoder)
+    assert not by_text.protocol.takes_ids and by_text.answer_all([prompt(encoder)], [3]) == [[*of_text, stop]]
+    [(body, _)] = server.asked
+    assert encoder.tokenizer(body["prompt"])["input_ids"] == prompt(encoder) and "return_token_ids" not in body
+
+
+def test_the_model_must_be_there(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
+    with pytest.raises(ConfigError, match=r"distill\.rollouts\.model = teacher: the server has student\."):
+        client(server, encoder, model="teacher")
