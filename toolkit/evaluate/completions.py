@@ -62,7 +62,7 @@ class CompletionClient:
             return list(threads.map(lambda prompt, seed: self._answer(prompt, seed, until), prompts, seeds))
 
     def _answer(self, prompt: Sequence[int], seed: int, until: float) -> list[int] | str:
-        reason, tries = tr("the time is up"), self.config.tries
+        reason, tries = tr("timed out"), self.config.tries
         for number in range(tries):
             left = until - time.monotonic()
             if left <= 0:
@@ -165,7 +165,7 @@ def _request(config: RolloutsConfig, path: str, limit_s: float, body: dict[str, 
             if len(received) > most:
                 raise ValueError(tr("it is longer than {count} bytes", count=most))
             if time.monotonic() > until:  # the timeout is that of a single read
-                raise TimeoutError(tr("the time is up"))
+                raise TimeoutError(tr("timed out"))
     return dict(json.loads(received.decode()))
 
 

@@ -86,7 +86,7 @@ class OnPolicyTask(distill.DistillTask):
             encoder = self.data.encoder
             protocol = process_group.on_rank0(lambda: completions.find_protocol(config, encoder))
             self._client = completions.CompletionClient(config, encoder, protocol)
-            say("{url} writes the student's answers, as the model {name}.", url=config.url, name=protocol.model)
+            say("The student's answers come from {url}, model {name}.", url=config.url, name=protocol.model)
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Prepare the evaluation, and let metrics.jsonl show what answers cost."""
@@ -182,8 +182,8 @@ class OnPolicyTask(distill.DistillTask):
         if failures and not self._is_warned:
             self._is_warned = True
             warn(
-                "step {step}: {count} of {all} answers of the student could not be had, and their samples keep the "
-                "answers of the data: {reason}. metrics.jsonl counts further ones (rollouts_failed).",
+                "step {step}: {count} of {all} answers of the student failed; these samples keep the answers of the "
+                "data: {reason}. metrics.jsonl counts further failures (rollouts_failed).",
                 step=step,
                 count=len(failures),
                 all=len(answers),
@@ -193,7 +193,7 @@ class OnPolicyTask(distill.DistillTask):
         patience = self.cfg.distill.rollouts.max_failed_steps
         if patience and self._failed_steps >= patience and self._client is not None:
             raise LaunchError(
-                "{url} has given no answer in {count} steps up to step {step}: {reason}. Start the server, then the "
+                "{url} gave no answer in {count} steps in a row, up to step {step}: {reason}. Start the server; the "
                 "same command resumes. distill.rollouts.max_failed_steps=0 continues with the answers of the data.",
                 url=self.cfg.distill.rollouts.url,
                 count=self._failed_steps,
@@ -285,7 +285,7 @@ class OnPolicyTask(distill.DistillTask):
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         """Add a line on the answers of the student."""
         line = tr(
-            "The student wrote {count} answers; {failed} more could not be had (rollouts.jsonl).",
+            "The student wrote {count} answers; {failed} more failed (rollouts.jsonl).",
             count=f"{summary['rollouts'] - summary['rollouts_failed']:,}",
             failed=f"{summary['rollouts_failed']:,}",
         )
