@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import forked, run
 from shared import (
     ALL,
     LORA,
     RECOMPUTE,
+    WORKER,
     PlainOptimizer,
     by_tier,
     global_batches,
@@ -23,6 +25,7 @@ from shared import (
 )
 from test_distill import apart, teacher  # noqa: F401  a fixture
 
+from tests.unit.test_completions import StandIn
 from toolkit.tasks.on_policy import draw_of, read_rollouts
 
 TOLERANCE = 1e-5
@@ -84,8 +87,12 @@ def sampled(cfg: Any, model: Any, encoder: Any, prompt: list[int], seed: int) ->
     return ids[len(prompt) :][: cfg.data.max_length - len(prompt)]
 
 
-def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict[str, list[float]]:
-    """Train in a plain loop on fixed answers of the student; return losses, gradient norms and divergences by step."""
+def plain_loop(
+    overrides: list[str], rollouts: dict[int, dict[int, Any]], is_own: bool = True
+) -> dict[str, list[float]]:
+    """Train in a plain loop on fixed answers; return losses, gradient norms and divergences by step. `is_own`: whether
+    the answers must be those of the plain loop's model.
+    """
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
@@ -96,6 +103,10 @@ def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict
 
     cfg = load(overrides).cfg
     data = load_data(cfg)
+    answers = {
+        step: {sample: answer for sample, answer in of_step.items() if isinstance(answer, list)}
+        for step, of_step in rollouts.items()
+    }
     model: Any = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
     other: Any = load_model(cfg.distill.teacher).eval()
     if cfg.tuning.method.value != "full":
@@ -111,9 +122,10 @@ def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict
                 parts = split_sample(ids.tolist(), mask.tolist(), data.encoder)
                 assert parts is not None
                 prompt, answer = parts[0], answers[step][sample]
-                expected = sampled(cfg, model.eval(), data.encoder, prompt, draw_of(cfg.run.seed, step, sample))
-                assert answer == expected, (step, sample)
-                model.train()
+                if is_own:
+                    expected = sampled(cfg, model.eval(), data.encoder, prompt, draw_of(cfg.run.seed, step, sample))
+                    assert answer == expected, (step, sample)
+                    model.train()
                 ids = torch.tensor(prompt + answer).numpy()
                 mask = torch.arange(len(ids)).numpy() >= len(prompt)
             own.append(sample in answers[step])
@@ -124,12 +136,13 @@ def plain_loop(overrides: list[str], answers: dict[int, dict[int, Any]]) -> dict
         with torch.no_grad():
             others = other(**given).logits[:, :-1]
         labelled = -logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        is_own, trains = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
-        weights, distance = torch.where(is_own, 1.0, cfg.distill.weight), apart(cfg, logits, others)
+        by_student, trains = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
+        weights, distance = torch.where(by_student, 1.0, cfg.distill.weight), apart(cfg, logits, others)
         each = (1 - weights) * labelled + weights * cfg.distill.temperature**2 * distance
         loss = (each * trains).sum() / trains.sum()
         found["loss"].append(float(loss.detach()))
-        found["own_kl"].append(float((distance.detach() * trains * is_own).sum() / (trains * is_own).sum()))
+        of_student = trains * by_student
+        found["own_kl"].append(float((distance.detach() * of_student).sum() / of_student.sum()))
         found["share"].append(sum(own) / len(own))
         found["grad_norm"].append(optimizer.step(loss))
     return found
@@ -170,3 +183,57 @@ def test_the_student_comes_nearer_on_what_it_says_itself(runs: Path) -> None:
     assert sum(apart_by_step[-5:]) < 0.7 * sum(apart_by_step[:5])
     done = json.loads((runs / "taught-on-own" / "DONE").read_text())
     assert done["rollouts"] > 200 and done["rollouts_failed"] == 0
+
+
+def test_a_server_that_answers_nonsense_and_dies_costs_tries(
+    rows_file: Path,
+    teacher: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The run is that of a plain loop on what was written down; resumed, it takes its answers from there."""
+    server, asked = StandIn(), 0
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes] | None:
+        nonlocal asked
+        asked += "seed" in body
+        if asked > 26 and "seed" in body:  # dead, but for the question at the start
+            return None
+        if body.get("seed", 1) % 4 == 0:
+            return 200, b"{"
+        ids = [10 + (body.get("seed", 0) + number) % 40 for number in range(5)]
+        choice = {"text": "x", "token_ids": ids, "finish_reason": "length"}
+        return 200, json.dumps({"model": "student", "choices": [choice]}).encode()
+
+    server.script = [answer]
+    own = [f"distill.rollouts.url={server.url}", "distill.rollouts.tries=2", "distill.rollouts.timeout_s=20"]
+    own += ["distill.on_policy=1", "zero=stage2", "distill.rollouts.max_new_tokens=9", *SAVED, *FULL]
+
+    def start(name: str, *more: str) -> tuple[int, str]:
+        overrides = words(rows_file, teacher, tmp_path, name, [*own, "distill.rollouts.max_failed_steps=0", *more])
+        overrides = [one for one in overrides if not one.startswith("distill.rollouts.batch_size")]
+        (tmp_path / "cases.json").write_text(json.dumps([{"overrides": overrides}]))
+        finished = run([*forked(2, WORKER), str(tmp_path / "cases.json")], cwd=tmp_path, timeout_s=200)
+        return finished.code, finished.output
+
+    code, output = start("served")
+    assert code == 0, output[-4000:]
+    assert "answers of the student failed; these samples keep the answers of the data" in output
+    folder = tmp_path / "runs" / "served"
+    saved = read_rollouts([folder / "rollouts.jsonl"], 1)
+    rows = [row for row in rows_of(folder) if "loss" in row]
+    failed = [sum(isinstance(answer, str) for answer in saved[step].values()) for step in range(1, STEPS + 1)]
+    assert [row["rollouts_failed"] for row in rows] == failed and failed[-1] == 4 and failed[0] < 4
+    overrides = [one for one in words(rows_file, teacher, tmp_path, "plain", own) if "batch_size" not in one]
+    expected = plain_loop(overrides, saved, is_own=False)
+    assert losses(folder) == pytest.approx(expected["loss"], abs=TOLERANCE)
+    first = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
+    assert (first["by"], first["url"]) == ("student", server.url)
+
+    asked = 0
+    code, output = start("again", f"resume={folder}/checkpoints/step-3")
+    assert code == 0, output[-4000:]
+    assert losses(tmp_path / "runs" / "again") == losses(folder)[3:] and asked == 0
+    asked = 100
+    code, output = start("stopped", "distill.rollouts.max_failed_steps=2")
+    assert code and "gave no answer in 2 steps in a row, up to step 2" in output
+    server.server.shutdown()
