@@ -67,6 +67,29 @@ REFUSED = {
         "preference.loss = sigmoid and task.kind = distill do not go together: a preference loss trains a language "
         "model. Use preference=none, or task=language."
     ),
+    "task=distill distill.teacher=a/b distill.on_policy=1 distill.top_k=8": (
+        "distill.on_policy = 1.0 is not supported with this config: stored teacher scores cover the answers of the "
+        "data only. Set distill.top_k=0."
+    ),
+    "task=distill distill.teacher=a/b distill.on_policy=0.5 data.packing=packed": (
+        "distill.on_policy = 0.5 is not supported with this config: the student's answers have other lengths than "
+        "those that were packed. Use data.packing=none."
+    ),
+    "task=distill distill.teacher=a/b distill.on_policy=1 parallel=pipeline parallel.pipeline=2 zero=stage1": (
+        "distill.on_policy = 1.0 is not supported with this config: the layers that an answer needs are on several "
+        "ranks. Set parallel.pipeline=1."
+    ),
+    "task=distill distill.teacher=a/b distill.on_policy=1 distill.rollouts.url=http://me:pass@host/v1": (
+        "distill.rollouts.url must begin with http:// or https:// and hold no user. Put a token into ROLLOUTS_API_KEY."
+    ),
+    "task=distill distill.teacher=a distill.on_policy=1 distill.rollouts.url=http://h distill.rollouts.timeout_s=1e4": (
+        "distill.on_policy = 1.0 is not supported with this config: distill.rollouts.timeout_s = 10000.0 must be below "
+        "distributed.timeout_s = 1800, or other ranks would stop waiting."
+    ),
+    "task=distill distill.teacher=a/b distill.rollouts.top_p=0.5": (
+        "distill.rollouts.top_p = 0.5 has no effect: distill.on_policy is 0.0. Remove it, or set "
+        "distill.rollouts.top_p=1.0."
+    ),
     "data.sources=[{path:b},{path:a,general:true}]": (
         "data.sources[1].general has an effect with task=distill and no distill.teacher only. Remove it."
     ),
