@@ -179,10 +179,10 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
 
 
 def test_the_student_comes_nearer_on_what_it_says_itself(runs: Path) -> None:
-    apart_by_step = [row["distill/own_kl"] for row in rows_of(runs / "taught-on-own") if "loss" in row]
+    rows = [row for row in rows_of(runs / "taught-on-own") if "loss" in row]
+    apart_by_step = [row["distill/own_kl"] for row in rows]
     assert sum(apart_by_step[-5:]) < 0.7 * sum(apart_by_step[:5])
-    done = json.loads((runs / "taught-on-own" / "DONE").read_text())
-    assert done["rollouts"] > 200 and done["rollouts_failed"] == 0
+    assert {(row["rollouts"], row["rollouts_failed"]) for row in rows} <= {(4, 0), (2, 0)}
 
 
 def test_a_server_that_answers_nonsense_and_dies_costs_tries(

@@ -78,7 +78,8 @@ class CompletionClient:
     def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> list[int]:
         """Return the ids of an answer; one of `_WRONG` if the server gives none that can be used."""
         config, protocol = self.config, self.protocol
-        body = {"model": protocol.model, "prompt": list(prompt), "max_tokens": config.max_new_tokens, "seed": seed}
+        body: dict[str, Any] = {"model": protocol.model, "prompt": list(prompt), "seed": seed}
+        body["max_tokens"] = config.max_new_tokens
         body |= {"temperature": config.temperature, "top_p": config.top_p}
         if protocol.takes_ids:
             body["return_token_ids"] = True  # vLLM's; others ignore it
@@ -118,32 +119,24 @@ def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
 
 def find_protocol(config: RolloutsConfig, encoder: chat.AnyChatEncoder) -> Protocol:
     """Return what the server understands, after asking it a question; ConfigError if it gives no answer."""
-    reason = ""
-    try:
-        listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
-    except _WRONG as error:
-        raise _unusable(config, _reason(error)) from error
-    if config.model not in listed and (config.model or len(listed) != 1):
-        raise ConfigError(
-            "distill.rollouts.model = {name}: the server has {listed}. Name one of them.",
-            name=config.model or '""',
-            listed=", ".join(listed[:20]) or "-",
-        )
-    prompt = encoder.prompt([{"role": "user", "content": "?"}])
+    reason, prompt = "", encoder.prompt([{"role": "user", "content": "?"}])
     for takes_ids in (True, False):
-        protocol = Protocol(config.model or listed[0], "", takes_ids)
-        body = {"model": protocol.model, "max_tokens": 1, "temperature": config.temperature, "top_p": config.top_p}
         try:
+            listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
+            if config.model not in listed and (config.model or len(listed) != 1):
+                raise ConfigError(
+                    "distill.rollouts.model = {name}: the server has {listed}. Name one of them.",
+                    name=config.model or '""',
+                    listed=", ".join(listed[:20]) or "-",
+                )
             asked = prompt if takes_ids else as_text(prompt, encoder)
-            answer = _request(config, "completions", config.timeout_s, body | {"prompt": asked})
-            return Protocol(protocol.model, str(answer["model"]), takes_ids)
+            body: dict[str, Any] = {"model": config.model or listed[0], "prompt": asked}
+            body |= {"max_tokens": 1, "temperature": config.temperature, "top_p": config.top_p}
+            answer = _request(config, "completions", config.timeout_s, body)
+            return Protocol(str(body["model"]), str(answer["model"]), takes_ids)
         except _WRONG as error:
             reason = _reason(error)
-    raise _unusable(config, reason)
-
-
-def _unusable(config: RolloutsConfig, reason: str) -> ConfigError:
-    return ConfigError(
+    raise ConfigError(
         "distill.rollouts.url = {url} gives no completions: {reason}. Give the base URL of an OpenAI-compatible server "
         "that runs, such as http://host:8000/v1.",
         url=config.url,

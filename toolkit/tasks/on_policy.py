@@ -26,7 +26,7 @@ from toolkit.data import loader, sampler
 from toolkit.distributed import process_group, watchdog
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import completions, generate, questions
-from toolkit.messages import LaunchError, say, tr, warn
+from toolkit.messages import LaunchError, say, warn
 from toolkit.models import loss
 from toolkit.tasks import distill, language_data
 from toolkit.tasks.distill_losses import Distilled
@@ -275,22 +275,6 @@ class OnPolicyTask(distill.DistillTask):
         except OSError as error:
             warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
 
-    # End
-
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Add the number of answers of this process, and of those that could not be had."""
-        counts = {"rollouts": self.counts.total, "rollouts_failed": self.counts.total_failed}
-        return {**super().summary(run, result), **counts}
-
-    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        """Add a line on the answers of the student."""
-        line = tr(
-            "The student wrote {count} answers; {failed} more failed (rollouts.jsonl).",
-            count=f"{summary['rollouts'] - summary['rollouts_failed']:,}",
-            failed=f"{summary['rollouts_failed']:,}",
-        )
-        return [*super().end_lines(summary), line]
-
 
 class _SampleNumbers:
     """Gives micro-batches a column with the numbers of their samples, as `TokenTargets` gives its columns."""
@@ -302,21 +286,18 @@ class _SampleNumbers:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCounts(hooks.Hook):
-    """Answers since the last row of metrics.jsonl and of the whole process, and the seconds that they took."""
+    """Answers since the last row of metrics.jsonl, and the seconds that they took."""
 
     count: int = 0
     failed: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    total: int = 0
-    total_failed: int = 0
 
     def add(self, answers: Mapping[int, Answer], seconds: float) -> None:
         """Count the answers of a step."""
         lengths = [len(answer) for answer in answers.values() if not isinstance(answer, str)]
         self.count, self.failed = self.count + len(answers), self.failed + len(answers) - len(lengths)
         self.tokens, self.seconds = self.tokens + sum(lengths), self.seconds + seconds
-        self.total, self.total_failed = self.total + len(answers), self.total_failed + len(answers) - len(lengths)
 
     def at_log(self, step: int, position: sampler.Position, times: Any) -> Mapping[str, float]:
         """Return the figures since the last row."""
