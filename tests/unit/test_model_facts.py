@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "model_type = xlnet, which cannot be trained",
         "",
     ),
-    "gptq": (CONFIGS["qwen3"], {"quantization_config": GPTQ}, r"quantized weights \(gptq .*in bf16: tuning=qlora", ""),
+    "gptq": (CONFIGS["qwen3"], {"quantization_config": GPTQ}, r"quantized weights \(gptq .*export-model", ""),
     "fp8": (CONFIGS["qwen3"], {"quantization_config": FP8}, r"quantized weights \(fp8 .*quantized-checkpoints", ""),
     "code": (CONFIGS["qwen3"], {"auto_map": CODE}, r"names Python code .*\['mine.py'\]", ""),
 }

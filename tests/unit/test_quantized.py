@@ -1,7 +1,10 @@
-"""Directories of quantised weights: what is reported of them, and the way to train their models."""
+"""Directories of quantized weights: what every command says of them, and their copies in 16 bits, by the formulas that
+the formats' own programs publish.
+"""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +13,102 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.architectures import write
+from tests.architectures import stored_tensors, write
 from tests.unit.tiny_model import SIZES
 from toolkit.cli import main
+from toolkit.config.schema import RunConfig
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
 from toolkit.messages import ModelError
 from toolkit.models.load import load_model, stream_parameters
+from toolkit.tasks.distill import check_teacher
 
-METHODS = {
-    "fp8": "FineGrainedFP8Config(dequantize=True)",
-    "mxfp4": "Mxfp4Config(dequantize=True)",
-    "gptq": "tuning=qlora",
-    "awq": "tuning=qlora",
-    "compressed-tensors": "tuning=qlora",
-    "bitsandbytes": "tuning=qlora",
+COPY, ORIGINAL = "toolkit export-model {folder} dtype=bf16 output=DIR", "Use the original repository in bf16"
+INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    # openai/gpt-oss-20b
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, COPY),
+    # deepseek-ai/DeepSeek-V3
+    "fp8": (
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        COPY,
+    ),
+    # mistralai/Ministral-3-3B-Instruct-2512
+    "fp8 of one scale": ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, COPY),
+    # TheBloke/Llama-2-7B-Chat-GPTQ
+    "gptq": ({"bits": 4, "group_size": 128, "desc_act": True, "sym": True, "quant_method": "gptq"}, COPY),
+    "gptq marlin": ({"bits": 4, "quant_method": "gptq", "checkpoint_format": "marlin"}, ORIGINAL),
+    # Qwen/Qwen2.5-7B-Instruct-AWQ
+    "awq": ({"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}, COPY),
+    "awq gemv": ({"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemv"}, ORIGINAL),
+    # moonshotai/Kimi-K2-Thinking
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": INTEGERS | {"group_size": 32}}},
+        },
+        COPY,
+    ),
+    "compressed-tensors sparse": ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask"}, ORIGINAL),
+    # unsloth's -bnb-4bit repositories, and those of before there was a quant_method
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, ORIGINAL),
+    "old bitsandbytes": ({"load_in_8bit": True}, ORIGINAL),
+    # nvidia's -NVFP4 repositories
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ORIGINAL),
+    "auto-round": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, ORIGINAL),
+    # mlx-community's repositories
+    "mlx": ({"group_size": 64, "bits": 4}, ORIGINAL),
 }
+"""What published repositories say in quantization_config -> what is to be done."""
+NAMES = {"fp8 of one scale": "fp8", "old bitsandbytes": "bitsandbytes", "modelopt": "modelopt NVFP4"}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("section", ["", "text_config"])
-def test_check_and_train_say_the_same(
-    section: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_kind_and_the_way_are_named(case: str, tmp_path: Path) -> None:
+    folder, (settings, way) = write(tmp_path / "model", "llama"), PUBLISHED[case]
+    change(folder, {"text_config": {"quantization_config": settings}})
+    with pytest.raises(ModelError) as raised:
+        stream_parameters(folder)
+    name = NAMES.get(case, case.split()[0])
+    assert f"({name} in config.json)" in str(raised.value) and way.format(folder=folder) in str(raised.value)
+    if way == ORIGINAL:
+        with pytest.raises(ModelError, match="Use the original repository in bf16"):
+            export_verified(folder, tmp_path / "out", ExportOptions())
+
+
+def test_commands_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """NVIDIA ModelOpt's exports may say it in hf_quant_config.json alone, which is read with bounds."""
     monkeypatch.chdir(tmp_path)
     Path("chat.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     folder = write(tmp_path / "model", "llama")
-    change(folder, {section: {"quantization_config": {"quant_method": method}}} if section else quantized(method))
+    file = folder / "hf_quant_config.json"
+    producer = {"name": "modelopt", "version": "0.37.0"}
+    file.write_text(json.dumps({"producer": producer, "quantization": {"quant_algo": "FP8", "group_size": None}}))
+    errors = told(folder, capsys)
+    assert len(set(errors)) == 1 and "(modelopt FP8 in hf_quant_config.json)" in errors[0] and ORIGINAL in errors[0]
+    assert "docs/models.md#quantized-checkpoints" in errors[0]
+    for content, message in (("{", "is not JSON"), ("[" * 5000, "is not JSON"), (" " * (17 << 20), "more than")):
+        file.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            stream_parameters(folder)
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what each command says of a directory's quantized weights."""
+    run = ["recipe=zero1", "model=hf", f"model.path={folder}", "data=chat.jsonl"]
     errors = []
-    for command in ("check", "train"):
+    for words in (["check", *run], ["train", *run], ["plan", *run], ["models", str(folder)]):
         capsys.readouterr()
-        assert main([command, "recipe=zero1", "model=hf", f"model.path={folder}", "data=chat.jsonl"]) == 2
+        code = main(words)
         shown = capsys.readouterr()
-        errors.append(re.search(r"\S+ holds quantized weights .*", shown.out + shown.err)[0])  # type: ignore[index]
-    assert errors[0] == errors[1]
-    assert f"({method} in config.json)" in errors[0] and METHODS[method] in errors[0]
-    for read in (lambda: stream_parameters(folder), lambda: export_verified(folder, tmp_path / "out", ExportOptions())):
-        with pytest.raises(ModelError, match="holds quantized weights"):
-            read()
-
-
-def quantized(method: str) -> dict[str, Any]:
-    """Return what config.json says of such weights."""
-    return {"quantization_config": {"quant_method": method}}
+        text = " ".join((shown.out + shown.err).split())
+        found = re.search(r"\S+ holds quantized weights .*?checkpoints\)", text)
+        assert found and code == (0 if words[0] == "plan" else 2), (words, code, text)
+        errors.append(found[0])
+    return errors
 
 
 def change(folder: Path, values: dict[str, Any]) -> None:
@@ -101,21 +157,204 @@ def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
             whole = pairs * torch.exp2(scales.float() - 127)[..., None]
             expected[name] = whole.reshape(experts, outputs, inputs).transpose(1, 2).bfloat16()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    change(folder, quantized("mxfp4"))
+    change(folder, {"quantization_config": {"quant_method": "mxfp4"}})
     return expected
 
 
-@pytest.mark.parametrize(("write_model", "kind"), [(write_fp8, "FineGrainedFP8Config"), (write_mxfp4, "Mxfp4Config")])
-def test_the_way_of_the_docs(write_model: Any, kind: str, tmp_path: Path) -> None:
-    """The script on the page writes a directory of the same values, which is read piece by piece and exported."""
+@pytest.mark.parametrize("write_model", [write_fp8, write_mxfp4])
+def test_a_copy_is_what_transformers_dequantizes(write_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Values are those of the formula and of transformers (5.23), which dequantizes on CPUs; then it is a model."""
     torch.manual_seed(5)
     expected = write_model(tmp_path / "quantized")
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    script = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dequantize=True" in block)
-    script = script.replace("FineGrainedFP8Config", kind)
-    script = script.replace("/models/Qwen3-8B-FP8", str(tmp_path / "quantized"))
-    exec(script.replace("/models/Qwen3-8B-bf16", str(tmp_path / "bf16")), {})
+    (tmp_path / "quantized" / "notes.txt").write_text("kept")
+    said = export_verified(tmp_path / "quantized", tmp_path / "bf16", ExportOptions())
+    assert "it loads" in said and (tmp_path / "bf16" / "notes.txt").is_file()
     written = dict(stream_parameters(tmp_path / "bf16")[1])
     assert expected and all(torch.equal(written[name], value) for name, value in expected.items())
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "quantized", dtype=torch.bfloat16).state_dict()
+    ours = auto.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16).state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
     export_verified(tmp_path / "bf16", tmp_path / "export", ExportOptions())
     assert load_model(tmp_path / "export").dtype is torch.bfloat16
+
+
+def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return a matrix of unsigned codes as int32s along its rows; `order`: which code comes first, second, …"""
+    count = 32 // bits
+    order = order or tuple(range(count))
+    words = [
+        [sum(int(row[start + each]) << bits * place for place, each in enumerate(order)) for start in starts]
+        for row in codes
+        for starts in [range(0, len(row), count)]
+    ]
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+def gptq(bits: int, format: str) -> Any:
+    """Return a way to pack by AutoGPTQ 0.8's QuantLinear, in act order, and the settings."""
+
+    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
+        stored = (zeros - 1) % 2**bits if format == "gptq" else zeros
+        parts = {"qweight": packed(codes, bits).T, "qzeros": packed(stored.T, bits), "scales": scales.T}
+        return {**parts, "g_idx": group.int()}
+
+    return pack, bits, {"quant_method": "gptq", "bits": bits, "checkpoint_format": format, "desc_act": True}
+
+
+def awq() -> Any:
+    """Return a way to pack by AutoAWQ 0.2.9's WQLinear_GEMM, and the settings."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
+        parts = {"qweight": packed(codes.T, 4, order), "qzeros": packed(zeros.T, 4, order)}
+        return {**parts, "scales": scales.T}
+
+    return pack, 4, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}
+
+
+def compressed(bits: int, symmetric: bool) -> Any:
+    """Return a way to pack by compressed-tensors 0.20's PackedQuantizationCompressor, and the settings."""
+
+    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
+        parts = {
+            "weight_packed": packed(codes, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(codes.shape),
+        }
+        if symmetric:
+            zeros.fill_(2 ** (bits - 1))
+            return parts
+        return {**parts, "weight_zero_point": packed(zeros.T, bits).T}
+
+    weights = INTEGERS | {"num_bits": bits, "symmetric": symmetric}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    return pack, bits, settings
+
+
+INTEGER_FORMATS = {
+    **{f"gptq {bits} bits": gptq(bits, "gptq") for bits in (2, 4, 8)},
+    "gptq_v2": gptq(4, "gptq_v2"),
+    "awq": awq(),
+    "compressed-tensors 4 bits": compressed(4, True),
+    "compressed-tensors 8 bits, zero points": compressed(8, False),
+}
+
+
+@pytest.mark.parametrize("case", INTEGER_FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_integers_are_scaled_exactly(case: str, dtype: str, tmp_path: Path) -> None:
+    """scale * (code - zero point), rounded once, in a model that trains; by names and shapes of the published files.
+    AutoGPTQ's forward pass (2, 4, 8 bits), AutoAWQ's dequantize_gemm and compressed-tensors' decompress, run once on
+    such tensors, gave the same bits.
+    """
+    pack, bits, settings = INTEGER_FORMATS[case]
+    folder, expected = write(tmp_path / "model", "llama"), {}
+    stored = {}
+    generator = torch.Generator().manual_seed(7)
+    for name, value in load_file(folder / "model.safetensors").items():
+        stored[name] = value.bfloat16()
+        if name.endswith("proj.weight"):
+            outputs, inputs = value.shape
+            groups = inputs // 16
+            codes = torch.randint(2**bits, value.shape, generator=generator)
+            zeros = torch.randint(2**bits, (outputs, groups), generator=generator)
+            scales = (torch.rand((outputs, groups), generator=generator) / 50).to(getattr(torch, dtype))
+            group = torch.arange(inputs) // 16
+            if "gptq" in case:
+                group = group[torch.randperm(inputs, generator=generator)]
+            del stored[name]
+            for end, part in pack(codes, zeros, scales, group).items():
+                stored[f"{name.removesuffix('weight')}{end}"] = part.contiguous()
+            expected[name] = ((codes - zeros[:, group]).float() * scales.float()[:, group]).to(getattr(torch, dtype))
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    change(folder, {"quantization_config": settings, "dtype": dtype})
+    assert "it loads" in export_verified(folder, tmp_path / "copy", ExportOptions(max_shard_size="20KB"))
+    written = stored_tensors(tmp_path / "copy")
+    assert expected and len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
+    for name, value in expected.items():
+        assert torch.equal(written[name], value), name
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert config["dtype"] == dtype and "quantization_config" not in config
+    assert all(value.dtype is getattr(torch, dtype) for value in written.values())
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_the_last_block_may_be_short(method: str, tmp_path: Path) -> None:
+    """As DeepSeek-V3's kv_a_proj_with_mqa, of 576 rows in blocks of 128, which its own weight_dequant masks."""
+    folder = write(tmp_path / "model", "llama")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = torch.randn(stored[name].shape).to(torch.float8_e4m3fn)
+    rows, columns = codes.shape
+    scales = torch.rand(-(-rows // 24), -(-columns // 24))
+    stored[name], stored[f"{name}_scale{'_inv' if method == 'fp8' else ''}"] = codes, scales
+    stored["model.layers.0.self_attn.q_proj.activation_scale"] = torch.ones(1)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    group = {"weights": {"block_structure": [24, 24], "num_bits": 8}}
+    settings = {"weight_block_size": [24, 24], "format": "float-quantized", "config_groups": {"group_0": group}}
+    change(folder, {"quantization_config": {"quant_method": method, **settings}})
+    export_verified(folder, tmp_path / "copy", ExportOptions(dtype="float32"))
+    whole = torch.empty(codes.shape)
+    for row in range(rows):
+        for column in range(columns):
+            whole[row, column] = codes[row, column].float() * scales[row // 24, column // 24]
+    assert torch.equal(stored_tensors(tmp_path / "copy")[name], whole)
+
+
+@pytest.mark.parametrize("scales", [torch.uint8, torch.float8_e4m3fn])
+def test_floats_of_4_bits_in_compressed_tensors(scales: torch.dtype, tmp_path: Path) -> None:
+    """mxfp4-pack-quantized has exponents of 2 for 32 values, nvfp4-pack-quantized FP8 for 16 and a divisor for all."""
+    folder = write(tmp_path / "model", "llama")
+    stored = load_file(folder / "model.safetensors")
+    stem, size = "model.layers.1.mlp.gate_proj.weight", 32 if scales is torch.uint8 else 16
+    outputs, inputs = stored.pop(stem).shape
+    halves = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = torch.stack((table[(halves & 15).int()], table[(halves >> 4).int()]), dim=-1).view(outputs, inputs)
+    if scales is torch.uint8:
+        stored_scales = torch.randint(120, 130, (outputs, inputs // size), dtype=torch.uint8)
+        factors = torch.exp2(stored_scales.float() - 127)
+    else:
+        stored_scales = torch.rand(outputs, inputs // size).to(scales)
+        stored[f"{stem}_global_scale"] = torch.tensor([8.0])
+        factors = stored_scales.float() / 8
+    stored |= {f"{stem}_packed": halves, f"{stem}_scale": stored_scales}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    change(folder, {"quantization_config": {"quant_method": "compressed-tensors", "format": "mixed-precision"}})
+    export_verified(folder, tmp_path / "copy", ExportOptions())
+    expected = (values * factors.repeat_interleave(size, 1)).bfloat16()
+    assert torch.equal(stored_tensors(tmp_path / "copy")[stem], expected)
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    """What is missing, of another shape, without a scale, or too large for the precision stops the copy."""
+    folder = write_fp8_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    whole, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
+    damages: dict[str, dict[str, Any]] = {
+        "is in 8 bits without a scale": {f"{name}_scale_inv": None},
+        "do not fit together .* is missing": {name: None},
+        "do not fit together": {f"{name}_scale_inv": torch.ones(7, 3)},
+        "has values that torch.float16 cannot hold. Use dtype=bf16": {f"{name}_scale_inv": torch.full((1, 1), 1e4)},
+    }
+    for message, changed in damages.items():
+        damaged = {key: changed.get(key, value) for key, value in whole.items()}
+        save_file({key: value for key, value in damaged.items() if value is not None}, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            export_verified(folder, tmp_path / "copy", ExportOptions(dtype="float16"))
+        assert not (tmp_path / "copy").exists()
+
+
+def write_fp8_model(folder: Path) -> Path:
+    """Write a model as `write_fp8`; return its directory."""
+    write_fp8(folder)
+    return folder
+
+
+def test_a_quantized_teacher_is_rejected(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    cfg.distill.teacher = str(write_fp8_model(tmp_path / "teacher"))
+    with pytest.raises(ModelError, match=r"quantized weights \(fp8 .* toolkit export-model "):
+        check_teacher(cfg, None)

@@ -10,7 +10,8 @@ toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_sh
   merge=true          merge the adapter into its base model's weights; without it the adapter alone is exported
   format=hf           safetensors, config and tokenizer; transformers, vLLM and others load them without remote code
   format=official     the official layout: names, precisions and shards as in the original, other files copied
-  dtype=bf16          precision of the weights: fp32, bf16 or fp16; default: that of the training, or of the files
+  dtype=bf16          precision of the weights: fp32, bf16 or fp16; default: that of the training, or of the files. Of
+                      quantized weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors): a copy to train
   text_only=true      of a model that takes images too its text model alone, where transformers has a class for it
   max_shard_size=5GB  largest file of weights in transformers' layout
   base=DIR            current path of the base model, if it was moved after training

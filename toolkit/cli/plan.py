@@ -28,7 +28,8 @@ from toolkit.config.dotted_keys import get_value
 from toolkit.config.hub import needs_lookup, resolve_model_path, resolve_teacher
 from toolkit.config.schema import AUTO
 from toolkit.jobs import check
-from toolkit.messages import Problems, say
+from toolkit.messages import ModelError, Problems, say, warn
+from toolkit.models.directory import check_unquantized
 from toolkit.plan import calibration, speed
 from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of, published_models
@@ -45,6 +46,11 @@ def run(words: list[str]) -> None:
     if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
+    if loaded.cfg.model.path:
+        try:
+            check_unquantized(loaded.cfg.model.path)
+        except ModelError as error:
+            warn("{reason} This is the plan of such a copy.", reason=error)
     if loaded.cfg.distill.teacher not in published_models("hub_id"):
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)

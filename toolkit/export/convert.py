@@ -13,8 +13,8 @@ from toolkit.export.checkpoint import export_checkpoint
 from toolkit.export.text_model import text_model
 from toolkit.export.write import ExportOptions, cannot_write, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
-from toolkit.models import adapters, chat, embedding_files, probe
-from toolkit.models.directory import check_unquantized, official_vocabulary
+from toolkit.models import adapters, chat, embedding_files, probe, quantized
+from toolkit.models.directory import official_vocabulary, read_json_or_empty
 from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
 from toolkit.models.save import non_weight_files
 from toolkit.models.weights import WeightFiles
@@ -83,9 +83,13 @@ def _export_trained(
 
 def _export_directory(path: Path, folder: Path, options: ExportOptions, family: str, source: Path) -> None:
     """Write the model of a model directory, or with `text_only` the text model of a multimodal one, with a probe of its
-    logits. `source`: the path that errors name.
+    logits; of quantized weights a copy in 16 bits, without. `source`: the path that errors name.
     """
-    check_unquantized(path)
+    if quantized.method_of(path, read_json_or_empty(path / "config.json")):
+        from toolkit.export.dequantize import write_dequantized
+
+        write_dequantized(path, folder, options)
+        return
     model = load_model(path, dtype=options.precision)
     saved_probe = probe.read(path)
     probed = probe.capture(model, probe.spread_ids(model.config) if saved_probe is None else saved_probe.ids)

@@ -16,7 +16,7 @@ from toolkit.config import files, schema
 from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
-from toolkit.models import directory, experts, extra_tensors, load, packable, structure, trainable
+from toolkit.models import directory, experts, extra_tensors, load, packable, quantized, structure, trainable
 from toolkit.plan import kernels
 from toolkit.tasks.language_check import check_model
 
@@ -92,7 +92,7 @@ def facts_of(folder: Path, max_length: int) -> ModelFacts:
 def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
-    facts.quantization = directory.quantization_method(config)
+    facts.quantization = quantized.method_of(folder, config)
     directory.check_unquantized(folder)
     facts.kernels = kernels.describe_missing(config)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None

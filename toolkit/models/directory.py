@@ -197,7 +197,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     elif not isinstance(config.get("model_type"), str):
         raise ModelError("{folder}/config.json has no model_type: it describes no model.", folder=folder)
     if with_weights:
-        _check_weight_files(folder, architecture)
+        check_weight_files(folder, architecture)
     return config
 
 
@@ -206,20 +206,21 @@ def added_tokens(folder: Path) -> dict[str, int]:
     return dict(read_json_or_empty(folder / ADDED_TOKENS).get("tokens", {}))
 
 
-def quantization_method(config: Mapping[str, Any]) -> str:
-    """Return the quant_method of a config.json or of its text model's section, "" if weights are not quantized."""
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantization_config of a config.json or of its text model's section, {} if there is none."""
     for section in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         if settings := section.get("quantization_config") or section.get("compression_config"):
-            return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
-    return ""
+            return settings if isinstance(settings, Mapping) else {"quant_method": settings}
+    return {}
 
 
 def check_unquantized(path: str | Path) -> None:
     """Raise ModelError for a directory of quantized weights, which can be served, but not trained."""
-    if method := quantization_method(read_json_or_empty(Path(path) / "config.json")):
+    config = read_json_or_empty(Path(path) / "config.json")
+    if quantization_settings(config) or (Path(path) / "hf_quant_config.json").is_file():
         from toolkit.models.quantized import quantization_error
 
-        raise quantization_error(method, Path(path))
+        raise quantization_error(config, Path(path))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -241,10 +242,8 @@ def trust_code(path: str) -> None:
 def has_runnable_code(path: str) -> bool:
     """Whether a directory's code would run if it were trusted; True for a directory without a config.json."""
     file = Path(path) / "config.json"
-    if not file.is_file():
-        return True
-    config = read_object(file)
-    return architecture_of(config) is None and "auto_map" in config
+    config = read_object(file) if file.is_file() else None
+    return config is None or (architecture_of(config) is None and "auto_map" in config)
 
 
 def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
@@ -310,7 +309,7 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _check_weight_files(folder: Path, architecture: Architecture | None) -> None:
+def check_weight_files(folder: Path, architecture: Architecture | None) -> None:
     """Raise ModelError if weight files are missing, cut short, or pickles of another architecture than ChatGLM."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]

@@ -1,26 +1,84 @@
-"""The error about a directory of quantized weights."""
+"""Directories of quantized weights: which kind a directory holds, and what to do with it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from toolkit.messages import ModelError, tr
+from toolkit.messages import ModelError, json_object, tr
+from toolkit.models.directory import quantization_settings
 
-_DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-"""quant_method -> transformers' class (5.23) that dequantizes such weights on a CPU, as was tested."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where NVIDIA ModelOpt's exports say how they are quantized; config.json need not say it."""
+_MOST_BYTES = 16 << 20
+"""Of that file, which lists the layers that are not quantized."""
+READABLE = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
+"""Values of quant_method of which `toolkit export-model` writes a copy in 16 bits."""
+_FORMATS = {
+    "gptq": ("gptq", "gptq_v2"),
+    "awq": ("gemm",),
+    "compressed-tensors": (
+        *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"),
+    ),
+}
+"""quant_method -> the packings that are read, the default first."""
 
 
-def quantization_error(method: str, folder: Path) -> ModelError:
-    """Return the error for weights that are quantized by `method`, with what to do instead."""
-    kind = _DEQUANTIZED.get(method)
+def method_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return how a directory's weights are quantized, such as gptq; "" if they are not. `config`: its config.json."""
+    if settings := quantization_settings(config):
+        return _method(settings)
+    return _modelopt(folder) if (folder / MODELOPT_FILE).is_file() else ""
+
+
+def format_of(settings: Mapping[str, Any]) -> str:
+    """Return the packing that a quantization_config names, or its method's default; "" for a method with one."""
+    method = _method(settings)
+    if method == "awq" and settings.get("backend") == "llm-awq":
+        return "llm-awq"
+    keys = ("version", "format") if method == "awq" else ("checkpoint_format", "format")
+    return next((str(settings[key]).lower() for key in keys if settings.get(key)), _FORMATS.get(method, ("",))[0])
+
+
+def is_readable(settings: Mapping[str, Any]) -> bool:
+    """Whether a copy in 16 bits can be written of weights with this quantization_config."""
+    method = _method(settings)
+    if method not in READABLE:
+        return False
+    return method not in _FORMATS or format_of(settings) in _FORMATS[method]
+
+
+def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:
+    """Return the error for a directory of quantized weights, with what to do instead. `config`: its config.json."""
+    settings = quantization_settings(config)
     way = tr("Use the original repository in bf16: tuning=qlora puts it in 4 bits while it is read.")
-    if kind is not None:
+    if is_readable(settings):
         way = tr(
-            "Use a repository in bf16, or write one with transformers' {kind}(dequantize=True): "
-            "docs/models.md#quantized-checkpoints.",
-            kind=kind,
+            "Write a copy in 16 bits and train that, with tuning=qlora if it is too large:  toolkit export-model "
+            "{folder} dtype=bf16 output=DIR",
+            folder=folder,
         )
     return ModelError(
-        "{folder} holds quantized weights ({method} in config.json), which cannot be trained or merged into. {way}",
+        "{folder} holds quantized weights ({method} in {file}), which cannot be trained or merged into. {way} "
+        "(docs/models.md#quantized-checkpoints)",
         folder=folder,
-        method=method,
+        method=method_of(folder, config),
+        file="config.json" if settings else MODELOPT_FILE,
         way=way,
     )
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    """Return the quant_method of a quantization_config; ModelOpt's with its algorithm."""
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):  # of before there was a quant_method
+        return "bitsandbytes"
+    if settings.keys() >= {"bits", "group_size"} and "quant_method" not in settings:
+        return "mlx"
+    return " ".join(str(settings[key]) for key in ("quant_method", "quant_algo") if settings.get(key)) or "?"
+
+
+def _modelopt(folder: Path) -> str:
+    """Return method and algorithm of `MODELOPT_FILE`, such as modelopt NVFP4."""
+    settings = json_object(folder / MODELOPT_FILE, ModelError, _MOST_BYTES).get("quantization")
+    algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
+    return f"modelopt {algorithm or ''}".strip()

@@ -335,6 +335,7 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     if cfg.model.trust_remote_code and directory.has_runnable_code(folder):
         directory.trust_code(folder)
     directory.read_config(folder)
+    directory.check_unquantized(folder)
     other = chat.load_tokenizer(folder, family=cfg.model.family)
     for token_id in range(max(len(tokenizer), len(other))):
         own_token, teacher_token = (
