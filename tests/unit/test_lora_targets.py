@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.architectures import CONFIGS, GROUPED, HEADS, SIZES
+from tests.architectures import CONFIGS, GROUPED, HEADS, SIZES, built
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.export import merge
 from toolkit.export.adapter import write_adapter
@@ -128,3 +128,36 @@ def test_what_code_reads_past_its_layer_gets_no_lora(capsys: pytest.CaptureFixtu
     assert "such as backbone.layers.0.mixer.out_proj: the model's code reads" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"LoRA on backbone\.layers\.0\.mixer\.out_proj would do nothing"):
         choose_targets(model, TuningConfig(target_modules=["out_proj"]))
+
+
+INSIDE = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+VLLM_PREFIXES: dict[str, dict[str, str]] = {
+    "qwen2_5_vl": {**INSIDE, "model.": "language_model.model."},
+    "qwen3_vl": INSIDE,
+    "qwen3_5": INSIDE,
+    "gemma3_images": INSIDE,
+    "gemma4_images": {**INSIDE, "model": "language_model.model"},
+    "mistral3": {**INSIDE, "model.": "language_model.model."},
+    "ministral3": {**INSIDE, "model.": "language_model.model."},
+    "glm4v": INSIDE,
+    "internvl": INSIDE,
+    "llama4": {},
+}
+"""Of vLLM 0.33.0's classes for such models, `hf_to_vllm_mapper.orig_to_new_prefix` as it concerns the text model: what
+vLLM makes of the start of an adapter's names without base_model.model., one rule after another.
+"""
+
+
+@pytest.mark.parametrize("kind", VLLM_PREFIXES)
+def test_vllm_finds_the_layers_of_an_adapter_of_a_multimodal_model(kind: str, tmp_path: Path) -> None:
+    """Names that it does not find are ignored by vLLM without a word, and answers are the base's."""
+    model = built(kind)
+    apply_tuning(model, LORA, tmp_path, None, seed=0)  # type: ignore[arg-type]
+    names = set(adapters.stored_names(model).values())
+    assert len(names) > 8
+    for name in names:
+        inner = name.removeprefix("base_model.model.")
+        assert inner != name
+        for start, replaced in VLLM_PREFIXES[kind].items():
+            inner = replaced + inner.removeprefix(start) if inner.startswith(start) else inner
+        assert re.match(r"language_model\.model\.layers\.[01]\.\w+\.", inner), name
