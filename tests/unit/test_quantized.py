@@ -335,7 +335,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     whole, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
     damages: dict[str, dict[str, Any]] = {
         "is in 8 bits without a scale": {f"{name}_scale_inv": None},
-        "do not fit together .* is missing": {name: None},
+        "do not fit together .*: missing": {name: None},
         "do not fit together": {f"{name}_scale_inv": torch.ones(7, 3)},
         "has values that torch.float16 cannot hold. Use dtype=bf16": {f"{name}_scale_inv": torch.full((1, 1), 1e4)},
     }

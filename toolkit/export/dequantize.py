@@ -122,7 +122,8 @@ def _decoded(
     try:
         value = kind.decode(tensors, settings).to(dtype)
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        is_missing = isinstance(error, KeyError)
+        reason = tr("{name}: missing", name=error.args[0]) if is_missing else str(error).splitlines()[0]
         raise ModelError(
             "{file}: the tensors of '{name}' do not fit together ({reason}). Download the model again.",
             file=file,
