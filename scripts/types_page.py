@@ -36,6 +36,10 @@ TEXTS = {
         "梯度范数不超过 {norm:.0e}，导出模型的 logits 与其标准差之比不超过 {logits:.0e}。提交 {commit}，"
         "DeepSpeed {deepspeed}，torch {torch}：`{command}`。",
     ),
+    "again": (
+        " {count} of them were run again at commit {commit}, with the same results.",
+        "其中 {count} 种在提交 {commit} 上重新运行，结果相同。",
+    ),
     "why": ("Why something is rejected, or trained as `grouped`:", "报错或改用 `grouped` 的原因："),
     "not built": ("Not tried, as no tiny model of them could be made:", "未测试（构造不出微型模型）："),
 }
@@ -79,6 +83,8 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
         **environment["packages"],
         **figures,
     )
+    if again := result.get("again"):
+        source += TEXTS["again"][column].format(count=len(types.keys() & again["types"]), commit=again["commit"][:7])
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]
     not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"
