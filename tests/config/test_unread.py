@@ -7,6 +7,7 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import RunConfig
 from toolkit.messages import Problems
 
+STREAM = "data.streaming=true train.max_steps=9 data.validation=[{path:c}] model.tokenizer=DIR"
 UNREAD = {
     "precision.loss_scale=128": "precision.dtype is bf16, not fp16",
     "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": "precision.loss_scale = 128.0 is fixed",
@@ -65,6 +66,9 @@ UNREAD = {
     "data.share_prefixes=false": "data.packing is none, not packed, and there are no pairs of answers",
     "data.packing=packed task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] "
     "data.share_prefixes=false": ("what the teacher says is known for each sample by itself"),
+    "data.shuffle_buffer=9": "data.streaming is false",
+    f"{STREAM} data.packing=packed data.share_prefixes=false": "a stream computes each sample by itself",
+    f"{STREAM} prepare.shard=1/2": "there is no tokenized cache of a stream",
     "data.curriculum.levels=3": "data.curriculum.steps is 0",
     "data.curriculum.steps=5 data.curriculum.levels=3": "data.curriculum.shape is linear, not discrete",
     "data.validation=[{path:c}] data.validation_fraction=0.2": "data.validation is given",
