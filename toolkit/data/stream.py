@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.files import TABLE_SUFFIXES
-from toolkit.config.schema import Packing, RunConfig
+from toolkit.config.schema import Packing, RowFormat, RunConfig
 from toolkit.data import packing, readers
 from toolkit.data.formats import reader_of
 from toolkit.data.readers import BOM, Block, DataFile
@@ -95,7 +95,18 @@ class Piece:
     @property
     def lines_before(self) -> int:
         """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0."""
-        return _count_lines(self.file.path, self.begin) if self.begin and _is_lines(self.file) else 0
+        return _count_lines(self.file.path, self.size, self.begin) if self.begin and self.is_lines else 0
+
+    @property
+    def is_lines(self) -> bool:
+        """Whether the file is plain JSONL, which can be read from any line on."""
+        return _is_lines_of(self.file.path, self.size, tuple(self.file.columns.values()))
+
+    @property
+    def file_with_format(self) -> DataFile:
+        """Return the file with the format that its first row shows, as the tokenized cache reads it."""
+        file = self.file
+        return _with_format(file.path, self.size, file.source, tuple(sorted(file.columns.items())), file.row_format)
 
     def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
         """Yield the blocks from a place on, each with the place where the next begins; DataError if the file's size is
@@ -105,7 +116,7 @@ class Piece:
             raise DataError(
                 "{path} was changed while the run was reading it. Restore it, then resume the run.", path=self.file.path
             )
-        if _is_lines(self.file):
+        if self.is_lines:
             yield from self._line_blocks(offset, line)
         elif self.file.path.suffix.lower() == ".parquet":
             with reading(self.file.path, DataError):
@@ -162,7 +173,7 @@ def _line_start(raw: Any, at: int) -> int:
 
 
 @lru_cache(1 << 16)
-def _is_lines_of(path: Path, columns: tuple[str, ...]) -> bool:
+def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
     name = readers.uncompressed_name(path.name)
     if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
         return False
@@ -170,13 +181,8 @@ def _is_lines_of(path: Path, columns: tuple[str, ...]) -> bool:
         return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
 
 
-def _is_lines(file: DataFile) -> bool:
-    """Whether a file is plain JSONL, which can be read from any line on."""
-    return _is_lines_of(file.path, tuple(file.columns.values()))
-
-
 @lru_cache(1 << 10)
-def _count_lines(path: Path, end: int) -> int:
+def _count_lines(path: Path, size: int, end: int) -> int:
     """Return the lines that begin before a byte of a file."""
     count = 1
     with reading(path, DataError), open(path, "rb") as file:
@@ -219,17 +225,14 @@ def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
 
 
 @lru_cache(1 << 16)
-def _with_format(path: Path, source: int, columns: tuple[tuple[str, str], ...], auto: Any) -> DataFile:
-    file = DataFile(path, source, auto, dict(columns))
+def _with_format(
+    path: Path, size: int, source: int, columns: tuple[tuple[str, str], ...], row_format: RowFormat
+) -> DataFile:
+    file = DataFile(path, source, row_format, dict(columns))
     for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
         if known := readers.with_format(file, block):
             return known
     return file
-
-
-def with_format(file: DataFile) -> DataFile:
-    """Return a file with the format that its first row shows, as the tokenized cache reads it."""
-    return _with_format(file.path, file.source, tuple(sorted(file.columns.items())), file.row_format)
 
 
 _maker: PartBuilder | None = None
@@ -448,7 +451,7 @@ class LaneReader:
     def _submit(self) -> None:
         """Read a block and have it tokenized."""
         start, piece, block = next(self._blocks)
-        file = with_format(piece.file)
+        file = piece.file_with_format
         function = _encode_there if self.stream.data.num_workers else partial(encode, self.stream.maker)
         self._ahead.append(_Ahead(start, piece, block, self.executor.submit(function, file, block)))
 

@@ -61,7 +61,7 @@ class FirstSamples:
         """Return the samples of the first block that has some, and the block."""
         for piece in stream.pieces_of(of_stream.sources[source], of_stream.sizes[source], 0, 1):
             for block, *_ in piece.blocks(0, 0):
-                file = stream.with_format(piece.file)
+                file = piece.file_with_format
                 part = stream.encode(of_stream.maker, file, block)
                 built = BuiltPart(0, file, block, Path(), is_new=True)
                 tokenize.check_part(of_stream.data, built, part)
