@@ -722,7 +722,7 @@ class DistillConfig:
     dir: str = field(default="", metadata=FREE)
     """Directory of what is stored with `distill.top_k`, where further runs find it; "": `teacher` in the run directory."""
     on_policy: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the samples whose answer the student writes anew in each step (lambda of GKD); their loss is the divergence alone."""
+    """Share of a step's samples whose last answer is replaced by one of the student (lambda of GKD); their loss is the divergence alone."""
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
     """These answers."""
     general_share: Share = 0.0
