@@ -38,8 +38,16 @@ JSD = ["distill.loss=jsd", "distill.beta=0.3", "distill.temperature=2"]
 
 # name -> overrides; two ranks.
 CELLS: dict[str, list[str]] = {
-    "own-stage0": ["zero=stage0", "distill.on_policy=1", *SAVED, *FULL],
-    "half-stage2-micro2": ["zero=stage2", "distill.on_policy=0.5", "batch.micro_per_gpu=2", RECOMPUTE, *REVERSE, *FULL],
+    "own-stage0": ["zero=stage0", "distill.on_policy=1", *FULL],
+    "half-stage2-micro2": [
+        "zero=stage2",
+        "distill.on_policy=0.5",
+        "batch.micro_per_gpu=2",
+        RECOMPUTE,
+        *REVERSE,
+        *SAVED,
+        *FULL,
+    ],
     "own-stage3": ["zero=stage3", ALL, "distill.on_policy=1", *JSD, *SAVED, *FULL],
     "half-lora-stage2": ["zero=stage2", "distill.on_policy=0.6", "distill.weight=1", *LORA],
 }
@@ -47,7 +55,7 @@ ONE_RANK = {"own-one-rank-4x1": ["zero=stage1", "distill.on_policy=1", "batch.mi
 LEARNED = {
     "taught-on-own": ["zero=stage0", "distill.on_policy=1", "train.max_steps=60", "distill.loss=reverse_kl", *FULL]
 }
-RESUMED = ("own-stage0", "own-stage3")
+RESUMED = ("half-stage2-micro2", "own-stage3")
 
 
 @pytest.fixture(scope="session")
@@ -237,3 +245,4 @@ def test_a_server_that_answers_nonsense_and_dies_costs_tries(
     code, output = start("stopped", "distill.rollouts.max_failed_steps=2")
     assert code and "gave no answer in 2 steps in a row, up to step 2" in output
     server.server.shutdown()
+    server.server.server_close()
