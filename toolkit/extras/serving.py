@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from pathlib import Path
@@ -36,6 +36,7 @@ from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
 from toolkit.export.verify import judge_logits, run_folder
+from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
@@ -232,9 +233,9 @@ def verify_serving(
     version = answer["version"]
     prompts = [[prompt for prompt in by_mode if isinstance(prompt, list)] for by_mode in answer["prompts"]]
     wrong = [by_mode[0] for by_mode in answer["prompts"] if isinstance(by_mode[0], str)]
-    note = messages.clauses(f"{count} x {reason}" for reason, count in left_out.items())
+    note = note_of(left_out)
     findings += [
-        _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
+        compare_prompts(served, f"transformers {version}", prompts, wrong, note),
         _check_parsers(served, answer),
         _check_stop_tokens(served, answer["ends"]),
         _check_config_fields(folder, answer),
@@ -249,7 +250,7 @@ def verify_serving(
         except NotRun as error:
             findings.append(Finding(tr("prompts by {program}", program=name), SKIPPED, str(error)))
         else:
-            findings.append(_compare_prompts(served, name, engine_prompts, [], note))
+            findings.append(compare_prompts(served, name, engine_prompts, [], note))
     return findings
 
 
@@ -318,7 +319,12 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
         return answer, load_file(files[1].with_name("logits.safetensors"))
 
 
-def _compare_prompts(
+def note_of(left_out: Counter[str]) -> str:
+    """Return why conversations are not compared, for people."""
+    return messages.clauses(f"{count} x {reason}" for reason, count in left_out.items())
+
+
+def compare_prompts(
     served: Served, program: str, prompts: Sequence[Sequence[list[int] | int]], wrong: Sequence[str], note: str
 ) -> Finding:
     """Compare the tokens before each trained answer with a program's prompts. `prompts`: by case and mode, ids or their
@@ -562,26 +568,40 @@ def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
 
 def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Convert to GGUF, which keeps the vocabulary and the template, and ask llama.cpp's server."""
-    program, convert = _executable("llama-server"), _executable("convert_hf_to_gguf.py")
+    program, command = llama_cpp.find("llama-server"), llama_cpp.converter()
     if not program:
         raise NotRun(tr("it is not installed"))
-    if not convert:
+    if not command:
         raise NotRun(tr("its convert_hf_to_gguf.py is not on PATH"))
     with TemporaryDirectory() as scratch:
-        file = f"{scratch}/model.gguf"
-        made = children.run([sys.executable, convert, str(folder), "--outfile", file], capture_output=True, text=True)
-        if made.returncode:
-            reason = last_line(made.stderr)[:300]
-            raise NotRun(tr("it cannot be converted to GGUF: {reason}", reason=reason))
+        try:
+            file = llama_cpp.convert(command, folder, Path(scratch, "model.gguf"))
+        except ModelError as error:
+            raise NotRun(str(error)) from error
+        with llama_server(program, file, context=2 * max(len(case.ids) for case in cases)) as url:
+            return llama_prompts(url, cases)
 
-        def ask(body: dict[str, Any]) -> list[int]:
-            """Return the ids of a chat's prompt: the template applied, then tokenized."""
-            prompt = _post(f"{url}/apply-template", body)["prompt"]
-            asked = {"content": prompt, "add_special": True, "parse_special": True}  # as its chat does
-            return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]
 
-        with _server([program, "-m", file, "--jinja"]) as url:
-            return _prompts_of_server(cases, ask)
+def llama_server(program: str, file: Path, context: int) -> AbstractContextManager[str]:
+    """Start llama.cpp's server with a GGUF file; the context manager's value is its address."""
+    return _server([program, "-m", str(file), "--jinja", "--ctx-size", str(context), "--parallel", "1"])
+
+
+def llama_prompts(url: str, cases: Sequence[Case]) -> Prompts:
+    """Ask llama.cpp's server for the prompts of cases: the template applied, then tokenized."""
+
+    def ask(body: dict[str, Any]) -> list[int]:
+        prompt = _post(f"{url}/apply-template", body)["prompt"]
+        asked = {"content": prompt, "add_special": True, "parse_special": True}  # as its chat does
+        return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]
+
+    return _prompts_of_server(cases, ask)
+
+
+def llama_answer(url: str, prompt: Sequence[int], most: int) -> list[int]:
+    """Return the tokens of llama.cpp's greedy answer to a prompt, without the one that ends it."""
+    body = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    return [int(token) for token in _post(f"{url}/completion", body)["tokens"]]
 
 
 ENGINES: dict[str, Callable[[Path, Sequence[Case]], Prompts]] = {

@@ -1,0 +1,177 @@
+"""Ollama's Modelfile for an export: its template in Go's syntax, system message, stop tokens, context, sampling.
+
+Ollama 0.30 and newer use the chat template in the GGUF file; older ones know Go's template syntax alone, and guess a
+template that looks similar. A template that only writes texts between the messages, as most do, is written here in
+Go's syntax, after it was compared with the original on conversations. For others, Ollama 0.30 is required.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.data.formats import Message
+from toolkit.messages import ConfigError, tr
+
+CONVERTS = (
+    *("LlamaForCausalLM", "MixtralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("Phi3ForCausalLM", "Qwen2ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM"),
+    *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"),
+)
+"""Architectures of text that Ollama imports from safetensors without llama.cpp (0.33, convert/convert.go)."""
+JINJA_SINCE = "0.30.0"
+"""Ollama's version that first used a GGUF file's own chat template."""
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING |= {"repetition_penalty": "repeat_penalty"}
+"""Key of generation_config.json -> Ollama's."""
+_QUOTES = '"""'
+
+Render = Callable[[Sequence[Message]], str]
+"""Return the prompt of a conversation as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The texts that a template writes before and after messages."""
+
+    start: str
+    before: Mapping[str, str]
+    """By role."""
+    after: Mapping[str, str]
+    prompt: str
+    """What asks for an answer."""
+    system: str
+    """The system message of a conversation that has none; "" if the template adds none."""
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the prompt of a conversation."""
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        turns = (self.before[m["role"]] + m["content"] + self.after[m["role"]] for m in messages)
+        return self.start + "".join(turns) + self.prompt
+
+    def go_template(self, bos: str) -> str:
+        """Return the template in Go's syntax, for Ollama. `bos`: a text at its start that the server adds itself."""
+        parts = [
+            f'{{{{ {"if" if not number else "else if"} eq .Role "{role}" }}}}'
+            f"{self.before[role]}{{{{ .Content }}}}{self.after[role]}"
+            for number, role in enumerate(self.before)
+        ]
+        turns = "{{ range .Messages }}" + "".join(parts) + "{{ end }}{{ end }}"
+        return self.start.removeprefix(bos) + turns + self.prompt
+
+
+def find_turns(render: Render, bos: str) -> Turns | None:
+    """Return the texts between messages, None if the template does more than to write such texts. `bos`: the text of
+    the token that begins a prompt, "" if there is none.
+    """
+    conversations = list(_conversations())
+    try:
+        with_system, without = render(conversations[0]), render(conversations[1])
+        expected = [render(messages) for messages in conversations[2:]]
+    except Exception:  # a template rejects what it has no place for, such as a system message
+        return None
+    system = _pieces(with_system, conversations[0])
+    plain = _pieces(without, conversations[1])
+    if system is None or plain is None:
+        return None
+    if system[0].startswith(bos) and plain[0].startswith(bos):
+        system[0], plain[0] = system[0].removeprefix(bos), plain[0].removeprefix(bos)
+    else:
+        bos = ""
+    for candidate in _candidates(system, plain):
+        turns = replace(candidate, start=bos + candidate.start)
+        texts = [turns.text(messages) for messages in conversations]
+        if texts == [with_system, without, *expected] and not any("{{" in text for text in _texts(turns)):
+            return turns
+    return None
+
+
+def _conversations() -> Iterator[list[Message]]:
+    """Yield the conversations in which a template's texts are looked for, then those on which they are checked."""
+    first: list[Message] = [{"role": "user", "content": "Why 1?"}, {"role": "assistant", "content": "So 1."}]
+    second: list[Message] = [
+        {"role": "user", "content": "Why 2?\n\n为什么？"},
+        {"role": "assistant", "content": "So 2."},
+    ]
+    third: list[Message] = [{"role": "user", "content": "Why 3?"}]
+    system: list[Message] = [{"role": "system", "content": "Be brief. 简短。"}]
+    yield [*system, *first, *third]
+    yield [*first, *third]
+    yield third
+    yield [*system, *third]
+    yield [*first, *second, *third]
+    yield [*system, *first, *second, *third]
+
+
+def _pieces(text: str, messages: Sequence[Message]) -> list[str] | None:
+    """Return the texts around a conversation's messages, None if one of them is not in its place."""
+    pieces = []
+    for message in messages:
+        before, found, text = text.partition(message["content"])
+        if not found:
+            return None
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
+    """Yield the ways to share out the texts that fit, the likeliest first. `system`, `plain`: the pieces of a prompt
+    with a system message and of one without.
+    """
+    for length in range(len(plain[0]) + 1):
+        start, user = plain[0][:length], plain[0][length:]
+        if system[0].startswith(start) and system[1].endswith(user) and plain[2].endswith(user):
+            yield _turns(start, system, plain, user, "")
+    if plain[0].startswith(system[0]) and plain[0].endswith(system[1]):  # it has a system message of its own
+        own = plain[0][len(system[0]) : len(plain[0]) - len(system[1])]
+        for length in range(min(len(system[1]), len(plain[2])), -1, -1):
+            if system[1][:length] == plain[2][:length]:
+                yield _turns("", system, plain, system[1][length:], own)
+
+
+def _turns(start: str, system: Sequence[str], plain: Sequence[str], user: str, own: str) -> Turns:
+    before = {"system": system[0].removeprefix(start), "user": user, "assistant": plain[1]}
+    after = {"system": system[1].removesuffix(user), "user": "", "assistant": plain[2].removesuffix(user)}
+    return Turns(start, before, after, plain[3], own)
+
+
+def _texts(turns: Turns) -> list[str]:
+    return [turns.start, turns.prompt, turns.system, *turns.before.values(), *turns.after.values()]
+
+
+def modelfile(
+    source: str,
+    turns: Turns | None,
+    *,
+    bos: str,
+    system: str,
+    context: int,
+    stops: Sequence[str],
+    sampling: Mapping[str, Any],
+) -> str:
+    """Return a Modelfile.
+
+    Args:
+        source: the GGUF file or model directory, as Ollama finds it from the Modelfile.
+        turns: those of the chat template; None leaves it to the one in the GGUF file.
+        bos: the text of the token that the server puts in front of a prompt by itself; "" none.
+        system: the system message of conversations that bring none; "" the template's.
+        context: the context window in tokens.
+        stops: tokens that end an answer.
+        sampling: generation_config.json.
+    """
+    own_system = system or (turns.system if turns else "")
+    if _QUOTES in own_system or own_system.endswith('"'):
+        raise ConfigError(tr('the system message holds """ or ends with ", which a Modelfile cannot hold.'))
+    lines = [f"FROM {source}"]
+    if turns and not any(_QUOTES in text for text in _texts(turns)):
+        lines.append(f"TEMPLATE {_QUOTES}{turns.go_template(bos)}{_QUOTES}")
+    else:
+        lines.append(f"REQUIRES {JINJA_SINCE}")
+    lines += [f"SYSTEM {_QUOTES}{own_system}{_QUOTES}"] if own_system else []
+    lines.append(f"PARAMETER num_ctx {context}")
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
+    if sampling.get("do_sample"):
+        values = ((name, sampling.get(key)) for key, name in _SAMPLING.items())
+        lines += [f"PARAMETER {name} {value}" for name, value in values if isinstance(value, (int, float))]
+    return "\n".join(lines) + "\n"
