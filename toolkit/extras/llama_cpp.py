@@ -55,26 +55,27 @@ def convert(command: Sequence[str], folder: Path, file: Path, kind: str = "auto"
     """Convert a model directory to GGUF and return the file: `{ftype}` in its name becomes the type that is written.
     ModelError if llama.cpp cannot.
     """
-    words = [*command, str(folder), "--outfile", str(file), "--outtype", kind]
-    _run(words, tr("llama.cpp cannot convert {folder}", folder=folder))
+    _run([*command, str(folder), "--outfile", str(file), "--outtype", kind], folder)
     return next(file.parent.glob(file.name.replace("{ftype}", "*")), file)
 
 
 def quantize(program: str, source: Path, file: Path, kind: str) -> None:
     """Write a GGUF file in another type; ModelError if llama-quantize cannot."""
-    _run([program, str(source), str(file), kind], tr("llama-quantize cannot write {kind}", kind=kind))
+    _run([program, str(source), str(file), kind], source)
 
 
-def _run(command: Sequence[str], problem: str) -> None:
-    """Run one of llama.cpp's programs; ModelError with its last line if it fails or does not end."""
+def _run(command: Sequence[str], source: Path) -> None:
+    """Run one of llama.cpp's programs; ModelError with its last line if it fails or does not end. `source`: what it
+    reads.
+    """
     environment = without_ranks() | {"HF_HUB_OFFLINE": "1"}
     try:
         done = children.run(command, capture_output=True, text=True, env=environment, timeout=_CONVERT_S)
+        reason = (last_line(done.stderr) or last_line(done.stdout))[:300] if done.returncode else ""
     except subprocess.TimeoutExpired:
-        raise ModelError("{problem}: it did not end within {seconds} s.", problem=problem, seconds=_CONVERT_S) from None
-    if done.returncode:
-        reason = (last_line(done.stderr) or last_line(done.stdout))[:300]
-        raise ModelError("{problem}: {reason}", problem=problem, reason=reason)
+        reason = tr("it did not end within {seconds} s", seconds=_CONVERT_S)
+    if reason:
+        raise ModelError("llama.cpp cannot convert {source}: {reason}", source=source, reason=reason)
 
 
 def read_header(file: Path) -> dict[str, Any]:
