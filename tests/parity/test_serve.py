@@ -117,6 +117,28 @@ def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.
     assert f"{adapter} is no LoRA adapter" in capsys.readouterr().err
 
 
+def test_sglang(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments and the name of an adapter in requests are those of SGLang 0.5."""
+    model, adapter = write_random(tmp_path / "model"), tmp_path / "mine"
+    assert main(["serve", str(model), "backend=sglang"]) == 2
+    assert "there is no sglang here:  pip install sglang" in capsys.readouterr().err
+    (tmp_path / "packages" / "sglang").mkdir(parents=True)
+    (tmp_path / "packages" / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    served = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
+    served += ["--port", "8000", "--served-model-name", "model"]
+    assert command(started, str(model), "backend=sglang") == served
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    (adapter / "chat_template.jinja").write_text("{{ 1 }}")
+    found = command(started, str(model), f"adapter={adapter}", "backend=sglang", "--tp", "2")
+    own = ["--chat-template", f"{adapter}/chat_template.jinja", "--lora-paths", f"mine={adapter}", "--tp", "2"]
+    assert found == [*served, "--enable-lora", "--max-lora-rank", "8", *own]
+    assert '"model": "model:mine"' in capsys.readouterr().out
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
 

@@ -1,19 +1,19 @@
-"""Serve a model over HTTP with an OpenAI-compatible API, by transformers' own server or vLLM.
+"""Serve a model over HTTP with an OpenAI-compatible API, by transformers' own server, vLLM or SGLang.
 
 toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 
   PATH             (or model.path=PATH) a run directory with an export, or a model in transformers' layout; convert
                    an official ChatGLM directory with `toolkit export-model`
-  backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai)
-  host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as neither server
+  backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai); or sglang
+  host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as no server
                    authenticates users
   served_name=NAME name of the model in requests; default: name of its directory, or of the run
-  adapter=DIR      a LoRA adapter in peft's layout (vllm)
+  adapter=DIR      a LoRA adapter in peft's layout (vllm, sglang)
   --…              passed to the server unchanged, with everything after it: --device cpu
 
 A request names the model: POST http://HOST:PORT/v1/chat/completions, {"model": "NAME", "messages": […]}; its full path
 is accepted too. GET /v1/models lists it.
-This process becomes the server. Neither server supports ChatGLM-6B.
+This process becomes the server. None of the servers supports ChatGLM-6B.
 """
 
 import json
@@ -27,7 +27,7 @@ from toolkit.messages import say
 from toolkit.models.directory import resolve_servable
 
 USAGE = "toolkit serve PATH"
-BACKENDS = ("auto", "vllm", "transformers")
+BACKENDS = ("auto", "vllm", "sglang", "transformers")
 
 
 def run(words: list[str]) -> None:
@@ -44,15 +44,19 @@ def run(words: list[str]) -> None:
     host, port = arguments.get("host", "127.0.0.1"), positive_int(arguments, "port") or 8000
     model = arguments.get("served_name") or name_of(folder)
     program = server_program(one_of(arguments, "backend", BACKENDS))
-    is_vllm = len(program) == 1
-    command = [*program, *([] if is_vllm else [model]), "serve", str(folder), "--host", host, "--port", str(port)]
-    if not is_vllm and "--dtype" not in options:
-        command += ["--dtype", _precision(options)]
-    if is_vllm:
-        command += ["--served-model-name", model, str(folder)]
+    backend = "vllm" if len(program) == 1 else "sglang" if "sglang.launch_server" in program else "transformers"
+    listen = ["--host", host, "--port", str(port)]
+    if backend == "sglang":
+        command = [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
+    elif backend == "vllm":
+        command = [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
+    else:
+        command = [*program, model, "serve", str(folder), *listen]
+        command += [] if "--dtype" in options else ["--dtype", _precision(options)]
     if arguments.get("adapter"):
-        model = Path(arguments["adapter"]).resolve().name
-        command += adapter_options(Path(arguments["adapter"]), folder, model, is_vllm=is_vllm)
+        name = Path(arguments["adapter"]).resolve().name
+        command += adapter_options(Path(arguments["adapter"]), folder, name, backend)
+        model = f"{model}:{name}" if backend == "sglang" else name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(

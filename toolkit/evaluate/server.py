@@ -57,6 +57,10 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 def server_program(backend: str) -> list[str]:
     """Return the command that starts a server, without its options; ConfigError if the server is not installed."""
+    if backend == "sglang":
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError(tr("backend = sglang, but there is no sglang here:  pip install sglang"))
+        return [sys.executable, "-m", "sglang.launch_server"]
     vllm = shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if vllm and backend != "transformers":
         return [vllm]
@@ -71,11 +75,11 @@ def server_program(backend: str) -> list[str]:
     return [sys.executable, "-m", "toolkit.evaluate.server"]
 
 
-def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list[str]:
-    """Return the options for vLLM to serve a LoRA adapter as `name`, with its own template and stop tokens; ConfigError
-    if the server does not support it.
+def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[str]:
+    """Return the options for vLLM or SGLang to serve a LoRA adapter as `name`, with its own template and, in vLLM, stop
+    tokens; ConfigError if the server does not support it.
     """
-    if not is_vllm:
+    if backend == "transformers":
         raise ConfigError(
             tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
         )
@@ -91,6 +95,8 @@ def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list
     template = adapter.resolve() / "chat_template.jinja"
     if template.is_file() and saved_template(adapter) != saved_template(base):
         options += ["--chat-template", str(template)]
+    if backend == "sglang":
+        return [*options, "--lora-paths", f"{name}={adapter.resolve()}"]
     if (adapter / "generation_config.json").is_file():
         options += ["--generation-config", str(adapter.resolve())]
     if not (experts := {parameter.rpartition(".")[2] for parameter in config.get("target_parameters") or ()}):
