@@ -132,6 +132,15 @@ def test_what_llama_cpp_does_otherwise_is_found(
         assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_server_that_does_not_answer_is_not_a_fault(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout = fake_llama_cpp.install(tmp_path / "llama.cpp", exported)
+    (checkout / "build" / "bin" / "llama-server").write_text("#!/bin/sh\necho no CPU here >&2\nexit 1\n")
+    assert main(["export-gguf", str(exported), f"llama_cpp={checkout}", f"output={tmp_path}/out"]) == 0
+    assert "does not start here: no CPU here" in capsys.readouterr().out
+
+
 def test_without_llama_cpp_ollama_is_told_the_directory(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,19 +33,8 @@ GROUPS = {
 """Commands by what a user does; the titles are translated."""
 COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 EXTRAS = (
-    *(
-        "sweep",
-        "rounds",
-        "prove",
-        "new",
-        "export-config",
-        "import-config",
-        "convert-checkpoint",
-        "verify-serving",
-        "export-gguf",
-        "doctor",
-    ),
-    *("data-report", "models", "board", "bench", "completion", "push"),
+    *("sweep", "rounds", "prove", "new", "export-config", "import-config", "convert-checkpoint"),
+    *("verify-serving", "export-gguf", "doctor", "data-report", "models", "board", "bench", "completion", "push"),
 )
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}

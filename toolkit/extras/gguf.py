@@ -205,12 +205,16 @@ def check(
     note = serving.note_of(left_out)
     longest = max(len(case.ids) for case in cases) + _ANSWER_TOKENS
     served = serving.Served(folder, encoder, cases, preview.BRACKETS)
-    with serving.llama_server(program, file, context=2 * longest) as url:
-        prompts = serving.llama_prompts(url, cases)
-        findings.append(serving.compare_prompts(served, "llama.cpp", prompts, [], note))
-        short = sorted(cases, key=lambda case: case.start)[:_ANSWERS]
-        answers = [serving.llama_answer(url, case.ids[: case.start], _ANSWER_TOKENS) for case in short]
-    return [*findings, _check_answers(folder, short, answers, is_exact=options.kind in llama_cpp.CONVERTED[:4])]
+    short = sorted(cases, key=lambda case: case.start)[:_ANSWERS]
+    try:
+        with serving.llama_server(program, file, context=2 * longest) as url:
+            prompts = serving.llama_prompts(url, cases)
+            findings.append(serving.compare_prompts(served, "llama.cpp", prompts, [], note))
+            answers = [serving.llama_answer(url, case.ids[: case.start], _ANSWER_TOKENS) for case in short]
+    except serving.NotRun as error:
+        return [*findings, Finding(tr("greedy answers by llama.cpp"), SKIPPED, str(error))]
+    is_exact = options.kind in llama_cpp.CONVERTED[:4]
+    return [*findings, _check_answers(folder, short, answers, is_exact)]
 
 
 def _check_header(header: dict[str, Any], folder: Path, encoder: AnyChatEncoder, config: dict[str, Any]) -> Finding:
@@ -223,7 +227,9 @@ def _check_header(header: dict[str, Any], folder: Path, encoder: AnyChatEncoder,
     if not ends & {*encoder.stop_ids}:
         wrong.append(tr("it ends answers with {found}, training with {trained}", found=ends, trained=encoder.stop_ids))
     length = header.get(f"{header.get('general.architecture')}.context_length")
-    allowed = {position_limit(config), config.get("max_position_embeddings"), config.get("seq_length")} - {None}
+    allowed: set[Any] = {position_limit(config), config.get("max_position_embeddings"), config.get("seq_length")} - {
+        None
+    }
     if allowed and length not in allowed:
         wrong.append(tr("context window {found}, config.json has {trained}", found=length, trained=sorted(allowed)))
     return Finding(tr("header of the GGUF file"), FAILED if wrong else PASSED, tr("template, end, context"), wrong)

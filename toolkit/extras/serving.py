@@ -524,11 +524,11 @@ def _server(command: Sequence[str]) -> Iterator[str]:
             process.wait()
 
 
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def _post(url: str, body: dict[str, Any], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
     """Send a JSON request and return the JSON answer; an OSError if it is rejected."""
     content = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json"})  # noqa: S310  ours
-    with _OPENER.open(request, timeout=_ANSWER_S) as answer:
+    with _OPENER.open(request, timeout=timeout_s) as answer:
         return dict(json.loads(answer.read()))
 
 
@@ -599,9 +599,12 @@ def llama_prompts(url: str, cases: Sequence[Case]) -> Prompts:
 
 
 def llama_answer(url: str, prompt: Sequence[int], most: int) -> list[int]:
-    """Return the tokens of llama.cpp's greedy answer to a prompt, without the one that ends it."""
+    """Return the tokens of llama.cpp's greedy answer to a prompt, without the one that ends it; NotRun if it fails."""
     body = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-    return [int(token) for token in _post(f"{url}/completion", body)["tokens"]]
+    try:  # on a CPU a large model answers slowly
+        return [int(token) for token in _post(f"{url}/completion", body, _READY_S)["tokens"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise NotRun(tr("it does not answer: {reason}", reason=error)) from error
 
 
 ENGINES: dict[str, Callable[[Path, Sequence[Case]], Prompts]] = {
