@@ -39,11 +39,13 @@ if [ ! -f "$venv/.installed-$stamp" ]; then
         python="$(find_python)"
         stage venv "$python" -m venv "$venv"
     fi
-    pip_install=("$venv/bin/python" -m pip install --disable-pip-version-check)
+    # pip compiles to bytecode on one core; all of them do it below.
+    pip_install=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile)
     [ -t 1 ] || pip_install+=(--quiet) # on a terminal pip shows its progress bars
     # torch first and pinned, so that nothing else can pull in another build of several gigabytes.
     stage torch "${pip_install[@]}" "$(grep '^torch==' constraints.txt)"
     stage packages "${pip_install[@]}" -c constraints.txt -e ".$extras"
+    stage bytecode "$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || true # some are of other Pythons
     touch "$venv/.installed-$stamp"
 else
     echo "== environment: $venv is up to date"

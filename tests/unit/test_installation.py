@@ -91,9 +91,9 @@ def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path)
 
     lines = source()
     begun = [line for line in lines if line.startswith("== ") and ": done in " not in line]
-    assert [line.split(":")[0] for line in begun] == ["== venv", "== torch", "== packages"]
+    assert [line.split(":")[0] for line in begun] == ["== venv", "== torch", "== packages", "== bytecode"]
     ended = [line.split(" done in ")[0] for line in lines if ": done in " in line]
-    assert ended == ["== venv:", "== torch:", "== packages:"]
+    assert ended == ["== venv:", "== torch:", "== packages:", "== bytecode:"]
     assert "torch==" in begun[1] and "-c constraints.txt -e .[serve]" in begun[2]
     assert lines[-1].startswith("venv ") and lines[-1].endswith(" s")
     assert [line for line in source() if line] == [f"== environment: {venv} is up to date"]
