@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -528,7 +528,7 @@ def _defaults_list(
     return compose(str(files.conf_folder()), defaults, tuple(words))
 
 
-@lru_cache
+@cache
 def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequence[ResultDefault]:
     """Return Hydra's order of the files, which takes 80 ms: cached for configs with the same groups.
 
