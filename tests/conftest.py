@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -22,7 +23,7 @@ TIERS = ("default", "ranks", "nightly")
 FOLDERS = {"ranks": "ranks", "system": "nightly", "gpu": "nightly"}
 """Tier of the tests in a directory; those of all others belong to the default tier. A marker of a tier's name wins."""
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds of each test file, measured: the longest begins first, so that no worker is left with it at the end."""
+"""Seconds of each test file by --tier, measured: the longest begins first, so that no worker is left with it alone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,8 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (selected if is_selected else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
-    items[:] = sorted(selected, key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+    known = recorded()
+    seconds = known.get("all", {}) | known.get(config.getoption("--tier"), {})
+    usual = median(seconds.values()) if seconds else 0.0  # of a file that was not there yet
+    items[:] = sorted(selected, key=lambda item: -seconds.get(file_of(item.nodeid), usual))
 
 
 def pytest_collection_finish() -> None:
@@ -76,6 +79,11 @@ def pytest_collection_finish() -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name no test after bytes: packed ones hold the time, and pytest's workers must collect the same names."""
     return argname if isinstance(val, bytes) else None
+
+
+def recorded() -> dict[str, dict[str, float]]:
+    """Return the seconds of each file, by the tiers that ran."""
+    return json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
 
 
 def file_of(nodeid: str) -> str:
@@ -95,10 +103,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Keep the seconds of the files that ran; those of the others stay."""
     if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
-        known = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
-        measured = known | {name: round(seconds, 1) for name, seconds in _seconds.items()}
-        present = {name: measured[name] for name in sorted(measured) if (DURATIONS.parents[1] / name).exists()}
-        DURATIONS.write_text(json.dumps(present, indent=0) + "\n", encoding="utf-8")
+        known, tier = recorded(), session.config.getoption("--tier")
+        known[tier] = known.get(tier, {}) | {name: round(seconds, 1) for name, seconds in _seconds.items()}
+        for name, files in known.items():
+            known[name] = {file: files[file] for file in sorted(files) if (DURATIONS.parents[1] / file).exists()}
+        DURATIONS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
