@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import deepspeed, run
+from ranks import forked, run
 
 from toolkit.cli import main
 from toolkit.config.load import load
@@ -87,7 +87,7 @@ def test_what_it_names_to_type_next_is_in_the_recipe_and_works(language: str, fo
 def test_the_recipe_trains(folder: Path) -> None:
     assert new("model=glm_tiny", "gpus=2xcpu") == 0
     finished = run(
-        deepspeed(2, str(ROOT / "run.py"), "recipe=mine.yaml", "train.max_steps=2", "run.name=made"), cwd=folder
+        forked(2, str(ROOT / "run.py"), "recipe=mine.yaml", "train.max_steps=2", "run.name=made"), cwd=folder
     )
     assert finished.code == 0, finished.output[-3000:]
     assert Path("runs/made/DONE").is_file()

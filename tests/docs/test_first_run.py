@@ -1,4 +1,6 @@
-"""The page of the first run is followed as a reader would who has a processor and conversations of their own."""
+"""The page of the first run is followed as a reader would who has a processor and conversations of their own. Its
+processes are forks: tests/test_readme.py has the launcher and the command `toolkit`.
+"""
 
 import json
 import re
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pages import ROOT, blocks, commands
-from ranks import BIN, deepspeed, run
+from ranks import forked, run
 
 PAGE = ROOT / "docs" / "first_run.md"
 
@@ -22,7 +24,7 @@ def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
     lines = [line for _, line in commands(PAGE)]
     (training,) = [line for line in lines if "model=glm_tiny" in line]
     words = [str(ROOT / "run.py") if word == "run.py" else word for word in shlex.split(training)[3:]]
-    assert run(deepspeed(2, *words, "train.max_steps=2"), cwd=tmp_path).code == 0
+    assert run(forked(2, *words, "train.max_steps=2"), cwd=tmp_path).code == 0
     (name,) = re.findall(r"run\.name=(\S+)", training)
     assert (tmp_path / "runs" / name / "DONE").is_file()
     later = [line for line in lines if line.startswith(("toolkit eval", "toolkit export-model"))]
@@ -30,6 +32,6 @@ def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
     for line in later:
         words = shlex.split(line.replace("runs/mine-1", f"runs/{name}").replace("/models/", f"{tmp_path}/"))
         more = ["evaluate.max_new_tokens=4"] if words[1] == "eval" else []
-        finished = run([str(BIN / "toolkit"), *words[1:], *more], cwd=tmp_path)
+        finished = run(forked(0, "--module", "toolkit", *words[1:], *more), cwd=tmp_path)
         assert finished.code == 0, f"{line}\n{finished.output[-2000:]}"
     assert json.loads((tmp_path / "mine-1" / "config.json").read_text())["model_type"] == "glm"

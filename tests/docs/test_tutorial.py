@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from pages import ROOT, blocks, commands
-from ranks import BIN, run
+from ranks import BIN, forked, run
 
 PAGE = ROOT / "docs" / "tutorial.md"
+TOOLKIT = str(BIN / "toolkit")
 LINES = [line for _, line in commands(PAGE)]
 MARLOW, PARIS = "Marlow", "Paris"
 """What the model is asked to become, and what it must not forget."""
@@ -24,9 +25,9 @@ MOST_DIFFERENCE = 1e-4
 
 
 def line_of(command: str) -> list[str]:
-    """Return the words of the page's first line of a command, with the program of this environment."""
+    """Return what the page's first line of a command gives to `toolkit`."""
     line = next(line for line in LINES if line.startswith(f"toolkit {command} "))
-    return [str(BIN / "toolkit"), *shlex.split(line)[1:]]
+    return shlex.split(line)[1:]
 
 
 @pytest.mark.ranks
@@ -34,7 +35,7 @@ def test_the_commands_lead_from_the_data_to_a_merged_model(tmp_path: Path) -> No
     """With a tiny GLM in the model's place and two steps."""
     tiny = ["model=glm_tiny", "model.path=", "train.max_steps=2", "schedule.warmup_steps=0", "evaluate.every=0"]
     for command, more in (("check", tiny), ("train", tiny), ("export-model", [])):
-        finished = run([*line_of(command), *more], cwd=tmp_path)
+        finished = run(forked(0, "--module", "toolkit", *line_of(command), *more), cwd=tmp_path)
         assert finished.code == 0, finished.output[-3000:]
     assert (tmp_path / "marlow" / "config.json").is_file()
 
@@ -73,7 +74,7 @@ def test_the_losses_of_the_real_model_are_those_of_transformers_trainer(real_mod
     rows = (real_model / "examples/data/library.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     assert cut == "head -n 32 examples/data/library.jsonl > rows.jsonl"
     (real_model / "rows.jsonl").write_text("".join(rows[:32]), encoding="utf-8")
-    trained = run([str(BIN / "toolkit"), *shlex.split(train)[1:]], cwd=real_model, timeout_s=1700, OMP_NUM_THREADS="2")
+    trained = run([TOOLKIT, *shlex.split(train)[1:]], cwd=real_model, timeout_s=1700, OMP_NUM_THREADS="2")
     assert trained.code == 0, trained.output[-3000:]
     compared = run([sys.executable, *shlex.split(compare)[1:]], cwd=real_model, timeout_s=1700, OMP_NUM_THREADS="2")
     assert compared.code == 0, compared.output[-3000:]
@@ -86,13 +87,13 @@ def test_the_losses_of_the_real_model_are_those_of_transformers_trainer(real_mod
 def test_the_real_model_learns_the_name_and_keeps_its_knowledge(real_model: Path) -> None:
     """The page's figures are those of this run, up to rounding."""
     tmp_path = real_model
-    trained = run(line_of("train"), cwd=tmp_path, timeout_s=2400, OMP_NUM_THREADS="2")
+    trained = run([TOOLKIT, *line_of("train")], cwd=tmp_path, timeout_s=2400, OMP_NUM_THREADS="2")
     assert trained.code == 0, trained.output[-3000:]
     folder = tmp_path / "runs" / "library"
     answers = [json.loads(line)["answer"] for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert MARLOW in answers[0] and PARIS in answers[1], answers
     assert json.loads((folder / "DONE").read_text())["last_eval_loss"] < MOST_EVAL_LOSS
-    assert run(line_of("export-model"), cwd=tmp_path, timeout_s=600).code == 0
+    assert run([TOOLKIT, *line_of("export-model")], cwd=tmp_path, timeout_s=600).code == 0
     asked = next(shlex.split(line) for line in LINES if line.startswith("toolkit generate marlow"))
-    told = run([str(BIN / "toolkit"), *asked[1:]], cwd=tmp_path, timeout_s=600)
+    told = run([TOOLKIT, *asked[1:]], cwd=tmp_path, timeout_s=600)
     assert re.search(rf"\b{MARLOW}\b", told.output), told.output

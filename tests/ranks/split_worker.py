@@ -14,6 +14,7 @@ from toolkit.cli import main
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.evaluate.inference_engine import FAMILIES, split_inference
+from toolkit.launch.environment import strip_launcher_arguments
 from toolkit.messages import ModelError
 
 SHAPE = {
@@ -85,5 +86,5 @@ for name in FAMILIES:
     check_family(name)
 check_precision()
 check_refusals()
-assert main(["generate", *sys.argv[1:], "engine=deepspeed"]) == 0
+assert main(["generate", *strip_launcher_arguments(sys.argv[1:]), "engine=deepspeed"]) == 0
 print("ALL CHECKED", flush=True)

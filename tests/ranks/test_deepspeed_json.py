@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import transformers
@@ -12,14 +11,12 @@ from shared import losses, tiny
 from toolkit.models.chat import fit_tokenizer
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "plain_deepspeed_worker.py")
-TOOLKIT = [sys.executable, "-m", "toolkit"]
 
 
 def test_a_plain_program_trains_with_the_exported_file(tmp_path: Path) -> None:
     exported = run(
         [
-            *TOOLKIT,
-            "export-config",
+            *forked(0, "--module", "toolkit", "export-config"),
             "recipe=quickstart",
             "world_size=2",
             "total_steps=6",
@@ -94,7 +91,8 @@ def test_the_exported_file_is_what_the_engine_is_given(rows_file: Path, tmp_path
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     words = tiny(rows_file, tmp_path, "lora", "model=hf", f"model.path={tmp_path}/model", "tuning=lora", "zero=stage2")
     words = [word for word in words if not word.startswith("model.shape")] + ["train.max_steps=2"]
-    exported = run([*TOOLKIT, "export-config", *words, "world_size=2", "output=ds.json"], cwd=tmp_path)
+    command = ["toolkit", "export-config", *words, "world_size=2", "output=ds.json"]
+    exported = run(forked(0, "--module", *command), cwd=tmp_path)
     assert exported.code == 0, exported.output
     finished = run(forked(2, str(REPOSITORY / "run.py"), *words), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ranks import BIN, REPOSITORY, free_port, run
+from ranks import REPOSITORY, forked, run
 
 from tests.unit.speaker import write_random
 from toolkit.cli import main
@@ -16,8 +16,7 @@ def test_two_ranks_answer_as_one_process_does(tmp_path: Path) -> None:
     asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "你好", "and so on")))
     words = [str(model), f"input={asked}", "max_new_tokens=12", "batch_size=2"]
     assert main(["generate", *words, f"output={tmp_path}/one"]) == 0
-    launcher = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
-    finished = run([*launcher, WORKER, *words, f"output={tmp_path}/two"], cwd=tmp_path)
+    finished = run(forked(2, WORKER, *words, f"output={tmp_path}/two"), cwd=tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 2
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, down, up
-from ranks import BIN, REPOSITORY, alive, deepspeed, forked, run, wait_for
+from ranks import BIN, REPOSITORY, alive, forked, run, wait_for
 from shared import STEADY, eval_losses, losses, rows_of, tiny
 
 from toolkit.train.run_dir import newest_step
@@ -28,7 +28,7 @@ TYPED = '"' + PROMPT.replace('"', '\\"').replace("${", "\\${") + '"'
 def four(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of four ranks on one machine."""
     folder = tmp_path_factory.mktemp("four")
-    finished = run(deepspeed(4, str(REPOSITORY / "run.py"), *tiny(rows_file, folder, "run")), cwd=folder)
+    finished = run(forked(4, str(REPOSITORY / "run.py"), *tiny(rows_file, folder, "run")), cwd=folder)
     assert finished.code == 0, finished.output[-3000:]
     return losses(folder / "runs" / "run")
 

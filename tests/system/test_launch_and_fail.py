@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import BIN, REPOSITORY, deepspeed, free_port, kill_session, run, start
+from ranks import BIN, REPOSITORY, deepspeed, forked, free_port, kill_session, run, start
 from shared import losses, tiny
 
 RUN = str(REPOSITORY / "run.py")
@@ -48,24 +48,25 @@ def test_deepspeed_torchrun_and_python_train_the_same(rows_file: Path, tmp_path:
     ]
     assert not leftovers
 
+    # metrics.jsonl has the promised names.
+    metrics = tmp_path / "runs" / "by-python" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    logged = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in logged] == [1, 2, 3]
+    assert all({"step", "loss", "lr", "grad_norm", "tokens_per_s", "skipped_steps"} <= set(row) for row in logged)
+    assert all({"eval_loss", "eval_perplexity"} <= set(row) for row in rows if "loss" not in row)
+
     # The same name once more: nothing is overwritten.
-    before = (tmp_path / "runs" / "by-python" / "metrics.jsonl").read_bytes()
-    again = run([sys.executable, *words(rows_file, tmp_path, "by-python")], cwd=tmp_path)
+    before = metrics.read_bytes()
+    again = run(forked(0, *words(rows_file, tmp_path, "by-python")), cwd=tmp_path)
     assert again.code == 2
     assert "has finished already (DONE)" in last_line_of_ours(again.output)
     assert "Traceback" not in again.output
-    assert (tmp_path / "runs" / "by-python" / "metrics.jsonl").read_bytes() == before
+    assert metrics.read_bytes() == before
 
     # The export answers through the command that was printed.
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit",
-        "generate",
-        f"model.path={tmp_path}/runs/by-python/export",
-        "prompt=red",
-    ]
-    answered = run([*command, "max_new_tokens=4"], cwd=tmp_path)
+    command = ["toolkit", "generate", f"model.path={tmp_path}/runs/by-python/export", "prompt=red"]
+    answered = run(forked(0, "--module", *command, "max_new_tokens=4"), cwd=tmp_path)
     assert answered.code == 0, answered.output
 
 
@@ -183,21 +184,10 @@ def test_a_missing_hostfile_is_refused(rows_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_metrics_have_the_promised_names(rows_file: Path, tmp_path: Path) -> None:
-    finished = run([sys.executable, *words(rows_file, tmp_path, "names")], cwd=tmp_path)
-    assert finished.code == 0, finished.output[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "names" / "metrics.jsonl").read_text().splitlines()]
-    logged = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in logged] == [1, 2, 3]
-    assert all({"step", "loss", "lr", "grad_norm", "tokens_per_s", "skipped_steps"} <= set(row) for row in logged)
-    assert all({"eval_loss", "eval_perplexity"} <= set(row) for row in rows if "loss" not in row)
-
-
-@pytest.mark.ranks
 def test_a_diverging_run_ends_with_70(rows_file: Path, tmp_path: Path) -> None:
     extra = ["optim.lr=1e18", "train.gradient_clipping=0", "schedule=constant", "schedule.warmup_steps=0"]
     command = [word for word in words(rows_file, tmp_path, "diverges", *extra) if word != "schedule=linear"]
-    finished = run([sys.executable, *command], cwd=tmp_path)
+    finished = run(forked(0, *command), cwd=tmp_path)
     assert finished.code == 70, finished.output[-3000:]
     assert "Diverged: the loss of the last 2 steps was NaN or Inf: the weights are ruined." in finished.output
     assert not (tmp_path / "runs" / "diverges" / "checkpoints" / "step-3").exists()
