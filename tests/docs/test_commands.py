@@ -176,11 +176,6 @@ def folder(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-@pytest.mark.parametrize("line", OURS)
-def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    understand(line, monkeypatch)
-
-
 def shown_outputs() -> list[tuple[str, str, str]]:
     """Return each quick command that is alone in its block, with the output below it and its language."""
     found = []
@@ -205,9 +200,9 @@ def test_the_output_below_a_command_is_what_it_prints(
     assert [one for one in shown if not any(one in real for real in printed)] == []
 
 
-# A trace computes a full-size model's step on fake tensors: forty seconds.
+# A trace computes a full-size model's step on fake tensors: forty seconds. tests/unit/test_trace.py has small ones.
 TIERED = [
-    pytest.param(line, marks=pytest.mark.ranks) if "trace=true" in line else line
+    pytest.param(line, marks=pytest.mark.nightly) if "trace=true" in line else line
     for line in QUICK
     if line not in {shown for shown, _, _ in shown_outputs()}  # those run above
 ]
@@ -227,9 +222,8 @@ PLACES = ("/models/", "/data/", "DIR")
 
 
 @pytest.mark.parametrize("line", OURS)
-def test_training_commands_name_data_or_are_complete_as_typed(
-    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that trains names data and a model, or is complete as it is typed."""
     for command in TRAINING:  # one that is imported later would keep what is put in the place of `parse`
         import_module(module_of(command))
     found: list[arguments.Arguments] = []
@@ -239,9 +233,8 @@ def test_training_commands_name_data_or_are_complete_as_typed(
         found.append(parse(words, **how))
         return found[-1]
 
-    monkeypatch.setattr(arguments, "parse", watched)
-    if inner(words_of(line))[0] not in TRAINING:
-        return
+    if inner(words_of(line))[0] in TRAINING:
+        monkeypatch.setattr(arguments, "parse", watched)
     understand(line, monkeypatch)
     for cfg in (one.loaded.cfg for one in found):
         assert cfg.data.sources, "it names no data"

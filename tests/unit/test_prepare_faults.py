@@ -28,6 +28,7 @@ from toolkit.messages import DataError
 
 ROWS = 4000
 SPAWN = multiprocessing.get_context("spawn")
+Samples = list[tuple[list[int], list[bool]]]
 
 
 class SlowEncoder(ByteEncoder):
@@ -68,23 +69,25 @@ def parts(cfg: RunConfig) -> list[Path]:
     return sorted(Path(cfg.prepare.dir, "parts").glob("*.npz"))
 
 
-def content(store: TokenizedCache) -> list[tuple[list[int], list[bool]]]:
+def content(store: TokenizedCache) -> Samples:
     """Return all samples."""
     return [(ids.tolist(), trained.tolist()) for ids, trained in (store[index] for index in range(len(store)))]
 
 
-def expected(tmp_path: Path, cfg: RunConfig) -> list[tuple[list[int], list[bool]]]:
-    """Return the samples as one process makes them in a cache of its own."""
-    plain = run_config(tmp_path, cfg.data.sources[0].path)
-    plain.prepare.dir, plain.prepare.num_workers = str(tmp_path / "plain"), 1
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """The samples of `long_rows` as one process makes them in a cache of its own."""
+    folder = tmp_path_factory.mktemp("plain")
+    plain = run_config(folder, write_rows(folder / "d.jsonl", long_rows()))
+    plain.prepare.num_workers = 1
     return content(build_caches(plain, ByteEncoder()).train)
 
 
-def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig, said: list[str]) -> None:
+def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig, said: list[str], expected: Samples) -> None:
     train, _, report = build_caches(cfg, ByteEncoder())
     assert report.rows_read == ROWS
     assert [train.where(index) for index in (0, 1, ROWS - 1)] == [f"{tmp_path}/d.jsonl:{n}" for n in (1, 2, ROWS)]
-    assert content(train) == expected(tmp_path, cfg)
+    assert content(train) == expected
     assert parts(cfg) == []
 
 
@@ -95,7 +98,9 @@ def run_prepare(cfg: RunConfig) -> None:
 
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, cfg: RunConfig, deadly: signal.Signals) -> None:
+def test_killed_build_goes_on_where_it_stopped(
+    tmp_path: Path, cfg: RunConfig, deadly: signal.Signals, expected: Samples
+) -> None:
     process = SPAWN.Process(target=run_prepare, args=(cfg,))
     process.start()
     deadline = time.monotonic() + 60
@@ -113,7 +118,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, cfg: RunConfig, d
         time.sleep(0.2)
     train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept >= kept
-    assert content(train) == expected(tmp_path, cfg)
+    assert content(train) == expected
     assert parts(cfg) == []
 
 
@@ -133,7 +138,7 @@ def test_killed_worker_is_named_and_nothing_lost(tmp_path: Path, cfg: RunConfig)
     assert report.parts_kept >= 1
 
 
-def test_row_in_the_middle_is_mended(tmp_path: Path, cfg: RunConfig) -> None:
+def test_row_in_the_middle_is_mended(tmp_path: Path, cfg: RunConfig, expected: Samples) -> None:
     rows: list[Any] = long_rows()
     rows[3100] = {"prompt": "p"}
     write_rows(tmp_path / "d.jsonl", rows)
@@ -144,7 +149,7 @@ def test_row_in_the_middle_is_mended(tmp_path: Path, cfg: RunConfig) -> None:
     write_rows(tmp_path / "d.jsonl", long_rows())
     train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept >= kept - 2  # the block of the row, and at most the one after it
-    assert content(train) == expected(tmp_path, cfg)
+    assert content(train) == expected
 
 
 def test_skip_uses_what_error_had_finished(tmp_path: Path, cfg: RunConfig) -> None:
@@ -160,7 +165,7 @@ def test_skip_uses_what_error_had_finished(tmp_path: Path, cfg: RunConfig) -> No
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
-def test_damaged_part_is_made_anew(tmp_path: Path, cfg: RunConfig, damage: str) -> None:
+def test_damaged_part_is_made_anew(tmp_path: Path, cfg: RunConfig, damage: str, expected: Samples) -> None:
     cfg.prepare.shard = "1/1"
     total, new = prepare_shard(cfg, ByteEncoder())
     assert total == new == len(parts(cfg)) > 2
@@ -177,10 +182,10 @@ def test_damaged_part_is_made_anew(tmp_path: Path, cfg: RunConfig, damage: str) 
     )
     train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept == total - 1
-    assert content(train) == expected(tmp_path, cfg)
+    assert content(train) == expected
 
 
-def test_shards_of_several_machines(tmp_path: Path, cfg: RunConfig) -> None:
+def test_shards_of_several_machines(tmp_path: Path, cfg: RunConfig, expected: Samples) -> None:
     counts = []
     for shard in ("2/3", "1/3", "3/3"):
         cfg.prepare.shard = shard
@@ -192,7 +197,7 @@ def test_shards_of_several_machines(tmp_path: Path, cfg: RunConfig) -> None:
     train, _, report = build_caches(cfg, encoder)
     assert report.parts_kept == sum(total for total, _ in counts)
     assert encoder.calls == 0
-    assert content(train) == expected(tmp_path, cfg)
+    assert content(train) == expected
 
 
 @pytest.mark.fault("D5")
