@@ -8,11 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from toolkit.config import mesh, rules
-from toolkit.config.files import known_recipes, language_of
+from toolkit.config.files import language_of
 from toolkit.config.load import LoadedConfig, load
-from toolkit.config.validate import keys_meant
 from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.messages import ConfigError, Problems, raise_all, set_language, tr
+from toolkit.messages import ConfigError, Problems, raise_all, set_language, shortlist, tr
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""
@@ -63,14 +62,14 @@ def parse(
             rest = rest if equals else rest[1:]
         elif equals and name in names:
             values[name] = value
-        elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
-            overrides.append(f"recipe={name}")
         elif word.startswith("-"):
             # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
             following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
+            from toolkit.config.suggest import keys_meant  # its tables are read in errors alone
+
             wrong.append(unknown_option(word, following, names, [*flags, "--config-dir DIR"], keys_meant))
         else:
-            overrides.append(word)
+            overrides.append(named_recipe(word))
     raise_all(wrong)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not typed and (language := language_of(recipes[-1])):
@@ -88,6 +87,12 @@ def parse(
     if problems is None:
         errors.raise_all()
     return arguments
+
+
+def named_recipe(word: str) -> str:
+    """Return an argument, `recipe=WORD` for a word that stands alone: every command takes its recipe in both forms."""
+    is_file = "=" not in word and word.endswith((".yaml", ".yml"))
+    return f"recipe={word}" if is_file or re.fullmatch(r"\w[\w./-]*|[./~][\w./-]+", word) else word
 
 
 def unknown_option(
@@ -169,7 +174,7 @@ def named_arguments(
             values[bare] = word
             continue
         if not equals or name not in names:
-            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(names))
+            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=shortlist(names, "--help"))
         values[name] = value
     for name in required:
         if not values.get(name):
@@ -237,5 +242,7 @@ def one_of(values: dict[str, str], name: str, choices: Sequence[str]) -> str:
     """Return an argument that is one of the known values, the first of them if it was not given."""
     value = values.get(name, choices[0])
     if value not in choices:
-        raise ConfigError("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(choices))
+        raise ConfigError(
+            "{name} = {value} is none of {known}.", name=name, value=value, known=shortlist(choices, "--help")
+        )
     return value

@@ -201,6 +201,10 @@ _logger.setLevel(logging.INFO)
 _logger.propagate = False
 
 
+_MOST_NAMES = 8
+"""So many names are in a message; of more the first ones."""
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that is most similar to `name`, for "did you mean"; None if none is similar."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
@@ -211,6 +215,17 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "Did you mean 'x'?", or "" without a candidate that is like `name`."""
     candidate = nearest(name, candidates)
     return "" if candidate is None else tr("Did you mean '{name}'?", name=candidate)
+
+
+def shortlist(names: Iterable[str], more: str, like: str = "") -> str:
+    """Return names for a message: of many the first, or those like `like`, and what shows all: a command or a page."""
+    names = list(names)
+    if len(names) <= _MOST_NAMES + 2:  # to leave out one or two would save nothing
+        return ", ".join(names)
+    if close := difflib.get_close_matches(like, names, n=_MOST_NAMES, cutoff=0.5):
+        names = [*close, *(name for name in names if name not in close)]
+    shown = ", ".join(names[:_MOST_NAMES])
+    return tr("{names} and {count} more: {more}", names=shown, count=len(names) - _MOST_NAMES, more=more)
 
 
 class ToolkitError(Exception):

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "wrong type": (words("train.max_steps=ten"), r"'train\.max_steps' = ten must be a whole number"),
     "unknown recipe": (
         words("recipe=chatgml"),
-        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, chatglm2_6b, ",
+        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, chatglm_6b, ",
     ),
     "missing data file": (words("data.sources=[{path: nosuch.jsonl}]"), r"nosuch\.jsonl: there is no such file"),
     "empty data file": (rows(""), r"bad\.jsonl' is empty"),

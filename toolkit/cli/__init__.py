@@ -3,13 +3,14 @@
 import codecs
 import locale
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import chain
 
 from toolkit import __version__
-from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
+from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, shortlist, tr, translated
 
 GROUPS = {
     "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
@@ -39,6 +40,7 @@ EXTRAS = (
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
 """Commands of earlier versions, and what serves instead."""
+_END_OF_BRIEF = re.compile(r"[:;.：；。]|\n")
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
 
@@ -61,6 +63,23 @@ def help_of(command: str) -> str:
     return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
 
 
+def overview() -> str:
+    """Return all commands in their groups, each in a few words, and where to look further."""
+    width = 1 + max(map(len, COMMANDS))
+    lines = [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
+    for title, names in GROUPS.items():
+        lines += ["", translated(title)]
+        lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]
+    lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
+    help_lines = {
+        "toolkit help COMMAND": tr("arguments and examples of a command"),
+        "toolkit doctor --report": tr("one file to attach when you ask for help"),
+        "docs/config.md": tr("every key; docs/debugging.md: what to do about an error"),
+    }
+    lines += ["", tr("Help:"), *(f"  {name:<25}{text}" for name, text in help_lines.items())]
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line if None is given; return the exit code (docs/commands.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -73,12 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]")]
-        width = 1 + max(map(len, COMMANDS))
-        for title, names in GROUPS.items():
-            lines += ["", translated(title)]
-            lines += [f"  {name:<{width}}{help_of(name).splitlines()[0]}" for name in names]
-        _show("\n".join([*lines, "", tr("`toolkit COMMAND --help` says more. docs/config.md lists every key.")]))
+        _show(overview())
         return 0 if words else 2
     if words[0] == "--version":
         _show(f"toolkit {__version__}")
@@ -113,8 +127,8 @@ def _dispatch(words: list[str]) -> int:
             raise ConfigError(
                 joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
             )
-        commands = tr("Known: {commands}.", commands=", ".join(COMMANDS))
-        raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), commands))
+        commands = tr("Known: {commands}.", commands=shortlist(COMMANDS, "toolkit help", like=command))
+        raise ConfigError(joined(unknown, _command_meant(command), commands))
     module = import_module(module_of(command))
     if any(word in ("-h", "--help") for word in rest):
         from toolkit.arguments import choose_language  # only now: it brings Hydra
@@ -124,6 +138,17 @@ def _dispatch(words: list[str]) -> int:
         return 0
     run: Callable[[list[str]], int | None] = module.run
     return run(rest) or 0
+
+
+def _command_meant(word: str) -> str:
+    """Return "Did you mean …?" for a wrong command: another program's name of one, a recipe, or a misspelling."""
+    from toolkit.config.files import known_recipes
+
+    if other := read_table("cli/other_names.yaml").get(word):
+        return tr("Did you mean '{name}'?", name=f"toolkit {other}")
+    if word in known_recipes() or word.endswith((".yaml", ".yml")) or word.startswith("recipe="):
+        return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
+    return did_you_mean(word, COMMANDS)
 
 
 def _show(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Export a run's model, merge LoRA, or convert between the official ChatGLM layout and transformers' own.
+"""Export a run's model, or merge LoRA; convert between the official ChatGLM layout and transformers' own.
 
 toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_shard_size=5GB] [output=DIR]
 

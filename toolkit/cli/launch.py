@@ -1,4 +1,4 @@
-"""Train under DeepSpeed's launcher, on one or several nodes, with automatic restarts.
+"""Train under DeepSpeed's launcher: on one or several nodes, with automatic restarts.
 
 toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 

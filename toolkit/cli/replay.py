@@ -1,4 +1,4 @@
-"""Do a step of a run again from the nearest checkpoint, bit for bit, and show each micro-batch's loss.
+"""Do a step of a run again from the nearest checkpoint: bit for bit, with the loss of each micro-batch.
 
 toolkit replay RUN step=N
 

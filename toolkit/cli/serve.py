@@ -1,4 +1,4 @@
-"""Serve a model over HTTP with an OpenAI-compatible API, by transformers' own server, vLLM or SGLang.
+"""Serve a model over HTTP with an OpenAI-compatible API: by transformers' own server, vLLM or SGLang.
 
 toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 

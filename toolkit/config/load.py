@@ -29,8 +29,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import data_forms, dotted_keys, files, objective, schema
-from toolkit.config.validate import TreeReader, error_about, field_type, is_foreign, unknown_key
-from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
+from toolkit.config.validate import TreeReader, error_about, field_type, unknown_key
+from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, shortlist, tr
 from toolkit.secrets import hide_all, learn_from
 
 JSON, TYPED = 500, 1000
@@ -291,11 +291,20 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     """Return the name and the file of the chosen recipe; ConfigError without one."""
     recipes = files.known_recipes()
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
-    listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
+    # The quickstart first: it runs anywhere.
+    names = sorted(recipes, key=lambda name: (name != "quickstart", name))
+    listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
     if not chosen:
         raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
     name = chosen[-1]
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
+    is_yaml = name.endswith((".yaml", ".yml"))
+    if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
+        raise ConfigError(
+            "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
+            "recipe: recipe=NAME or recipe=PATH.yaml.",
+            path=name,
+        )
+    if is_yaml or os.sep in name:
         path = Path(name)
         if not os.path.isfile(path):
             raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
@@ -412,7 +421,10 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
     for name in names:
         if name not in groups[group]:
             sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
-            choices = tr("Known: {choices}.", choices=", ".join(groups[group]))
+            choices = tr(
+                "Known: {choices}.",
+                choices=shortlist(groups[group], "toolkit models" if group == "model" else f"conf/{group}/", like=name),
+            )
             advice = did_you_mean(name, groups[group])
             losses = groups["preference"].keys() - {"none"}
             if group == "task" and name in {"preference", *losses}:
@@ -456,7 +468,12 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
 def _reject_foreign(document: files.YamlDocument) -> None:
     """Raise ConfigError if most keys of a recipe are another program's, in place of an error for each key."""
     sections = {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"}
-    foreign = [str(key) for key in document.values if key not in sections and is_foreign(str(key))]
+    unknown = [str(key) for key in document.values if key not in sections]
+    if len(unknown) < 2:
+        return
+    from toolkit.config.suggest import is_foreign  # a right recipe needs none of its tables
+
+    foreign = [key for key in unknown if is_foreign(key)]
     if len(foreign) >= 2 and 2 * len(foreign) > len(document.values):
         raise ConfigError(
             "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
@@ -492,7 +509,7 @@ def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: G
     is_override = str(key).startswith("override /")
     if is_override and group not in groups:
         sentence = tr("{place}: unknown group '{group}'.", place=location, group=group)
-        group_names = tr("Known: {choices}.", choices=", ".join(groups))
+        group_names = tr("Known: {choices}.", choices=shortlist(groups, "conf/"))
         raise ConfigError(joined(sentence, did_you_mean(group, groups), group_names))
     if item != "_self_" and not (is_override and _is_choice(group, value, groups, location)):
         raise _wrong_default(item, location)

@@ -6,15 +6,14 @@ import re
 import typing
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
 from typing import Any
 
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.dotted_keys import REMOVED, all_keys, did_nothing, types_of
+from toolkit.config.dotted_keys import did_nothing, types_of
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, shortened, shortlist, tr
 
 _LONGEST_VALUE = 40
 Locator = Callable[[str], str]
@@ -117,45 +116,13 @@ def error_about(sentence: str, *keys: str) -> ConfigError:
 
 
 def unknown_key(path: str, locate: Locator) -> ConfigError:
-    """Return the error for an unknown key, with the key that was probably meant."""
-    meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
-    sentence = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
-    if meant:
-        names = "' / '".join(meant[:3])
-        is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
-        removed = tr("It has been removed; instead, see '{name}'.", name=names)
-        sentence = joined(sentence, removed if is_old else tr("Did you mean '{name}'?", name=names))
-    elif siblings:
-        sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
-    # Without sections among the meant keys, so that errors in these are still reported.
-    keys = (path, *(key for key in meant if not _members(key)))
-    return error_about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+    """Return the error for an unknown key, with the keys that were probably meant."""
+    from toolkit.config import suggest  # its tables are read in errors alone
+
+    return suggest.unknown_key(path, locate)
 
 
-def keys_meant(path: str) -> tuple[str, ...]:
-    """Return the keys that a dotted name may mean: itself, those for another program's name, or the nearest one."""
-    shown = re.sub(r"\[\d+\]", "", path)
-    if field_type(shown) is not None:
-        return (path,)
-    prefix, _, name = path.rpartition(".")
-    siblings = _members(shown.rpartition(".")[0])
-    # Another program's name, of the whole path, within its section or of its last part, says what is meant; else the
-    # nearest one here, anywhere, or of the same name.
-    names, (section, _, rest) = foreign_names(), shown.partition(".")
-    inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
-    plural = (f"{shown}s",) if f"{name}s" in siblings else ()
-    removed = names.get(prefix, ()) if shown in REMOVED else ()
-    meant = names.get(shown) or removed or inside or plural or names.get(name, ())
-    if not meant and (close := nearest(name, siblings)):
-        meant = (f"{prefix}.{close}" if prefix else close,)
-    elif not meant:
-        leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
-        nearest_key = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
-        meant = (nearest_key,) if nearest_key else ()
-    return meant
-
-
-def _members(section: str) -> list[str]:
+def members(section: str) -> list[str]:
     """Return the keys of a section of the schema ("": the top), or of the items of a list; [] for anything else."""
     kind = field_type(section) if section else RunConfig
     if typing.get_origin(kind) is list:
@@ -205,7 +172,7 @@ def _enum_member(value: Any, kind: type[Enum], path: str, locate: Locator) -> En
         place=locate(path),
         key=path,
         value=value,
-        choices=", ".join(kind.__members__),
+        choices=shortlist(kind.__members__, "docs/config.md"),
     )
     raise error_about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
 
@@ -243,23 +210,3 @@ def _wrong(path: str, value: Any, wanted: str, locate: Locator) -> ConfigError:
         tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted),
         path,
     )
-
-
-_PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
-
-
-@cache
-def foreign_names() -> dict[str, tuple[str, ...]]:
-    """Return another program's name -> our keys for it, from import-config's tables and other_names.yaml."""
-    from toolkit.config.program_keys import keys_of
-
-    # axolotl's rl is too likely a misspelling of lr.
-    names = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
-    return {name: tuple(keys.split(", ")) for name, keys in (names | read_table("config/other_names.yaml")).items()}
-
-
-def is_foreign(name: str) -> bool:
-    """Whether another program has an argument of this name."""
-    from toolkit.config.program_keys import keys_of
-
-    return any(name in keys_of(program) for program in _PROGRAMS)

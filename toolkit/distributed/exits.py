@@ -185,7 +185,7 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
             message, trace = cause, ""
     if not failure.announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
-    if not failure.has_run_folder() and _local_rank() != 0:
+    if failure.run_folder() is None and _local_rank() != 0:
         signals.die_of_signals()  # it is only waiting for whether it has to speak
         time.sleep(OTHER_RANKS_WAIT_S)
         message = f"[rank {rank}] {message}"
@@ -200,4 +200,11 @@ def _say(message: str, trace: str = "") -> None:
         if trace:
             sys.stderr.write(trace)
         sys.stderr.write(message + "\n")
+        if trace:
+            run = f" {folder}" if (folder := failure.run_folder()) else ""
+            help_line = tr(
+                "What to do: docs/debugging.md. To ask for help, attach what this writes: toolkit doctor --report{run}",
+                run=run,
+            )
+            sys.stderr.write(help_line + "\n")
         sys.stderr.flush()

@@ -109,9 +109,9 @@ def blame_peers() -> str:
     return _peers.ended
 
 
-def has_run_folder() -> bool:
-    """Return whether ranks have a run directory, where the first to fail claims the marker."""
-    return _marker is not None
+def run_folder() -> Path | None:
+    """Return the run directory, where the first rank to fail claims the marker; None before ranks have one."""
+    return None if _marker is None else _marker.parent
 
 
 def finished_folder() -> Path | None:

@@ -171,7 +171,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
         elif name not in _SWEEP_ARGUMENTS:
-            overrides.append(word)
+            overrides.append(arguments.named_recipe(word))
         elif equals:
             settings[name] = value
     fixed, axes = split_axes(overrides, config_dir)

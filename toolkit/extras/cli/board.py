@@ -1,4 +1,4 @@
-"""Serve a page on this machine to watch and compare runs, write recipes, see samples, chat, start and stop runs.
+"""Serve a page on this machine to watch, compare and start runs: write recipes, see samples, chat, stop runs.
 
 toolkit board [RUNS_DIR] [port=8765]
 

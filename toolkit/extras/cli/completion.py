@@ -1,4 +1,4 @@
-"""Print a shell script for TAB completion of commands, recipes, groups, keys and files (bash, zsh, fish).
+"""Print a shell script for TAB completion: of commands, recipes, groups, keys and files (bash, zsh, fish).
 
 toolkit completion bash|zsh|fish
 

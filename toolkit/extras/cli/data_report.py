@@ -14,6 +14,7 @@ from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of, parse_checked, positive_int
 from toolkit.config import hub, schema
+from toolkit.config.files import known_recipes
 from toolkit.messages import say
 
 OUTPUT = "data-report.html"
@@ -21,7 +22,9 @@ OUTPUT = "data-report.html"
 
 def run(words: list[str]) -> None:
     """Inspect a data file, or a recipe's data, and write the report's HTML page."""
-    is_data = bool(words) and "=" not in words[0] and not words[0].endswith((".yaml", ".yml"))
+    first = words[0] if words else "="
+    is_recipe = first.endswith((".yaml", ".yml")) or (first in known_recipes() and not Path(first).exists())
+    is_data = "=" not in first and not is_recipe
     special: list[str] = []
     prepared = None
     if is_data:

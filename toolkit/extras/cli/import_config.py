@@ -1,4 +1,4 @@
-"""Convert a config of LLaMA-Factory, axolotl, ms-swift, the ChatGLM repositories or the Trainer into a recipe.
+"""Convert another program's config into a recipe: LLaMA-Factory, axolotl, ms-swift, ChatGLM repositories, Trainer.
 
 toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
 

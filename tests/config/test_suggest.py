@@ -1,0 +1,122 @@
+"""What an error suggests for a wrong key: names of other programs, of DeepSpeed's JSON, and misspelt ones."""
+
+import pytest
+
+from toolkit.config.load import load
+from toolkit.config.suggest import foreign_names, keys_meant
+from toolkit.config.validate import field_type
+from toolkit.messages import ConfigError, shortlist
+
+GUESSES = {
+    # Misspelt: the last part decides, not the section.
+    "train.learning_rat": "optim.lr",
+    "optim.lerning_rate": "optim.lr",
+    "optm.learning_rate": "optim.lr",
+    "trian.epochs": "train.epochs",
+    "train.epoch": "train.epochs",
+    "train.max_epochs": "train.epochs",
+    "train.learningRate": "optim.lr",
+    "optim.typ": "optim.name",
+    "batch.size": "batch.micro_per_gpu batch.global_size",
+    "batch.micro_per_gup": "batch.micro_per_gpu",
+    "batch.micro": "batch.micro_per_gpu",
+    "batch.grad_accum": "batch.global_size batch.micro_per_gpu",
+    "data.max_lenght": "data.max_length",
+    "data.maxlength": "data.max_length",
+    "data.source": "data.sources",
+    "model.max_length": "data.max_length",
+    "model.pth": "model.path",
+    "tune.rank": "tuning.rank",
+    "tuning.r": "tuning.rank",
+    "tuning.dropuot": "tuning.dropout",
+    "kernel.loss": "kernels.loss",
+    "checkpoints.every": "checkpoint.every",
+    "checkpoint.save_every": "checkpoint.every",
+    "checkpoint.interval": "checkpoint.every",
+    "checkpoint.keep_last": "checkpoint.keep",
+    "eval.every": "evaluate.every",
+    "evaluate.steps": "evaluate.every",
+    "preference.betta": "preference.beta",
+    "preference.type": "preference.loss",
+    "schedule.warmup": "schedule.warmup_steps schedule.warmup_ratio",
+    "distributed.time_out": "distributed.timeout_s",
+    "run.nam": "run.name",
+    "train.resume": "resume",
+    "train.clip": "train.gradient_clipping",
+    "track.wandb.enable": "track.wandb.enabled",
+    "zero.cpu_offload": "zero.offload_optimizer zero.offload_param",
+    "zero.offload_optimizer.pin": "zero.offload_optimizer.pin_memory",
+    "num_workers": "data.num_workers prepare.num_workers",
+    # transformers' TrainingArguments and models.
+    "per_device_train_batch_size": "batch.micro_per_gpu batch.global_size",
+    "gradient_accumulation_steps": "batch.global_size",
+    "num_train_epochs": "train.epochs",
+    "lr_scheduler_type": "schedule.name",
+    "max_grad_norm": "train.gradient_clipping",
+    "logging_steps": "train.log_every",
+    "save_total_limit": "checkpoint.keep",
+    "bf16": "precision.dtype",
+    "torch_dtype": "precision.dtype",
+    "output_dir": "run.dir",
+    "resume_from_checkpoint": "resume",
+    "load_best_model_at_end": "evaluate.keep_best",
+    "attn_implementation": "model.attention",
+    "gradient_checkpointing": "train.activation_checkpointing.enabled",
+    "ddp_timeout": "distributed.timeout_s",
+    # LLaMA-Factory, axolotl and ms-swift.
+    "cutoff_len": "data.max_length",
+    "finetuning_type": "tuning.method",
+    "lora_target": "tuning.target_modules",
+    "quantization_bit": "tuning.method",
+    "pref_beta": "preference.beta",
+    "base_model": "model.path",
+    "sequence_len": "data.max_length",
+    "sample_packing": "data.packing",
+    "val_set_size": "data.validation",
+    "micro_batch_size": "batch.micro_per_gpu batch.global_size",
+    "tensor_parallel_size": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    # DeepSpeed's JSON.
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_per_gpu",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer.device",
+    "optimizer.type": "optim.name",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.weight_decay": "optim.weight_decay",
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "bf16.enabled": "precision.dtype",
+    "stage3_param_persistence_threshold": "zero.stage3_param_persistence_threshold",
+    # Nothing is like it.
+    "banana": "",
+    "foo.bar": "",
+    "distributed.port": "",
+}
+
+
+@pytest.mark.parametrize("name", GUESSES)
+def test_what_a_wrong_key_means(name: str) -> None:
+    assert " ".join(keys_meant(name)) == GUESSES[name]
+
+
+def test_what_is_suggested_exists() -> None:
+    for keys in foreign_names().values():
+        assert all(key == "ds_extra" or field_type(key) is not None for key in keys)
+    assert all(field_type(key) is not None for keys in GUESSES.values() for key in keys.split())
+
+
+def test_a_key_that_has_no_counterpart_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"'group_by_length'\. There is none here: .*data\.packing=grouped groups"):
+        load(["recipe=quickstart", "group_by_length=true"])
+
+
+def test_a_message_lists_few_of_many_names() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["recipe=quickstart", "banana=1"])
+    assert str(caught.value).endswith("data and 25 more: docs/config.md.")
+    with pytest.raises(ConfigError) as caught:
+        load(["recipe=quickstart", "model=qwen"])
+    assert str(caught.value).count("qwen3") >= 6 and "more: toolkit models" in str(caught.value)
+    names = [f"name{number}" for number in range(10)]
+    assert shortlist(names, "elsewhere") == ", ".join(names)
+    assert shortlist([*names, "other"], "elsewhere", like="othr").startswith("other, name0, ")

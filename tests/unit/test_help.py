@@ -1,0 +1,59 @@
+"""Help texts: the overview is short, wrong commands name the right one, unexpected errors say what to attach."""
+
+import pytest
+
+from toolkit.cli import COMMANDS, GROUPS, help_of, main, overview
+from toolkit.distributed.exits import run_guarded
+from toolkit.messages import read_table
+
+MEANT = {
+    "trian": "train",
+    "sft": "toolkit train",
+    "webui": "toolkit board",
+    "merge-lora": "toolkit export-model",
+    "env": "toolkit doctor --report",
+    "quickstart": "toolkit train quickstart",
+    "mine.yaml": "toolkit train mine.yaml",
+}
+
+
+def test_the_overview_fits_a_terminal() -> None:
+    lines = overview().splitlines()
+    assert len(lines) <= len(COMMANDS) + 2 * len(GROUPS) + 12
+    assert max(map(len, lines)) <= 100
+    assert "toolkit doctor --report" in overview()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_ends_with_examples(command: str) -> None:
+    lines = help_of(command).splitlines()
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert len(examples) >= 2 and all(f"toolkit {command}" in line for line in examples)
+    assert len(lines) <= 45
+
+
+@pytest.mark.parametrize("word", MEANT)
+def test_a_wrong_command_names_the_right_one(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    assert f"unknown command '{word}'. Did you mean '{MEANT[word]}'? Known: " in capsys.readouterr().err
+
+
+def test_other_programs_commands_are_not_ours() -> None:
+    others = read_table("cli/other_names.yaml")
+    assert not set(others) & set(COMMANDS)
+    assert {name.split()[0] for name in others.values()} <= {*COMMANDS, "--version"}
+
+
+def test_an_unexpected_error_names_what_to_attach(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise ValueError("never expected")
+
+    assert run_guarded(fail) == 1
+    *_, message, last = capsys.readouterr().err.splitlines()
+    assert message.endswith(": never expected") and last.endswith("attach what this writes: toolkit doctor --report")
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "train", "prepare", "show", "launch", "sweep", "prove"])
+def test_a_word_alone_is_the_recipe(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "quikstart", "optim.lr=1e-3"]) == 2
+    assert "unknown recipe 'quikstart'. Did you mean 'quickstart'?" in capsys.readouterr().err
