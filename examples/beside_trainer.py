@@ -1,13 +1,16 @@
 """Train the same rows with transformers' Trainer alone, and print its losses beside those of a run of the toolkit.
 
     python examples/beside_trainer.py MODEL RUN
+    torchrun --nproc-per-node 2 examples/beside_trainer.py MODEL RUN
 
-MODEL is the directory that RUN trained: all parameters, and all rows in each step.
+MODEL is the directory that RUN trained: all parameters, and all rows in each step. RUN may have other ranks, ZeRO
+stages and packing than Trainer, which pads: what is learned is the same.
 
 Nothing of the toolkit is imported: model, chat template, loss, optimizer and loop are transformers' and PyTorch's.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -31,12 +34,12 @@ for line in Path(recipe["data"]["sources"][0]["path"]).read_text(encoding="utf-8
 
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 model.get_input_embeddings().padding_idx = None  # the padding token is also the one that ends answers: it is trained
-micro = 8
+micro, ranks = 8, int(os.environ.get("WORLD_SIZE", "1"))
 arguments = TrainingArguments(
     output_dir="trainer",
     max_steps=len(wanted),
     per_device_train_batch_size=micro,
-    gradient_accumulation_steps=len(samples) // micro,
+    gradient_accumulation_steps=len(samples) // (micro * ranks),
     learning_rate=recipe["optim"]["lr"],
     adam_beta1=recipe["optim"]["betas"][0],
     adam_beta2=recipe["optim"]["betas"][1],
@@ -50,6 +53,8 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model, arguments, train_dataset=samples, data_collator=DataCollatorForSeq2Seq(tokenizer, model))
 trainer.train()
+if trainer.args.process_index:
+    sys.exit()  # rank 0 has the log
 found = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
 
 print("step  loss: toolkit    Trainer     gradient norm: toolkit   Trainer")

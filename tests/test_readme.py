@@ -20,6 +20,7 @@ DOCUMENTS = ("README.md", "README_zh.md")
 # Not run here: they are this very suite's environment, a cluster's, or need weights that are not there.
 ELSEWHERE = (
     "git clone",
+    "export PIP_EXTRA_INDEX_URL=",
     "scripts/",
     "source ",
     "python3 -m venv",
@@ -79,9 +80,11 @@ def test_the_first_screen_is_short(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_memory_that_is_planned_is_that_of_the_recipe(document: str) -> None:
     """tests/docs/test_recipes_page.py compares the recipe's header with the plan."""
-    header = (ROOT / "recipes" / "chatglm3_lora.yaml").read_text(encoding="utf-8")
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^toolkit launch --num_gpus 1 recipe=(\w+) ", text, re.MULTILINE)
+    header = (ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
     (gib,) = re.findall(r"1xRTX 4090: ([\d.]+) GiB per GPU", header)
-    (line,) = re.findall(r"^\*\*.*ChatGLM3-6B.* GiB.*$", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE)
+    (line,) = re.findall(r"^\*\*.*Qwen3-8B.* GiB.*$", text, re.MULTILINE)
     assert f" {gib} GiB" in line
 
 

@@ -2,7 +2,7 @@
 
 toolkit train recipe=NAME [key=value …] [--config-dir DIR] [--cfg job]
 
-  recipe=NAME       a recipe by name (recipes/), or a path to a .yaml
+  recipe=NAME       a recipe by name (recipes/), or a path to a .yaml; `recipe=` may be left out, as in all commands
   key=value         any key of docs/config.md, or a group: zero=stage3, model=glm_tiny
   deepspeed_json=F  take DeepSpeed's settings from your own JSON
   --cfg job         print the resolved config and stop

@@ -136,6 +136,14 @@ def _judge_losses(curves: Curves) -> Verdict:
             **values,
         )
         headline = tr("Learned: the validation loss is below the unigram baseline, not below the bigram one.")
+    if curves.validation_tokens and _is_less(best, last, 0.0):  # less than `least`, else it were overfit
+        lowest = tr(
+            "It was lowest at step {step} ({best}); over {tokens} validation tokens that may be chance.",
+            step=f"{best_step:,}",
+            best=digits(best),
+            tokens=f"{curves.validation_tokens:,}",
+        )
+        text, headline = joined(text, lowest), joined(headline, lowest)
     return Verdict(LEARNED, text, is_falling=is_falling, headline=headline)
 
 
