@@ -11,7 +11,7 @@ from toolkit.config import mesh, rules
 from toolkit.config.files import language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.messages import ConfigError, Problems, raise_all, set_language, shortlist, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, raise_all, set_language, shortlist, tr
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""
@@ -174,7 +174,8 @@ def named_arguments(
             values[bare] = word
             continue
         if not equals or name not in names:
-            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=shortlist(names, "--help"))
+            unknown = tr("unknown argument '{word}'. Known: {known}.", word=word, known=shortlist(names, "--help"))
+            raise ConfigError(joined(unknown, did_you_mean(name, names)))
         values[name] = value
     for name in required:
         if not values.get(name):

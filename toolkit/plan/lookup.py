@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit import children, disk
 from toolkit.config import files, objective, schema
-from toolkit.messages import ConfigError, ModelError, file_bytes, parsed_json, say, tr
+from toolkit.messages import ConfigError, ModelError, file_bytes, parsed_json, say, shortlist, tr
 from toolkit.plan.outline import (
     HEAD,
     Outline,
@@ -125,7 +125,7 @@ def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
             "config.json; no weights are needed.",
             path=model.path,
             name=model.name,
-            known=", ".join(published_models()),
+            known=shortlist(published_models(), "toolkit models"),
         )
     try:
         config = parsed_json(file_bytes(file))
