@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from toolkit import messages
-from toolkit.cli import COMMANDS, GROUPS, help_of, main, module_of
+from toolkit.cli import COMMANDS, GROUPS, main, module_of
+from toolkit.cli.help import help_of
 from toolkit.config import rule_tables
 from toolkit.config.dotted_keys import all_keys
 from toolkit.messages import chinese, current_language, joined, read_table, set_language, tr

@@ -7,7 +7,8 @@ import pytest
 from pages import BLOCK, PAIRED, ROOT, chinese
 
 from toolkit import messages
-from toolkit.cli import COMMANDS, help_of
+from toolkit.cli import COMMANDS
+from toolkit.cli.help import help_of
 
 ENGLISH = (
     r"says? so\b|said so|told otherwise|(?:is|are) told\b|anew\b|going on\b|go(?:es)? on (?:from|with|where)|"

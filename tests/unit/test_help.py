@@ -2,7 +2,8 @@
 
 import pytest
 
-from toolkit.cli import COMMANDS, GROUPS, help_of, main, overview
+from toolkit.cli import COMMANDS, GROUPS, main
+from toolkit.cli.help import help_of, overview
 from toolkit.distributed.exits import run_guarded
 from toolkit.messages import read_table
 

@@ -3,14 +3,12 @@
 import codecs
 import locale
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import chain
 
 from toolkit import __version__
-from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, shortlist, tr, translated
 
 GROUPS = {
     "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
@@ -38,9 +36,6 @@ EXTRAS = (
     *("verify-serving", "export-gguf", "doctor", "data-report", "models", "board", "bench", "completion", "push"),
 )
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
-_REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
-"""Commands of earlier versions, and what serves instead."""
-_END_OF_BRIEF = re.compile(r"[:;.：；。]|\n")
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
 
@@ -52,32 +47,6 @@ def module_of(command: str) -> str:
     """
     package = "toolkit.extras.cli" if command in EXTRAS else "toolkit.cli"
     return f"{package}.{command.replace('-', '_')}"
-
-
-def help_of(command: str) -> str:
-    """Return a command's help in the user's language."""
-    summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
-    rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
-    language = tr("language of what is printed; default: the locale's")
-    examples = "\n".join(f"  {line}" for line in read_table("cli/examples.yaml")[command])
-    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
-
-
-def overview() -> str:
-    """Return all commands in their groups, each in a few words, and where to look further."""
-    width = 1 + max(map(len, COMMANDS))
-    lines = [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
-    for title, names in GROUPS.items():
-        lines += ["", translated(title)]
-        lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]
-    lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
-    help_lines = {
-        "toolkit help COMMAND": tr("arguments and examples of a command"),
-        "toolkit doctor --report": tr("one file to attach when you ask for help"),
-        "docs/config.md": tr("every key; docs/debugging.md: what to do about an error"),
-    }
-    lines += ["", tr("Help:"), *(f"  {name:<25}{text}" for name, text in help_lines.items())]
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
+        from toolkit.cli.help import overview
+
         _show(overview())
         return 0 if words else 2
     if words[0] == "--version":
@@ -122,33 +93,19 @@ def _dispatch(words: list[str]) -> int:
     if command == "train" and set(rest).intersection(MULTIRUN):
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
-        unknown = tr("unknown command '{command}'.", command=command)
-        if instead := _REMOVED.get(command):
-            raise ConfigError(
-                joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
-            )
-        commands = tr("Known: {commands}.", commands=shortlist(COMMANDS, "toolkit help", like=command))
-        raise ConfigError(joined(unknown, _command_meant(command), commands))
+        from toolkit.cli.help import unknown_command
+
+        raise unknown_command(command)
     module = import_module(module_of(command))
     if any(word in ("-h", "--help") for word in rest):
         from toolkit.arguments import choose_language  # only now: it brings Hydra
+        from toolkit.cli.help import help_of
 
         choose_language(rest)
         _show(help_of(command))
         return 0
     run: Callable[[list[str]], int | None] = module.run
     return run(rest) or 0
-
-
-def _command_meant(word: str) -> str:
-    """Return "Did you mean …?" for a wrong command: another program's name of one, a recipe, or a misspelling."""
-    from toolkit.config.files import known_recipes
-
-    if other := read_table("cli/other_names.yaml").get(word):
-        return tr("Did you mean '{name}'?", name=f"toolkit {other}")
-    if word in known_recipes() or word.endswith((".yaml", ".yml")) or word.startswith("recipe="):
-        return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
-    return did_you_mean(word, COMMANDS)
 
 
 def _show(text: str) -> None:

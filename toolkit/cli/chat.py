@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
-from toolkit.cli import help_of
+from toolkit.cli.help import help_of
 from toolkit.config import files
 from toolkit.messages import ConfigError, ModelError, notes_to_stderr
 

@@ -1,0 +1,68 @@
+"""Help: the overview of all commands, the text of one, and what a wrong command means."""
+
+import re
+from importlib import import_module
+
+from toolkit.cli import COMMANDS, GROUPS, module_of
+from toolkit.messages import (
+    ConfigError,
+    current_language,
+    did_you_mean,
+    joined,
+    read_table,
+    shortlist,
+    tr,
+    translated,
+)
+
+_REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
+"""Commands of earlier versions, and what serves instead."""
+_END_OF_BRIEF = re.compile(r"[:;.：；。]|\n")
+
+
+def help_of(command: str) -> str:
+    """Return a command's help in the user's language."""
+    summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
+    rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
+    language = tr("language of what is printed; default: the locale's")
+    examples = "\n".join(f"  {line}" for line in read_table("cli/examples.yaml")[command])
+    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
+
+
+def overview() -> str:
+    """Return all commands in their groups, each in a few words, and where to look further."""
+    width = 1 + max(map(len, COMMANDS))
+    lines = [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
+    for title, names in GROUPS.items():
+        lines += ["", translated(title)]
+        lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]
+    lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
+    help_lines = {
+        "toolkit help COMMAND": tr("arguments and examples of a command"),
+        "toolkit doctor --report": tr("one file to attach when you ask for help"),
+        "docs/config.md": tr("every key; docs/debugging.md: what to do about an error"),
+    }
+    lines += ["", tr("Help:"), *(f"  {name:<25}{text}" for name, text in help_lines.items())]
+    return "\n".join(lines)
+
+
+def unknown_command(command: str) -> ConfigError:
+    """Return the error for a command that does not exist, with what was probably meant."""
+    unknown = tr("unknown command '{command}'.", command=command)
+    if instead := _REMOVED.get(command):
+        return ConfigError(
+            joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
+        )
+    commands = tr("Known: {commands}.", commands=shortlist(COMMANDS, "toolkit help", like=command))
+    return ConfigError(joined(unknown, _command_meant(command), commands))
+
+
+def _command_meant(word: str) -> str:
+    """Return "Did you mean …?" for a wrong command: another program's name of one, a recipe, or a misspelling."""
+    from toolkit.config.files import known_recipes
+
+    if other := read_table("cli/other_names.yaml").get(word):
+        return tr("Did you mean '{name}'?", name=f"toolkit {other}")
+    if word in known_recipes() or word.endswith((".yaml", ".yml")) or word.startswith("recipe="):
+        return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
+    return did_you_mean(word, COMMANDS)
