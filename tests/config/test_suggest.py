@@ -17,6 +17,7 @@ GUESSES = {
     "train.max_epochs": "train.epochs",
     "train.learningRate": "optim.lr",
     "optim.typ": "optim.name",
+    "optim.lrr": "optim.lr",
     "batch.size": "batch.micro_per_gpu batch.global_size",
     "batch.micro_per_gup": "batch.micro_per_gpu",
     "batch.micro": "batch.micro_per_gpu",

@@ -12,9 +12,9 @@ from toolkit.messages import ConfigError, joined, read_table, shortlist, tr
 
 _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 _MOST_GUESSES = 3
-_LEAST_NAME, _LEAST_HERE, _LEAST_PATH = 0.75, 0.6, 0.8
-"""How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one in the section that
-was typed; a dotted path as a whole."""
+_LEAST_NAME, _LEAST_SHORT, _LEAST_HERE, _LEAST_PATH = 0.75, 0.85, 0.6, 0.8
+"""How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one of up to four
+letters; one in the section that was typed; a dotted path as a whole."""
 
 
 @cache
@@ -90,7 +90,8 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
     if prefix and (close := _with_the_words(name, here)):
         return here[close]
     known = theirs | {leaf: keys for leaf, keys in ours.items() if len(keys) == 1}
-    if close := _most_similar(name, known, _LEAST_NAME) or _with_the_words(name, known):
+    least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT  # of the many names, short ones are like each other
+    if close := _most_similar(name, known, least) or _with_the_words(name, known):
         return known[close][:_MOST_GUESSES]
     if close := _most_similar(shown, (key for key in all_keys() if not shown.startswith(key)), _LEAST_PATH):
         return (close,)
@@ -103,8 +104,8 @@ def _likeness(text: str, other: str) -> float:
 
 
 def _most_similar(name: str, candidates: Iterable[str], least: float) -> str | None:
-    """Return the candidate that is most like a name, None if none is like it enough: of short names nearly all."""
-    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=least if len(name) > 4 else 0.85)
+    """Return the candidate that is most like a name, None if none is like it enough."""
+    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=least)
     return close[0] if close else None
 
 
