@@ -9,8 +9,6 @@ from toolkit.models.directory import quantization_settings
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where NVIDIA ModelOpt's exports say how they are quantized; config.json need not say it."""
-_MOST_BYTES = 16 << 20
-"""Of that file, which lists the layers that are not quantized."""
 READABLE = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
 """Values of quant_method of which `toolkit export-model` writes a copy in 16 bits."""
 _FORMATS = {
@@ -79,6 +77,6 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 def _modelopt(folder: Path) -> str:
     """Return method and algorithm of `MODELOPT_FILE`, such as modelopt NVFP4."""
-    settings = json_object(folder / MODELOPT_FILE, ModelError, _MOST_BYTES).get("quantization")
+    settings = json_object(folder / MODELOPT_FILE, ModelError).get("quantization")
     algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
     return f"modelopt {algorithm or ''}".strip()
