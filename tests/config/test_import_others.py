@@ -148,7 +148,7 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the dataset json: type.format has no counterpart." in said
     assert "the dataset o/chats: train[:20%] is read as a whole" in said
     assert "the dataset o/odd is skipped: its type stepwise_supervised has no counterpart" in said
-    assert "special_tokens = {'pad_token': '<|end_of_text|>'}: the vocabulary stays as it is" in said
+    assert "special_tokens = {'pad_token': '<|end_of_text|>'}: only model.add_tokens changes the vocabulary" in said
     assert ": micro_batch_sise. Did you mean 'micro_batch_size'?" in said
     assert "evals_per_epoch = 4, saves_per_epoch = 1: evaluate.every and checkpoint.every count steps" in said
 

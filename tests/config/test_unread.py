@@ -55,6 +55,10 @@ UNREAD = {
     "distill.weight=0.7": "task.kind is language",
     "task=distill distill.teacher=a/b distill.beta=0.3": "distill.loss is forward_kl",
     "task=distill distill.teacher=a/b distill.dir=/x": "distill.top_k is 0",
+    "task=distill distill.teacher=a/b distill.rollouts.top_p=0.9": "distill.on_policy is 0.0",
+    "task=distill distill.teacher=a/b distill.on_policy=1 distill.rollouts.tries=5": "distill.rollouts.url is empty",
+    "task=distill distill.teacher=a/b distill.on_policy=1 distill.rollouts.url=http://a "
+    "distill.rollouts.batch_size=3": "the server answers",
     "task=distill distill.teacher=a/b distill.general_share=0.5": "distill.teacher is given",
     "task=reward kernels.loss=full": "task.kind is reward",
     "classify.labels=[a,b]": "task.kind is language",

@@ -20,10 +20,14 @@ def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str
     return [RUN, *tiny(rows_file, folder, name, "train.max_steps=3", "checkpoint.export=true", *overrides)]
 
 
+def lines_of_ours(output: str) -> list[str]:
+    """Return the lines that are not the DeepSpeed or torch launcher's."""
+    return [line for line in output.splitlines() if line.strip() and not re.match(r"\[\d{4}-|\[rank\d", line)]
+
+
 def last_line_of_ours(output: str) -> str:
     """Return the last line that is not the DeepSpeed or torch launcher's."""
-    lines = [line for line in output.splitlines() if line.strip() and not re.match(r"\[\d{4}-|\[rank\d", line)]
-    return lines[-1]
+    return lines_of_ours(output)[-1]
 
 
 @pytest.mark.ranks
@@ -106,8 +110,9 @@ def test_a_failing_rank_ends_the_others_and_has_the_last_word(rows_file: Path, t
         PYTHONPATH=f"{tmp_path}{os.pathsep}{REPOSITORY}",
     )
     assert finished.code != 0
-    assert "ZeroDivisionError (rank 1 on " in last_line_of_ours(finished.output)
-    assert "broken on purpose" in last_line_of_ours(finished.output)
+    *_, error, advice = lines_of_ours(finished.output)
+    assert "ZeroDivisionError (rank 1 on " in error and "broken on purpose" in error
+    assert advice.startswith("What to do: docs/debugging.md. ")
     assert finished.output.count("Traceback") == 1
     assert time.time() - (tmp_path / "failed").stat().st_mtime < 60
     folder = tmp_path / "runs" / "broken"

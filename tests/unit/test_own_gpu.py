@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.distributed import accelerator, process_group
+from toolkit.distributed import accelerator, meeting, process_group
 from toolkit.messages import LaunchError
 
 
@@ -44,7 +44,7 @@ def start(
     monkeypatch.setattr(os, "environ", found)
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: gpus)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
-    monkeypatch.setattr(process_group, "init_method", lambda timeout: None)
+    monkeypatch.setattr(meeting, "init_method", lambda timeout: None)
     monkeypatch.setattr(process_group, "_tie_builds", lambda: None)
     return process_group.start(DistributedConfig(backend=Backend(environ.get("BACKEND", "gloo")))), found
 
@@ -88,7 +88,7 @@ def test_two_ranks_on_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(uuid="GPU-7")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for rank in (0, 1):
-        monkeypatch.setattr(process_group, "_met", (store, rank, 2))
+        monkeypatch.setattr(meeting, "_met", (store, rank, 2))
         if rank == 0:
             start(monkeypatch, visible=1, local_rank=0, rank=0, BACKEND="nccl")
         else:

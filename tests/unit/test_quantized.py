@@ -3,6 +3,7 @@ the formats' own programs publish.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from toolkit.cli import main
 from toolkit.config.schema import RunConfig
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
-from toolkit.messages import ModelError
+from toolkit.messages import LARGEST_JSON_BYTES, ModelError
 from toolkit.models.load import load_model, stream_parameters
 from toolkit.tasks.distill import check_teacher
 
@@ -90,10 +91,13 @@ def test_commands_say_the_same(
     errors = told(folder, capsys)
     assert len(set(errors)) == 1 and "(modelopt FP8 in hf_quant_config.json)" in errors[0] and ORIGINAL in errors[0]
     assert "docs/models.md#quantized-checkpoints" in errors[0]
-    for content, message in (("{", "is not JSON"), ("[" * 5000, "is not JSON"), (" " * (17 << 20), "more than")):
+    for content, message in (("{", "is not JSON"), ("[" * 5000, "is not JSON")):
         file.write_text(content)
         with pytest.raises(ModelError, match=message):
             stream_parameters(folder)
+    os.truncate(file, LARGEST_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match="more than"):
+        stream_parameters(folder)
 
 
 def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -25,7 +25,10 @@ def test_the_mean_since_the_row_before_is_compared(losses: list[float], says: st
     rows += [{"step": 6, "loss": (2.0 * 10 + 4.0 * 20) / 30}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     counts = [7, 10, 20]
-    results: Any = [SimpleNamespace(loss=loss, count=count) for loss, count in zip(losses, counts, strict=False)]
+    results: Any = [
+        SimpleNamespace(loss=loss, counts=SimpleNamespace(losses=count))
+        for loss, count in zip(losses, counts, strict=False)
+    ]
     assert says in _compare_loss(6, results, tmp_path / "metrics.jsonl")
 
 

@@ -724,7 +724,7 @@ class DistillConfig:
     on_policy: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of a step's samples whose last answer is replaced by one of the student (lambda of GKD); their loss is the divergence alone."""
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    """These answers."""
+    """How the student's answers are written."""
     general_share: Share = 0.0
     """Share of the samples of an epoch that come from sources marked `general`, which are repeated or left out for it; 0: as the weights of the sources say."""
 

@@ -76,6 +76,8 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
     }
     if close := _most_similar(name, here, _LEAST_NAME) or (prefix and _with_words_of(name, here)):
         return here[close]
+    if prefix and (close := _with_a_word_like(name, here)):
+        return here[close]
     if name in ours and not prefix:
         return ours[name]
     # The right name in a section that is nearly right: of several sections the one that is most like the typed one.
@@ -120,6 +122,12 @@ def _with_words_of(name: str, candidates: Iterable[str]) -> str | None:
     """Return the longest candidate whose words a name has, as `save_every` has `every`; None without one."""
     words = set(name.lower().split("_"))
     return max((one for one in candidates if set(one.split("_")) <= words), key=len, default=None)
+
+
+def _with_a_word_like(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate of which one word is a name with letters swapped, as `max_steps` of `stpes`."""
+    letters = sorted(name.lower())
+    return next((one for one in candidates for word in one.split("_") if sorted(word) == letters), None)
 
 
 def _why_there_is_none(name: str) -> str:

@@ -203,7 +203,6 @@ def attend_to_segments(
     tokens that each segment sees, int64 [K], its own last, and their bounds, int32 [segments + 1].
     """
     rows, heads, size, width = query.shape
-    groups = heads // key.size(1)
     query, key, value = (tensor.transpose(1, 2).reshape(rows * size, -1, width) for tensor in (query, key, value))
     key_bounds = bounds
     if paths is not None:
@@ -215,7 +214,7 @@ def attend_to_segments(
         # torch 2.13 checks enable_gqa if there are fewer heads of keys, but does not pass it on; 2.11 checks nothing
         # and calls the same kernel (nn/attention/varlen.py), which takes any number of heads that divides the queries',
         # and sums the gradients of each group (flash_attn/flash_api.cpp: mha_varlen_fwd, mha_varlen_bwd).
-        grouped: dict[str, Any] = {"enable_gqa": groups != 1} if _kernel_takes("enable_gqa") else {}
+        grouped: dict[str, Any] = {"enable_gqa": heads != key.size(1)} if _kernel_takes("enable_gqa") else {}
         mixed = varlen_attn(
             query,
             key,
@@ -237,11 +236,9 @@ def attend_to_segments(
     for q, k, v in zip(queries, keys, values, strict=True):
         if not len(q):  # all tokens of the segment were dropped
             continue
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        length, seen = q.size(2), k.size(2)
-        shared = seen - length
-        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
+        q, k, v = (repeat_kv(tensor.transpose(0, 1)[None], heads // tensor.size(1)) for tensor in (q, k, v))
+        seen, shared = k.size(2), k.size(2) - q.size(2)
+        mask = torch.ones(q.size(2), seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
         if seen <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
             q, k, v = q.float(), k.float(), v.float()
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)

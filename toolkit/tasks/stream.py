@@ -164,6 +164,7 @@ class StreamTask(LanguageTask):
         self.steps_per_epoch = max(1, round(sequences / self.stream.lanes))
         self.identity = self.data.identity | chat.tokenizer_identity(self.data.tokenizer)
         self.epoch = None  # type: ignore[assignment]  # its size is an estimate
+        self._order = None  # that of the files
 
     def data_summary(self) -> dict[str, Any]:
         first, names = self.first, [source.path for source in self.cfg.data.sources]
