@@ -147,13 +147,17 @@ def train_cells(
         room_mib: of a cell: the memory that each rank is said to have.
     """
     for all_cells, command in zip(cells, (forked(2, WORKER), forked(0, WORKER)), strict=True):
-        cases: list[dict[str, Any]] = [{"overrides": words(name, given)} for name, given in all_cells.items()]
-        for name, case in zip(all_cells, cases, strict=True):
+        cases: list[dict[str, Any]] = []
+        for name, given in all_cells.items():
+            case: dict[str, Any] = {"overrides": words(name, given)}
             if name in (room_mib or {}):
                 case["room_mib"] = room_mib[name]
-        for name in [one for one in all_cells if one in resumed]:
-            checkpoint = folder / "runs" / name / "checkpoints" / f"step-{resumed[name]}"
-            cases.append({"overrides": words(f"{name}-resumed", [*all_cells[name], f"resume={checkpoint}"])})
+            cases.append(case)
+            # At once: ZeRO-3 exchanges torch's `linear` for the rest of a process, which rounds otherwise (0.19.8,
+            # partition_parameters.py).
+            if name in resumed:
+                checkpoint = folder / "runs" / name / "checkpoints" / f"step-{resumed[name]}"
+                cases.append({"overrides": words(f"{name}-resumed", [*given, f"resume={checkpoint}"])})
         if cases:
             listing = folder / f"cases-{len(all_cells)}.json"
             listing.write_text(json.dumps(cases))

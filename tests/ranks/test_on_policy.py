@@ -38,7 +38,7 @@ JSD = ["distill.loss=jsd", "distill.beta=0.3", "distill.temperature=2"]
 
 # name -> overrides; two ranks.
 CELLS: dict[str, list[str]] = {
-    "own-stage0": ["zero=stage0", "distill.on_policy=1", *FULL],
+    "own-stage0": ["zero=stage0", "distill.on_policy=1", *SAVED, *FULL],
     "half-stage2-micro2": [
         "zero=stage2",
         "distill.on_policy=0.5",
@@ -55,7 +55,7 @@ ONE_RANK = {"own-one-rank-4x1": ["zero=stage1", "distill.on_policy=1", "batch.mi
 LEARNED = {
     "taught-on-own": ["zero=stage0", "distill.on_policy=1", "train.max_steps=60", "distill.loss=reverse_kl", *FULL]
 }
-RESUMED = ("half-stage2-micro2", "own-stage3")
+RESUMED = ("own-stage0", "half-stage2-micro2", "own-stage3")
 
 
 @pytest.fixture(scope="session")
