@@ -174,7 +174,8 @@ def named_arguments(
             values[bare] = word
             continue
         if not equals or name not in names:
-            unknown = tr("unknown argument '{word}'. Known: {known}.", word=word, known=shortlist(names, "--help"))
+            known = shortlist(names, "--help") or tr("none")
+            unknown = tr("unknown argument '{word}'. Known: {known}.", word=word, known=known)
             raise ConfigError(joined(unknown, did_you_mean(name, names)))
         values[name] = value
     for name in required:

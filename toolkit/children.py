@@ -46,8 +46,8 @@ def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
 
 
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
-    """Start a command; options as of `subprocess.Popen`.
-    `ends_with_input`: it ends by itself as soon as its standard input, a pipe from here, does; it may need time then.
+    """Start a command that is ended with this process; options as of `subprocess.Popen`.
+    `ends_with_input`: it is not, as it ends by itself when its standard input, a pipe from here, does, and needs time.
     """
     return subprocess.Popen(command if ends_with_input else _tied_to_this("tie", command, options), **options)  # noqa: S603
 

@@ -34,7 +34,9 @@ _live: "Live | None" = None
 
 
 def set_display(display: str) -> None:
-    """Choose how the progress of a training session is shown; that of other commands goes to stderr, beside answers."""
+    """Begin a training session, whose progress is shown as `display` says: live, plain, or auto as the terminal allows.
+    Other commands never call this: their progress goes to stderr, beside what they answer.
+    """
     global _display, _is_session
     _display, _is_session = display, True
 

@@ -21,6 +21,7 @@ from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
 from toolkit.messages import ConfigError, DataError, ModelError
 from toolkit.report.page import make_report
+from toolkit.report.scores import tables_of
 
 ROOT = Path(__file__).parents[2]
 needs_harness = pytest.mark.skipif(
@@ -236,6 +237,16 @@ def write_tasks(folder: Path) -> Path:
     for task in (choice, answer):
         (folder / "tasks" / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task), encoding="utf-8")
     return folder / "tasks"
+
+
+@pytest.mark.parametrize(
+    "broken", [{"value": None}, {"samples": None}, {"base": None}, {"error": "small"}, {"value": True}]
+)
+def test_a_report_skips_scores_that_are_none(broken: dict[str, Any]) -> None:
+    score = {"task": "gsm8k", "metric": "exact_match", "value": 0.5, "samples": 10, "error": None}
+    run: Any = SimpleNamespace(name="a", scores=[{"scores": [score, score | broken]}])
+    [(_, _, rows)] = tables_of([run])
+    assert rows == [["gsm8k exact_match", "10", "0.5000"]]
 
 
 @needs_harness

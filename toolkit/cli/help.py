@@ -17,7 +17,7 @@ from toolkit.messages import (
 
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
 """Commands of earlier versions, and what serves instead."""
-_END_OF_BRIEF = re.compile(r"[:;.：；。]|\n")
+_END_OF_BRIEF = re.compile(r"[:;.](?=\s|$)|[：；。]|\n")
 
 
 def help_of(command: str) -> str:

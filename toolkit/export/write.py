@@ -181,8 +181,8 @@ def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | 
 
 
 def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
-    """Raise ModelError unless what `write_folder` would write to `folder` could be read back, by names and shapes, as
-    tried in a temporary directory next to it. For rank 0 only; parameters may be partitioned.
+    """Raise ModelError if an export to `folder` could not be read back: its config and files are written to a temporary
+    directory next to it, and names and shapes compared. For rank 0 only; parameters may be partitioned.
     """
     tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
     shapes = {name: full_shape(name, value) for name, value in tensors.items()}

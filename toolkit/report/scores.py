@@ -43,13 +43,12 @@ def tables_of(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str]]
 
 
 def _is_valid(score: Any) -> bool:
-    """Whether a score can be shown: somebody may have edited the file."""
+    """Whether a score can be shown: somebody may have edited the file. Errors may be null, values may not."""
     if not isinstance(score, dict) or not {"task", "metric", "value", "samples"} <= score.keys():
         return False
-    numbers = [
-        score[name] for name in ("value", "samples", "error", "base", "base_error") if score.get(name) is not None
-    ]
-    return score.get("base", 0) is not None and all(type(number) in (int, float) for number in numbers)
+    numbers = [score["value"], score["samples"], score.get("base", 0)]
+    numbers += [score[name] for name in ("error", "base_error") if score.get(name) is not None]
+    return all(type(number) in (int, float) for number in numbers)
 
 
 def _with_error(value: float, error: float | None) -> str:

@@ -154,7 +154,7 @@ class PreferenceTask(SampleTask):
     # Data
 
     def settle(self, cfg: schema.RunConfig) -> None:
-        """Take the settled config; the samples of an epoch are pairs."""
+        """Take the settled config; a sequence of the plan is a pair, which counts as one sample of an epoch."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
         if not cfg.preference.needs_reference:
