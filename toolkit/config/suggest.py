@@ -72,7 +72,7 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         leaf = key.rpartition(".")[2]
         ours[leaf] = (*ours.get(leaf, ()), key)
     theirs = {
-        one: keys for one, keys in foreign_names().items() if not any(f"{key}.".startswith(one) for key in REMOVED)
+        name: keys for name, keys in foreign_names().items() if not any(f"{key}.".startswith(name) for key in REMOVED)
     }
     if close := _most_similar(name, here, _LEAST_NAME) or (prefix and _with_words_of(name, here)):
         return here[close]
@@ -85,16 +85,16 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
     best = max(ours.get(name, ()), key=lambda key: section_of(key.rpartition(".")[0]), default="")
     if best and section_of(best.rpartition(".")[0]) >= _LEAST_HERE:
         return (best,)
-    if close := _most_similar(shown, (one for one in theirs if "." in one), _LEAST_PATH):
+    if close := _most_similar(shown, (path for path in theirs if "." in path), _LEAST_PATH):
         return theirs[close]
     if name == "enabled" and prefix:
         return keys_meant(prefix)
     if prefix and (close := _with_the_words(name, here)):
         return here[close]
-    known = theirs | {leaf: keys for leaf, keys in ours.items() if len(keys) == 1}
+    everywhere = theirs | {leaf: keys for leaf, keys in ours.items() if len(keys) == 1}
     least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT  # of the many names, short ones are like each other
-    if close := _most_similar(name, known, least) or _with_the_words(name, known):
-        return known[close][:_MOST_GUESSES]
+    if close := _most_similar(name, everywhere, least) or _with_the_words(name, everywhere):
+        return everywhere[close][:_MOST_GUESSES]
     if close := _most_similar(shown, (key for key in all_keys() if not shown.startswith(key)), _LEAST_PATH):
         return (close,)
     return here[close] if (close := _most_similar(name, here, _LEAST_HERE)) else ()
@@ -114,25 +114,26 @@ def _most_similar(name: str, candidates: Iterable[str], least: float) -> str | N
 def _with_the_words(name: str, candidates: Iterable[str]) -> str | None:
     """Return the shortest candidate that has all words of a name, as `grad_clip` has `clip`; None without one."""
     words = set(name.lower().split("_"))
-    having = [one for one in candidates if "." not in one and words <= set(one.split("_"))]
+    having = [key for key in candidates if "." not in key and words <= set(key.split("_"))]
     return min(having, key=len, default=None)
 
 
 def _with_words_of(name: str, candidates: Iterable[str]) -> str | None:
     """Return the longest candidate whose words a name has, as `save_every` has `every`; None without one."""
     words = set(name.lower().split("_"))
-    return max((one for one in candidates if set(one.split("_")) <= words), key=len, default=None)
+    return max((key for key in candidates if set(key.split("_")) <= words), key=len, default=None)
 
 
 def _with_a_word_like(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate of which one word is a name with letters swapped, as `max_steps` of `stpes`."""
     letters = sorted(name.lower())
-    return next((one for one in candidates for word in one.split("_") if sorted(word) == letters), None)
+    return next((key for key in candidates for word in key.split("_") if sorted(word) == letters), None)
 
 
 def _why_there_is_none(name: str) -> str:
     """Return what other programs' key, which has no counterpart here, is instead; "" for a name that none has."""
-    keys = [known[name] for program in _PROGRAMS if name in (known := keys_of(program))]
+    tables = [keys_of(program) for program in _PROGRAMS]
+    keys = [table[name] for table in tables if name in table]
     return next((sentence(key.says).rstrip(".。") for key in keys if key.says), "")
 
 

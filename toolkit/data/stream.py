@@ -213,15 +213,15 @@ def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes:
 
 def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
     """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same."""
-    found = []
+    signatures = []
     for file in files:
         with reading(file.path, DataError), open(file.path, "rb") as content:
             size = os.fstat(content.fileno()).st_size
             digest = hashlib.sha256(content.read(_ENDS_BYTES))
             content.seek(max(0, size - _ENDS_BYTES))
             digest.update(content.read(_ENDS_BYTES))
-        found.append([file.path.name, size, digest.hexdigest()[:16]])
-    return found
+        signatures.append([file.path.name, size, digest.hexdigest()[:16]])
+    return signatures
 
 
 @lru_cache(1 << 16)
@@ -230,8 +230,8 @@ def _with_format(
 ) -> DataFile:
     file = DataFile(path, source, row_format, dict(columns))
     for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
-        if known := readers.with_format(file, block):
-            return known
+        if with_known_format := readers.with_format(file, block):
+            return with_known_format
     return file
 
 
@@ -320,7 +320,7 @@ class Stream:
         """
         with self.executor() as executor:
             readers_of = {
-                lane: [LaneReader(self, executor, lane, source, place) for source, place in enumerate(places)]
+                lane: [LaneReader(self, executor, lane, source, position) for source, position in enumerate(places)]
                 for lane, places in positions.items()
             }
             while True:

@@ -25,7 +25,6 @@ from toolkit.models import chat, directory, load, weights
 
 _VERSION = 1
 """Part of the directory's name; increase it when other files are made."""
-_SAMPLED_BYTES = 1 << 16
 _CONFIG = "config.json"
 
 
@@ -55,7 +54,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
         return loaded
     _check_supported(model, tokenizer_folder)
     tokenizer = chat.load_tokenizer(tokenizer_folder, family=model.family)
-    known, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
+    vocabulary, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
     # A control token in a row's text stays text (shield.py): only what the template writes is one.
     special = [token for token in model.add_tokens if token in template]
     for token in model.add_tokens:
@@ -64,11 +63,9 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     ids = dict(zip(model.add_tokens, tokenizer.convert_tokens_to_ids(model.add_tokens), strict=True))
     used = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
     tables = _tables(folder, used)
-    parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, chat.tokenizer_identity(tokenizer)]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
-    for file in (folder / _CONFIG, *directory.weight_files(folder)):
-        digest.update(_sample(file))
-    name = digest.hexdigest()[:32]
+    identity = directory.weights_digest(folder), chat.tokenizer_identity(tokenizer)
+    parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, identity]
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     models = Path(loaded.cfg.prepare.dir) / "models"
     record = json.dumps({"base": str(folder.absolute()), "tokens": ids, "rows": tables.rows}, ensure_ascii=False)
 
@@ -90,7 +87,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
         target = models / f"{name}-config"
     is_complete = partial(_is_complete, record=record)
     build_once(target, partial(build, with_weights=not config_only), is_complete)
-    _report(ids, [token for token in ids if token not in known], special, tables.rows)
+    _report(ids, [token for token in ids if token not in vocabulary], special, tables.rows)
     origin = tr("model.add_tokens of {folder}", folder=folder)
     values = {"model.path": str(target), "model.tokenizer": "", "model.name": model.name or model.hub_id or folder.name}
     return replace(loaded, {key: (value, origin) for key, value in values.items()})
@@ -198,24 +195,15 @@ def _check_single(folder: Path, ids: dict[str, int]) -> None:
     """Raise ModelError unless the saved tokenizer makes one id of each token, also within a text."""
     tokenizer = chat.load_tokenizer(folder)
     for token, index in ids.items():
-        found = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
-        if found.count(index) != 1 or tokenizer.decode([index]).strip() != token.strip():
+        encoded = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
+        if encoded.count(index) != 1 or tokenizer.decode([index]).strip() != token.strip():
             raise ModelError(
                 "model.add_tokens: the tokenizer of this model does not make one id of '{token}', but {ids}. Choose "
                 "another text, such as <|{name}|>.",
                 token=token,
-                ids=found,
+                ids=encoded,
                 name="name",
             )
-
-
-def _sample(file: Path) -> bytes:
-    """Return a file's size and its first and last bytes, which tell whether it is another one."""
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        first = handle.read(_SAMPLED_BYTES)
-        handle.seek(max(0, size - _SAMPLED_BYTES))
-        return str(size).encode() + first + handle.read()
 
 
 def _report(ids: dict[str, int], new: list[str], special: list[str], rows: tuple[int, int]) -> None:

@@ -13,7 +13,6 @@ temperature and loss, and are reused by a digest of their inputs.
 import gc
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -320,10 +319,6 @@ class DistillTask(language.LanguageTask):
         return lines
 
 
-_SPOTS, _SPOT_BYTES = 64, 2**16
-"""Number and size of the parts of a weight file that go into its digest."""
-
-
 def model_of(cfg: schema.RunConfig) -> schema.ModelConfig:
     """Return the model config of the teacher."""
     return replace(cfg.model, path=cfg.distill.teacher, revision="", init=schema.Init.pretrained, tokenizer="")
@@ -453,23 +448,8 @@ def _teacher_identity(cfg: schema.RunConfig) -> list[str]:
     """Return what identifies the teacher's scores: a digest of its files, or of the model's before training."""
     folder = cfg.distill.teacher
     if folder:
-        return [_digest(Path(folder)), cfg.precision.dtype.value]
+        return [directory.weights_digest(Path(folder)), cfg.precision.dtype.value]
     plain = to_dict(cfg)
     model = {name: plain["model"][name] for name in ("init", "shape", "path", "tokenizer")}
     parts = [json.dumps(model, sort_keys=True), str(cfg.run.seed), cfg.precision.dtype.value]
-    return parts + [_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]
-
-
-def _digest(folder: Path) -> str:
-    """Return a digest of a model directory: its config, and the size and `_SPOTS` parts of each weight file."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name in ("config.json", "adapter_config.json"):
-            digest.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".pt"):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with open(path, "rb") as file:
-                for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
-                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
-    return digest.hexdigest()
+    return parts + [directory.weights_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]

@@ -105,8 +105,8 @@ class OnPolicyTask(distill.DistillTask):
 
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
         """Return a micro-batch of rows as long as data or answers make them."""
-        given, longer = super().larger_batch(rows, share), self._answered_batch(rows, share)
-        return max(given, longer, key=lambda batch: batch["input_ids"].size(1))
+        of_data, answered = super().larger_batch(rows, share), self._answered_batch(rows, share)
+        return max(of_data, answered, key=lambda batch: batch["input_ids"].size(1))
 
     def _answered_batch(self, rows: int, share: float) -> language_data.Batch:
         """Return a micro-batch of the longest prompt and the longest answer, cut to a share of their tokens."""
