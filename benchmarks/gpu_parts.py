@@ -11,8 +11,8 @@ from subprocess import STDOUT, TimeoutExpired
 from benchmarks import results
 from toolkit import children
 from toolkit.arguments import one_of, positive_int
+from toolkit.launch import allocator
 from toolkit.messages import ConfigError
-from toolkit.train import startup
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def run(words: list[str], started: float) -> int:
     is_tiny = one_of(given, "device", ("gpu", "cpu")) == "cpu"
     if is_tiny:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    startup.set_allocator(os.environ)  # as runs have it; before torch is there
+    allocator.set_allocator(os.environ)  # as runs have it; before torch is there
     from benchmarks import gpu
 
     if "part" in given:

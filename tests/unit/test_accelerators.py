@@ -10,7 +10,7 @@ from toolkit.config import compilers, native_ops, requirements
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.jobs import check
-from toolkit.train import startup
+from toolkit.launch import allocator
 
 NPU = {"DS_ACCELERATOR": "npu", "TORCH_EXTENSIONS_DIR": "/nowhere", "CXX": "no-such-compiler"}
 
@@ -48,7 +48,7 @@ def test_an_amd_gpu_is_called_cuda(rocm: dict[str, str], monkeypatch: pytest.Mon
     assert requirements.device_here({"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
     assert not requirements.on_nvidia(rocm)
     environ = dict(rocm)
-    startup.set_allocator(environ)
+    allocator.set_allocator(environ)
     assert environ == rocm, "its allocator has no expandable segments"
 
 

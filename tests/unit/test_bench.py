@@ -246,7 +246,7 @@ def test_a_gpu_bench_that_is_stopped_leaves_what_it_has_measured(
         return {"size": {"layers": 2}, "tokens_per_s": 3.0, "mfu": 0.5}
 
     monkeypatch.setattr(gpu_parts, "measured", measured)
-    monkeypatch.setattr(gpu_parts.startup, "set_allocator", lambda environ: None)
+    monkeypatch.setattr(gpu_parts.allocator, "set_allocator", lambda environ: None)
     monkeypatch.setattr(gpu_parts.results, "describe_environment", lambda world_size: {})
     monkeypatch.setattr(os, "environ", dict(os.environ))
     names = ["6b-full-zero1", "6b-lora", "9b-lora"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from toolkit import children
+from toolkit.launch import allocator
 from toolkit.launch.ancestors import LAUNCHERS, NODE_LAUNCHER
 from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, front_end
 from toolkit.messages import tr
@@ -54,6 +55,7 @@ def exit_with_launcher(ranks: Ranks) -> str:
                 rank=ranks.rank,
                 launcher=ranks.launcher,
             )
+    allocator.share_one_arena(os.environ)
     threading.Thread(target=_watch, args=(list(filter(None, watched)),), name=_WATCH, daemon=True).start()
     return ""
 

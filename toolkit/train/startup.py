@@ -7,13 +7,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files, load, mesh, native_ops, requirements, schema
-from toolkit.launch import environment
+from toolkit.launch import allocator, environment
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import has_runnable_code
 from toolkit.plan import machine
@@ -21,11 +20,6 @@ from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""Beginnings of variables by which a user has settled how memory is allocated, or by what."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of mallopt (glibc 2.36, malloc.h): free bytes at the heap's end (-1: no limit), mapped blocks, at most."""
 
 
 def warn_remote_code(model: schema.ModelConfig) -> None:
@@ -80,34 +74,9 @@ def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: 
         variables.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
-    set_allocator(os.environ)
+    allocator.set_allocator(os.environ)
     environment.check_port(os.environ)
     native_ops.check_build_locks(os.environ)
-
-
-def set_allocator(environ: MutableMapping[str, str]) -> None:
-    """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
-    PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
-
-    Without a GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
-    """
-    if requirements.on_nvidia(environ) and not any(name in environ for name in _ALLOCATOR):
-        environ[_ALLOCATOR[0]] = "expandable_segments:True"
-    if requirements.device_here(environ) == "cpu":
-        environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
-        if not any(name.startswith(_MALLOC) for name in environ):
-            _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed. It maps each large block and unmaps it when it is freed, so that in each
-    step the kernel zeroes gigabytes again.
-    """
-    from ctypes import CDLL
-
-    if (mallopt := getattr(CDLL(None), "mallopt", None)) is not None:  # glibc; others have none
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
@@ -132,7 +101,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         parts=mesh.mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
     )
-    if variables := {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}:
+    if variables := {name: os.environ[name] for name in allocator.PYTORCH if name in os.environ}:
         shown = " ".join(f"{name}={value}" for name, value in variables.items())
         say("PyTorch's allocator of GPU memory: {settings}. A value of your own takes its place.", settings=shown)
     warn_remote_code(cfg.model)
