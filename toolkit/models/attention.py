@@ -33,8 +33,9 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _ADD_TO_MASK = ("doge",)
 """Model types whose attention adds to its mask (transformers 5.23), so that it needs one."""
 _SHORT = 512
-"""Tokens up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32: forward and backward of five
-heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
+"""Tokens, of segments on average, up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32:
+forward and backward of five heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens,
+1.3 for 300, 0.8 for 1,024."""
 
 
 @torch.compiler.assume_constant_result
@@ -229,21 +230,22 @@ def attend_to_segments(
         )
         assert isinstance(mixed, torch.Tensor)
         return mixed.view(rows, size, -1, width)
-    # Split and not sliced: the gradient of a slice is as large as the whole tensor, and they are added up.
-    key_lengths = key_bounds.diff().tolist()
-    queries, keys, values = query.split(bounds.diff().tolist()), key.split(key_lengths), value.split(key_lengths)
+    lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype in _KERNEL_DTYPES and len(key) <= _SHORT * len(key_lengths):
+        query, key, value = query.float(), key.float(), value.float()
+    # Split and not sliced, squeezed and not indexed: the gradient of a slice or an index is as large as the whole
+    # tensor, is filled with zeros first, and they are added up.
     parts = []
-    for q, k, v in zip(queries, keys, values, strict=True):
+    for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         if not len(q):  # all tokens of the segment were dropped
             continue
         q, k, v = (repeat_kv(tensor.transpose(0, 1)[None], heads // tensor.size(1)) for tensor in (q, k, v))
         seen, shared = k.size(2), k.size(2) - q.size(2)
         mask = torch.ones(q.size(2), seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
-        if seen <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
-            q, k, v = q.float(), k.float(), v.float()
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
-        parts.append(part[0].transpose(0, 1).to(query.dtype))
-    return torch.cat(parts).view(rows, size, -1, width)
+        parts.append(part.squeeze(0).transpose(0, 1))
+    return torch.cat(parts).to(dtype).view(rows, size, -1, width)
 
 
 def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:
