@@ -231,7 +231,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_one_file_names_the_devices_of_one_maker() -> None:
-    """Ranks ask DeepSpeed's accelerator, everything else distributed/accelerator.py; CUDA of config/requirements.py is
+    """Ranks ask DeepSpeed's accelerator, everything else distributed/accelerator.py; CUDA of config/devices.py is
     the one place that spells the device.
     """
     asking, spelling = set[str](), set[str]()
@@ -241,7 +241,7 @@ def test_one_file_names_the_devices_of_one_maker() -> None:
                 asking.add(path.stem)
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 spelling |= {path.stem} if node.value.split(":")[0] == "cuda" else set()
-    assert (asking, spelling) == ({"accelerator"}, {"requirements"})
+    assert (asking, spelling) == ({"accelerator"}, {"devices"})
     benchmarks = (path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
     assert not [text for text in benchmarks if "cuda.is_available" in text]
 

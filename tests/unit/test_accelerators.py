@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
-from toolkit.config import compilers, native_ops, requirements
+from toolkit.config import compilers, devices, native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.jobs import check
@@ -18,7 +18,7 @@ NPU = {"DS_ACCELERATOR": "npu", "TORCH_EXTENSIONS_DIR": "/nowhere", "CXX": "no-s
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """PyTorch's build for AMD's GPUs, and the environment of such a machine."""
-    monkeypatch.setattr(requirements, "is_rocm", lambda: True)
+    monkeypatch.setattr(devices, "is_rocm", lambda: True)
     monkeypatch.setattr(compilers, "is_rocm", lambda: True)
     return {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere", "ROCM_HOME": "/no/rocm", "PATH": ""}
 
@@ -31,22 +31,22 @@ def test_ranks_see_devices_by_the_variable_that_deepspeed_sets(name: str) -> Non
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, DeepSpeedAccelerator) and kind.__module__ == module.__name__
     )
-    assert [requirements.visible_variable({"DS_ACCELERATOR": name})] == kind.visible_devices_envs(None)
+    assert [devices.visible_variable({"DS_ACCELERATOR": name})] == kind.visible_devices_envs(None)
 
 
 @pytest.mark.parametrize("package", ["torch_npu", "torch_mlu"])
 def test_a_package_decides_as_in_deepspeed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == package else None)
-    assert requirements.device_here({}) == package.removeprefix("torch_")
-    assert requirements.device_here({"DS_ACCELERATOR": "cpu"}) == "cpu"
-    assert not requirements.on_nvidia({})
+    assert devices.device_here({}) == package.removeprefix("torch_")
+    assert devices.device_here({"DS_ACCELERATOR": "cpu"}) == "cpu"
+    assert not devices.on_nvidia({})
 
 
 def test_an_amd_gpu_is_called_cuda(rocm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/kfd")
-    assert requirements.device_here({}) == "cuda"
-    assert requirements.device_here({"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
-    assert not requirements.on_nvidia(rocm)
+    assert devices.device_here({}) == "cuda"
+    assert devices.device_here({"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
+    assert not devices.on_nvidia(rocm)
     environ = dict(rocm)
     allocator.set_allocator(environ)
     assert environ == rocm, "its allocator has no expandable segments"

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.config.requirements import is_rocm
+from toolkit.config.devices import is_rocm
 from toolkit.messages import tr
 
 

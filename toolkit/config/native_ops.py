@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.config import schema
+from toolkit.config.devices import CUDA, device_here, torch_build
 from toolkit.config.load import LoadedConfig
-from toolkit.config.requirements import CUDA, device_here, torch_build
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.messages import LaunchError, tr
 

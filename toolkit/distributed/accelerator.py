@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from toolkit.config.requirements import CUDA
+from toolkit.config.devices import CUDA
 
 
 def device_alone() -> torch.device:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.messages import LaunchError, tr
 
 
@@ -36,7 +36,7 @@ def number(visible: int, environ: MutableMapping[str, str]) -> int:
 
 def _visible(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that chooses GPUs here, and its value, for messages."""
-    variable = requirements.visible_variable(environ)
+    variable = devices.visible_variable(environ)
     return {"variable": variable, "value": environ.get(variable, tr("not set"))}
 
 

@@ -37,7 +37,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from toolkit import children, disk, messages
-from toolkit.config import files, mesh, requirements, validate
+from toolkit.config import devices, files, mesh, validate
 from toolkit.config.dotted_keys import leaves, set_leaf
 from toolkit.config.hub import needs_lookup
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
@@ -574,7 +574,7 @@ class Launches:
         if self.is_alive(name) or is_worked_on(self.runs / name):
             raise messages.RunFolderError("{name} is running already.", name=name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        visible = os.environ.get(requirements.visible_variable(), "").split(",")[: int(ranks)]
+        visible = os.environ.get(devices.visible_variable(), "").split(",")[: int(ranks)]
         is_chosen = len(visible) == int(ranks) and all(gpu.strip().isdecimal() for gpu in visible)
         where = ["--include", f"localhost:{','.join(visible)}"] if is_chosen else ["--num_gpus", ranks]
         command = [sys.executable, "-m", "toolkit", "launch", *where, f"run.name={name}"]

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from toolkit.config.requirements import CUDA
+from toolkit.config.devices import CUDA
 from toolkit.distributed import accelerator
 from toolkit.engine.memory import LiveBytes
 

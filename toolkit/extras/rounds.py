@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children, disk, secrets, terminal
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.config.files import quoted
 from toolkit.config.schema import Family, Init, RunConfig, TaskKind
 from toolkit.disk import json_lines
@@ -204,7 +204,7 @@ def _run_process(command: Sequence[str], requests: SignalRequests, device: str =
 
 def _visible_gpus(device: str) -> dict[str, str]:
     """Return the environment variable that limits a process to GPUs, such as "0" or "0,1"; {} for ""."""
-    return {requirements.visible_variable(): device} if device else {}
+    return {devices.visible_variable(): device} if device else {}
 
 
 def _run_processes(

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from toolkit import children, disk, messages
 from toolkit.checkpoint import directory
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
@@ -307,7 +307,7 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
     with TemporaryDirectory() as scratch:
         files = [Path(scratch, name) for name in ("request.json", "answer.json")]
         files[0].write_text(json.dumps(request), encoding="utf-8")
-        alone = {"HF_HUB_OFFLINE": "1", requirements.visible_variable(): "", "TRANSFORMERS_VERBOSITY": "error"}
+        alone = {"HF_HUB_OFFLINE": "1", devices.visible_variable(): "", "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN_PROGRAM), *map(str, files)]
         try:
             done = children.run(command, capture_output=True, text=True, env=without_ranks() | alone, timeout=_PLAIN_S)

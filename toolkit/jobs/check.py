@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
-from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
+from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.first_rows import check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files
 from toolkit.messages import Problems, say, tr
@@ -195,7 +195,7 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
 
 def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
     """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
-    here = None if "gpus" in values or not requirements.on_nvidia() else this_machine()
+    here = None if "gpus" in values or not devices.on_nvidia() else this_machine()
     machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
     check_precision(machine.card if machine else None, cfg.precision)
     return machine
@@ -209,8 +209,8 @@ def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
     host = values.get("host_memory", "")
     machine = this_machine(nodes) if "gpus" not in values else parse_machine(values["gpus"], nodes, host)
     if machine is None:
-        kind = requirements.device_here()
-        if kind == "cpu" or requirements.on_nvidia():
+        kind = devices.device_here()
+        if kind == "cpu" or devices.on_nvidia():
             say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
         else:
             say(

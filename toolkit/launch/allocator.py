@@ -3,7 +3,7 @@
 from collections.abc import Mapping, MutableMapping
 from ctypes import CDLL
 
-from toolkit.config import requirements
+from toolkit.config import devices
 
 PYTORCH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that say how PyTorch allocates GPU memory; it takes the first that is set."""
@@ -19,9 +19,9 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
 
     Without a GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
     """
-    if requirements.on_nvidia(environ) and not any(name in environ for name in PYTORCH):
+    if devices.on_nvidia(environ) and not any(name in environ for name in PYTORCH):
         environ[PYTORCH[0]] = "expandable_segments:True"
-    if requirements.device_here(environ) == "cpu":
+    if devices.device_here(environ) == "cpu":
         environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
         # It maps each large block and unmaps it when it is freed: in each step the kernel zeroes gigabytes again.
         _set_malloc(environ, {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_ARENA_MAX: 1})
@@ -32,7 +32,7 @@ def share_one_arena(environ: Mapping[str, str]) -> None:
     their own holds no block of over 64 MiB and maps it each time, whatever is set (malloc.c, sysmalloc); the largest
     are those of backward passes and of Gloo, whose threads take over an arena that any earlier thread has made.
     """
-    if requirements.device_here(environ) == "cpu":
+    if devices.device_here(environ) == "cpu":
         _set_malloc(environ, {_M_ARENA_MAX: 1})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.messages import LaunchError, did_you_mean, joined, shortened, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # as long as names in DNS may be
@@ -195,7 +195,7 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
     """Raise a LaunchError for a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as it
     does with a hostfile.
     """
-    variable = requirements.visible_variable(environ)
+    variable = devices.visible_variable(environ)
     chosen = environ.get(variable)
     gpus_here = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in gpus_here] != [chosen]:
@@ -212,10 +212,10 @@ def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str,
     """Raise a LaunchError for a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads or
     ignores without a hostfile.
     """
-    variable = requirements.visible_variable(environ)
+    variable = devices.visible_variable(environ)
     chosen = environ.get(variable, "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if not chosen or requirements.device_here(environ) == "cpu" or {*SELECTION_OPTIONS[:4]} & options.keys():
+    if not chosen or devices.device_here(environ) == "cpu" or {*SELECTION_OPTIONS[:4]} & options.keys():
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(

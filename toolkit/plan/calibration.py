@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from toolkit import children
-from toolkit.config import load, requirements, schema
+from toolkit.config import devices, load, schema
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.lookup import write_cache
@@ -53,7 +53,7 @@ def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict
         "WORLD_SIZE": str(machine.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "DS_ACCELERATOR": "cpu" if machine.on_cpu else requirements.CUDA,
+        "DS_ACCELERATOR": "cpu" if machine.on_cpu else devices.CUDA,
     }
     answers = [folder / f"rank_{rank}.json" for rank in range(machine.ranks)]
     logs = [answer.with_suffix(".log") for answer in answers]

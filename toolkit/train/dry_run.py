@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, fragments, state_files
 from toolkit.config import mesh
-from toolkit.config.requirements import device_here
+from toolkit.config.devices import device_here
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush

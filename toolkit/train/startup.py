@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
-from toolkit.config import files, load, mesh, native_ops, requirements, schema
+from toolkit.config import devices, files, load, mesh, native_ops, requirements, schema
 from toolkit.launch import allocator, environment
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import has_runnable_code
@@ -54,7 +54,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     if ranks.rank == 0:
         problems.attempt(requirements.check_track_here, arguments.loaded)
     cfg = arguments.loaded.cfg
-    if ranks.local_rank == 0 and requirements.on_nvidia() and (here := machine.this_machine()):
+    if ranks.local_rank == 0 and devices.on_nvidia() and (here := machine.this_machine()):
         problems.attempt(machine.check_precision, here.card, cfg.precision)
     problems.raise_all()
     if ranks.launcher != "single" or cfg.launch.num_nodes or cfg.launch.min_nodes or cfg.run.max_restarts:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr
 
@@ -104,7 +104,7 @@ def _devices(options: dict[str, str]) -> list[str]:
     count = deepspeed.ranks_of(options) or _gpus_here()
     if count <= 1:
         return [""]
-    visible = os.environ.get(requirements.visible_variable(), "")
+    visible = os.environ.get(devices.visible_variable(), "")
     visible_gpus = visible.split(",") if visible and not visible.startswith(",") else []
     return [visible_gpus[number] if number < len(visible_gpus) else str(number) for number in range(count)]
 

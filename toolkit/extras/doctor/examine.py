@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import requirements
+from toolkit.config import devices
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
 from toolkit.extras.doctor import agents, findings
 from toolkit.extras.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
@@ -81,7 +81,7 @@ class Examination:
         if chosen is not Backend.auto:
             return chosen.value
         kinds = {answer["accelerator"] for answer in self.facts.values()}
-        if requirements.CUDA in kinds or any(answer["gpus"]["cards"] for answer in self.facts.values()):
+        if devices.CUDA in kinds or any(answer["gpus"]["cards"] for answer in self.facts.values()):
             return "nccl"
         return "hccl" if "npu" in kinds else "gloo"
 
@@ -239,7 +239,7 @@ class Examination:
         for rank, (_, gpus, local) in enumerate(slots):
             environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
             if self.backend != "gloo":
-                environ[requirements.visible_variable()] = ",".join(map(str, gpus))
+                environ[devices.visible_variable()] = ",".join(map(str, gpus))
             environments.append(environ)
         return environments
 
@@ -293,10 +293,10 @@ def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:
-        chosen = os.environ.get(requirements.visible_variable(), "")
+        chosen = os.environ.get(devices.visible_variable(), "")
         if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
             return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
-        pattern = "dri/renderD*" if requirements.is_rocm() else _DEVICES.get(requirements.device_here(), "nvidia[0-9]*")
+        pattern = "dri/renderD*" if devices.is_rocm() else _DEVICES.get(devices.device_here(), "nvidia[0-9]*")
         gpus = list(Path("/dev").glob(pattern))
         return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.config import dotted_keys, files, load, native_ops, requirements, schema
+from toolkit.config import devices, dotted_keys, files, load, native_ops, schema
 from toolkit.launch.variables import EXPORTED_PREFIXES
 from toolkit.messages import ConfigError, ToolkitError
 from toolkit.plan import kernels
@@ -107,7 +107,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "packages": {name: version(name) for name in PACKAGES},
         "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := version(d))), ""),
         "code": _code(),
-        "accelerator": requirements.device_here(environ),
+        "accelerator": devices.device_here(environ),
         "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,
