@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
+from toolkit.data.packing import PackingPlan
 from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.messages import ConfigError
 from toolkit.tasks.language_data import (
@@ -102,3 +103,25 @@ def test_weights_that_change(tmp_path: Path, packing: Packing) -> None:
     third = with_encoder(cfg)
     names = {one.train_plan.folder for one in (shuffled, prepared, other, third)}
     assert len(names) == 4
+
+
+def test_ranks_compute_packed_rows_of_like_attention_at_the_same_time(tmp_path: Path) -> None:
+    cfg, prepared = given(tmp_path, Packing.packed)
+    cfg.batch.global_size, lengths = 8, prepared.train.lengths()
+    place, differences = BEGINNING, []
+    while place.row + 8 <= epoch_rows(cfg, prepared) and place.epoch == 0:
+        ranks = step_samples(cfg, prepared, 4, place)  # two micro-batches of one row each
+        pairs = np.array([[np.square(lengths[samples]).sum() for samples in share] for share in ranks])
+        assert pairs[:, 0].min() >= pairs[:, 1].max()
+        differences.append(np.ptp(pairs))
+        place = next_position(place, epoch_rows(cfg, prepared), 8)
+    assert min(differences) > 0, "else any order would do"
+
+
+def test_pairs_of_tokens_that_attention_computes(tmp_path: Path) -> None:
+    _, prepared = given(tmp_path, Packing.packed)
+    members, offsets = np.array([7, 3, 9, 1, 4], np.uint32), np.array([0, 2, 3, 5])
+    shared = np.array([0, 2, 0, 0, 3], np.uint32)
+    a, b, _, c, d = prepared.train.lengths(members).tolist()
+    plan = PackingPlan(3, members, offsets, shared=shared)
+    assert plan.attention_pairs(prepared.train, np.array([2, 0])).tolist() == [c**2 + d**2 - 9, a**2 + b**2 - 4]

@@ -43,7 +43,7 @@ def test_partition(world_size: int, num_rows: int, micro: int, accumulation: int
             rank,
             world_size,
             f"{seed}",
-            lengths=lengths.__getitem__ if by_length else None,
+            costs=lengths.__getitem__ if by_length else None,
         )
         for rank in range(world_size)
     ]
@@ -125,7 +125,7 @@ def test_hand_dealt_short_step() -> None:
     assert lone == [[[0], []], [[], []]]
     lengths = np.array([1, 5, 3, 4, 2])
     dealt = [
-        list(GlobalBatchSampler(5, 8, 2, rank, 2, "k", shuffle=False, num_steps=1, lengths=lengths.__getitem__))
+        list(GlobalBatchSampler(5, 8, 2, rank, 2, "k", shuffle=False, num_steps=1, costs=lengths.__getitem__))
         for rank in range(2)
     ]
     assert dealt == [[[1, 2], [0]], [[3], [4]]]

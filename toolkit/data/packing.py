@@ -79,6 +79,19 @@ class PackingPlan:
         lengths = cache.lengths(self.members)
         return lengths if self.shared is None else lengths - self.shared
 
+    def attention_pairs(self, cache: store.TokenizedCache, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many pairs of tokens attention computes in each of `rows`, [len(rows)], a causal half not taken
+        off: rows are equally full, and differ by it alone. One of 32,768 tokens may hold a text or a hundred chats.
+        """
+        assert self.members is not None and self.offsets is not None
+        counts = self.offsets[rows + 1] - self.offsets[rows]
+        begins = np.cumsum(counts) - counts  # of each row in the following arrays, [samples of these rows]
+        samples = np.repeat(self.offsets[rows] - begins, counts) + np.arange(counts.sum())
+        pairs = cache.lengths(self.members[samples]) ** 2
+        if self.shared is not None:
+            pairs -= self.shared[samples].astype(np.int64) ** 2
+        return np.add.reduceat(pairs, begins)
+
     def __reduce__(self) -> Any:
         if self.folder is None:  # not saved
             return PackingPlan, (self.num_rows, self.members, self.offsets)

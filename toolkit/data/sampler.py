@@ -83,8 +83,9 @@ class GlobalBatchSampler:
     Within an epoch each row comes once over all ranks; the last step takes what is left, spread evenly. Every rank gets
     exactly `accumulation` micro-batches per step, so that collectives match; some may be empty, which `collate` fills.
     `global_size`: rows per step over all ranks; `micro_per_gpu`: most rows in one micro-batch; `key` (seed and
-    fingerprint of the data) or `order` decides the order. With `lengths` (tokens of some rows) a step's rows are dealt
-    out by length: the same step for the model, with less padding.
+    fingerprint of the data) or `order` decides the order. With `costs` (of some rows: their tokens, or the pairs that
+    attention computes) a step's rows are dealt out in order of cost, so that all ranks compute like rows at the same
+    time: the same step for the model, with less padding and less waiting for the slowest rank.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class GlobalBatchSampler:
         shuffle: bool = True,
         start: Position = BEGINNING,
         num_steps: int | None = None,
-        lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+        costs: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
         order: "Order | None" = None,
     ) -> None:
         if num_rows < 1:
@@ -108,7 +109,7 @@ class GlobalBatchSampler:
             raise ValueError(f"{global_size} is not a multiple of {micro_per_gpu} x {world_size}")
         self.num_rows, self.global_size, self.key, self.shuffle = num_rows, global_size, key, shuffle
         self.rank, self.world_size = rank, world_size
-        self.start, self.num_steps, self.lengths, self.order = start, num_steps, lengths, order
+        self.start, self.num_steps, self.costs, self.order = start, num_steps, costs, order
         self.accumulation = global_size // (micro_per_gpu * world_size)
         """Micro-batches per rank and step."""
 
@@ -117,8 +118,8 @@ class GlobalBatchSampler:
         position, done = self.start, 0
         while self.num_steps is None or done < self.num_steps:
             batch = self.step_rows(position)
-            if self.lengths is not None:
-                batch = batch[np.argsort(-self.lengths(batch), kind="stable")]
+            if self.costs is not None:
+                batch = batch[np.argsort(-self.costs(batch), kind="stable")]
             # Sizes differ by one at most, over the ranks and over the micro-batches of a rank.
             own_rows = batch[self.rank :: self.world_size]
             yield from (part.tolist() for part in np.array_split(own_rows, self.accumulation))

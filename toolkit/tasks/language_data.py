@@ -422,9 +422,11 @@ def _sampler(
     global_size, micro = rows_per_step(cfg, prepared.packing)
     store, plan = prepared.train, prepared.train_plan
 
-    def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def costs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
+        if prepared.packing is not schema.Packing.none:
+            return plan.attention_pairs(store, rows)
         # The samples of a preference pair's answers are at `first` and `first + 1` of the members.
         first = plan.offsets[rows]
         chosen, rejected = store.lengths(plan.members[first]), store.lengths(plan.members[first + 1])
@@ -441,9 +443,7 @@ def _sampler(
         key=_order_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
-        lengths=lengths
-        if prepared.packing is schema.Packing.none
-        else None,  # rows of other plans have similar lengths already
+        costs=costs,
         order=order,
     )
 
