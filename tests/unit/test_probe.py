@@ -13,12 +13,11 @@ from transformers import GlmConfig
 from tests.probes import compare
 from toolkit.distributed import accelerator
 from toolkit.export import verify
-from toolkit.export.verify import verify_logits
+from toolkit.export.verify import verify_export, verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
 from toolkit.models.save import non_weight_files, save_model
-from toolkit.tasks import language
 
 
 @pytest.fixture
@@ -135,7 +134,7 @@ def test_an_export_that_is_merely_outside_the_tolerance_is_kept(
         probe.write(
             probe.Probe(taken.ids, taken.logits + difference * taken.logits.std(), "float32"), tmp_path / "export"
         )
-        language._verify_export(tmp_path / "export")
+        verify_export(tmp_path / "export")
         assert capsys.readouterr().out.startswith(said)
     with pytest.raises(ProofDiffers, match=r"differ from those of the save by 0\.0002 of their spread"):
         verify_logits(tmp_path / "export")  # `toolkit verify` says so with an error
@@ -143,7 +142,7 @@ def test_an_export_that_is_merely_outside_the_tolerance_is_kept(
         shutil.rmtree(tmp_path / "export" / "probe")
         probe.write(probe.Probe(taken.ids, wrong, "float32"), tmp_path / "export")
         with pytest.raises(CheckpointError, match=r"other weights than were saved.* is kept as .*export.*\.wrong"):
-            language._verify_export(tmp_path / "export")
+            verify_export(tmp_path / "export")
         aside = tmp_path / ("export.wrong", "export-2.wrong")[number]
         assert not (tmp_path / "export").exists()
         shutil.copytree(aside, tmp_path / "export")

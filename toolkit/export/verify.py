@@ -10,9 +10,23 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import disk
-from toolkit.messages import CheckpointError, ModelError, NotExportable, ProofDiffers, tr
+from toolkit.messages import CheckpointError, ModelError, NotExportable, ProofDiffers, tr, warn
 from toolkit.models import probe
 from toolkit.models.load import load_model, stream_parameters, streamed_model
+
+
+def verify_export(folder: Path) -> None:
+    """Compare an export's logits with the run's. Other weights are a CheckpointError; other rounding is a warning."""
+    try:
+        with aside_if_wrong(folder):
+            verify_model(folder)
+    except ProofDiffers as error:
+        warn(
+            "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
+            "its loss with the run's last validation loss before you use it: toolkit eval.",
+            reason=error,
+            folder=folder,
+        )
 
 
 def verify_logits(folder: Path) -> str:

@@ -11,18 +11,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit import disk
 from toolkit.checkpoint import directory
-from toolkit.distributed.process_group import full_shape
+from toolkit.distributed.process_group import full_shape, on_rank0
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
 from toolkit.models import probe, weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure, load_model, stream_parameters
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model, stored_form
+from toolkit.models.stages import capture_probe, unwrap_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,14 @@ class ExportOptions:
     def precision(self) -> torch.dtype | None:
         """Return `dtype` as torch's."""
         return getattr(torch, self.dtype) if self.dtype else None
+
+
+def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write the model of an engine to `folder`, with its logits of `probe_ids`. A collective."""
+    probed = capture_probe(engine, probe_ids)
+    # On rank 0 all of the model, on others nothing.
+    state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
+    on_rank0(lambda: write_folder(unwrap_model(engine.module), files, folder, "hf", probed, state))
 
 
 def write_folder(

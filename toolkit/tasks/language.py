@@ -23,8 +23,8 @@ from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import generate
 from toolkit.export.card import CARD_FILE, card
-from toolkit.export.verify import aside_if_wrong, verify_model
-from toolkit.export.write import check_exportable, write_folder
+from toolkit.export.verify import verify_export
+from toolkit.export.write import check_exportable, export_model
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import chat, directory, loss, probe, save, stages, structure
@@ -347,17 +347,13 @@ class LanguageTask(task.Task):
             if is_adapter:
                 export_adapter(run.engine, files, probe_ids, folder)
             else:
-                probed, model = stages.capture_probe(run.engine, probe_ids), stages.unwrap_model(run.engine.module)
-                gathered = parameters.gathered_parameters(run.engine.module)
-                state = {name: value for name, value in gathered if value.numel()}  # on rank 0, all of the model
-                process_group.on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
-                del state  # frees its memory before the export is loaded
+                export_model(run.engine, files, probe_ids, folder)
         if run.cfg.checkpoint.verify_export:
             with terminal.phase(tr("Comparing the export with the run")):
                 if is_adapter:
                     prove_adapter(run.engine, folder)
                 else:
-                    process_group.on_rank0(lambda: _verify_export(folder))
+                    process_group.on_rank0(lambda: verify_export(folder))
         if run.cfg.export.require_serving:
             with terminal.phase(tr("Checking that the export is served as it was trained")):
                 process_group.on_rank0(lambda: self._require_serving(run.cfg, folder))
@@ -425,17 +421,3 @@ class LanguageTask(task.Task):
         prompt = samples[0]["prompt"] if samples else "Hello"
         command = shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"])
         return [what, tr("Ask it:  {command}", command=command)]
-
-
-def _verify_export(folder: Path) -> None:
-    """Compare an export's logits with the run's. Other weights are a CheckpointError; other rounding is a warning."""
-    try:
-        with aside_if_wrong(folder):
-            verify_model(folder)
-    except messages.ProofDiffers as error:
-        warn(
-            "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
-            "its loss with the run's last validation loss before you use it: toolkit eval.",
-            reason=error,
-            folder=folder,
-        )

@@ -1,6 +1,6 @@
 """What a run finds out where its config leaves it open: `plan.auto` the layout, `batch.micro_per_gpu=auto` the rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,15 +73,9 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) 
     return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
 
 
-def search_micro_batch(
-    cfg: RunConfig, task: Task, ranks: Ranks, build: Callable[[], tuple[DeepSpeedEngine, StepGuard]]
-) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
-    """Return the largest batch.micro_per_gpu (rows per rank) that fits on every rank, and the engine and guard that
-    `build` made to try it, for reuse. A collective. A row is the longest sequence. Memory grows with rows linearly or
-    faster, so each trial at most doubles the rows, as long as the line through the last two measurements fits.
-    """
-    device = torch.device(get_accelerator().current_device_name())
-    limit = limit_bytes(device, cfg.plan.max_gpu_gib)
+def memory_to_fill(cfg: RunConfig) -> int:
+    """Return the bytes of a rank's device that `search_micro_batch` may fill; ConfigError on CPUs without a bound."""
+    limit = limit_bytes(torch.device(get_accelerator().current_device_name()), cfg.plan.max_gpu_gib)
     if not limit:
         raise ConfigError(
             tr(
@@ -89,7 +83,16 @@ def search_micro_batch(
                 "number, or a bound: plan.max_gpu_gib=4."
             )
         )
-    engine, guard = build()
+    return limit
+
+
+def search_micro_batch(
+    cfg: RunConfig, task: Task, ranks: Ranks, engine: DeepSpeedEngine, guard: StepGuard, limit: int
+) -> int:
+    """Return the largest batch.micro_per_gpu (rows per rank) with which steps of the engine fit into `limit` bytes on
+    every rank. A collective. A row is the longest sequence. Memory grows with rows linearly or faster, so each trial at
+    most doubles the rows, as long as the line through the last two measurements fits.
+    """
     rows_per_step = mesh.accumulation(cfg, ranks.world_size)  # as micro-batches are of one row in `cfg`
     sizes = mesh.micro_sizes(cfg, ranks.world_size)
     most_rows = 1
@@ -122,7 +125,7 @@ def search_micro_batch(
         used=shown(used),
         limit=shown(limit),
     )
-    return most_rows, (engine, guard)
+    return most_rows
 
 
 class RowsMemory(NamedTuple):

@@ -59,7 +59,8 @@ def replay(trainer: Trainer, step: int, metrics_file: Path) -> Path:
     """Train up to `step` and print that step beside what the original run recorded in its `metrics_file`
     (metrics.jsonl); return the replay's run directory, which holds the step's samples. A collective.
     """
-    return trainer.work_in_group(lambda: _replay_in_group(trainer, step, metrics_file))
+    with trainer.in_process_group():
+        return _replay_in_group(trainer, step, metrics_file)
 
 
 def _replay_in_group(trainer: Trainer, step: int, metrics_file: Path) -> Path:

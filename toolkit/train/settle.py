@@ -1,56 +1,39 @@
 """What a run decides before it begins, where its config leaves that open: optimizer, ops, layout and micro-batch."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint import directory
 from toolkit.config import mesh, native_ops, rule_tables, schema
 from toolkit.distributed import process_group
-from toolkit.engine import build, ds_config
+from toolkit.engine import build
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, say, tr, user_name, warn
 from toolkit.train import run_dir
-from toolkit.train.step import StepGuard
-from toolkit.train.task import Task
-
-BuiltEngine = tuple[DeepSpeedEngine, StepGuard]
-Build = Callable[[schema.RunConfig, ds_config.DsConfig, run_dir.RunSource], BuiltEngine]
 
 
 def settle_config(
-    cfg: schema.RunConfig, task: Task, ranks: Ranks, source: run_dir.RunSource, build_engine: Build
-) -> tuple[schema.RunConfig, BuiltEngine | None]:
-    """Return the config with nothing left that is `auto`, and the engine with its guard if one had to be built to find
-    the micro-batch. `task.settle` gets the same config. A collective.
+    cfg: schema.RunConfig, vocab_size: int | None, ranks: Ranks, source: run_dir.RunSource
+) -> schema.RunConfig:
+    """Return the config with nothing left that is `auto`, but for a micro-batch that an engine has to search. A
+    collective. `vocab_size`: of the task, needed with `plan.auto`.
     """
-    built = None
     cfg = with_ops(with_optimizer(cfg, source), cfg)
     if cfg.plan.auto:
         from toolkit.train import auto_layout
 
-        assert task.vocab_size is not None
+        assert vocab_size is not None
         device = torch.device(get_accelerator().current_device_name())
-        cfg = auto_layout.choose_layout(cfg, task.vocab_size, ranks, device, source)
-    elif cfg.batch.micro_per_gpu == schema.AUTO:
+        return auto_layout.choose_layout(cfg, vocab_size, ranks, device, source)
+    if cfg.batch.micro_per_gpu == schema.AUTO:
         from toolkit.train import auto_layout
 
-        open_cfg = cfg
-        rows = process_group.on_rank0(lambda: auto_layout.micro_batch_before(open_cfg, ranks, source))
-        if not rows:
-            smallest = mesh.with_micro_batch(cfg)
-            task.settle(smallest)
-            ds = ds_config.build_ds_config(smallest, ranks.world_size, task.total_steps)
-            rows, built = auto_layout.search_micro_batch(
-                smallest, task, ranks, lambda: build_engine(smallest, ds, source)
-            )
-        cfg = mesh.with_micro_batch(cfg, rows)
-    task.settle(cfg)
-    return cfg, built
+        rows = process_group.on_rank0(lambda: auto_layout.micro_batch_before(cfg, ranks, source))
+        return mesh.with_micro_batch(cfg, rows) if rows else cfg
+    return cfg
 
 
 def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:

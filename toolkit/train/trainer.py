@@ -4,7 +4,7 @@ import gc
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,8 @@ from toolkit.train.resume import resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 
+BuiltEngine = tuple[DeepSpeedEngine, StepGuard]
+
 
 class Trainer:
     """Trains a task that has no data yet. Methods are collectives; `started`: time.monotonic() of the command."""
@@ -46,10 +48,12 @@ class Trainer:
 
     def train(self) -> Path:
         """Join the process group, train, leave; return the run directory."""
-        return self.work_in_group(self.train_in_group)
+        with self.in_process_group():
+            return self.train_in_group()
 
-    def work_in_group(self, work: Callable[[], Path]) -> Path:
-        """Load the data, join the process group, do something there, leave; return the run directory."""
+    @contextmanager
+    def in_process_group(self) -> Iterator[None]:
+        """Load the data and join the process group for the body; leave it after, unless the body raises an error."""
         signals.install_signals()
         terminal.set_display(self.cfg.run.display.value)
         with ExitStack() as stack:
@@ -62,10 +66,9 @@ class Trainer:
             self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
         memory.set_limit(device, self.cfg.plan.max_gpu_gib)
-        folder = work()
+        yield
         failure.end_watch()
         process_group.stop()
-        return folder
 
     def train_in_group(self) -> Path:
         """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
@@ -94,8 +97,11 @@ class Trainer:
         source = self._open_run_dir()
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
         # Changes only what is `auto`; zero.*, parallel.* and what they exclude only with plan.auto.
-        cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build_engine)
-        self.cfg, total_steps = cfg, task.total_steps
+        self.cfg = settle.settle_config(self.cfg, task.vocab_size, ranks, source)
+        built = self._search_micro_batch(source) if self.cfg.batch.micro_per_gpu == schema.AUTO else None
+        cfg = self.cfg
+        task.settle(cfg)
+        total_steps = task.total_steps
         schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
@@ -203,16 +209,27 @@ class Trainer:
         self.watchdog = Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
 
-    def _build_engine(
-        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource
-    ) -> settle.BuiltEngine:
+    def _search_micro_batch(self, source: run_dir.RunSource) -> BuiltEngine:
+        """Set `batch.micro_per_gpu` to the most rows that fit; return the engine that tried them, which is trained."""
+        from toolkit.train import auto_layout
+
+        limit = auto_layout.memory_to_fill(self.cfg)
+        smallest = mesh.with_micro_batch(self.cfg)
+        self.task.settle(smallest)
+        ds = ds_config.build_ds_config(smallest, self.ranks.world_size, self.task.total_steps)
+        engine, guard = self._build_engine(smallest, ds, source)
+        rows = auto_layout.search_micro_batch(smallest, self.task, self.ranks, engine, guard, limit)
+        self.cfg = mesh.with_micro_batch(self.cfg, rows)
+        return engine, guard
+
+    def _build_engine(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> BuiltEngine:
         """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps."""
         module = self.task.build_model(ds, source)
         engine = start_engine(module, cfg, ds, self.task.total_steps, source.folder)
         self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
 
-    def _settled(self, built: settle.BuiltEngine, ds: ds_config.DsConfig) -> settle.BuiltEngine:
+    def _settled(self, built: BuiltEngine, ds: ds_config.DsConfig) -> BuiltEngine:
         """Apply the settled config to the engine that was built to find the micro-batch."""
         from toolkit.train import auto_layout
 
