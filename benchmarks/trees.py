@@ -23,7 +23,7 @@ from benchmarks.results import append_result, earlier
 from toolkit.arguments import parse
 from toolkit.config.mesh import accumulation
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data.packing import shared_prefixes
+from toolkit.data.prefixes import shared_prefixes
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, world_size

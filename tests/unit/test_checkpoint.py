@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit import disk
-from toolkit.checkpoint import directory, engine_state, fragments, state_files
+from toolkit.checkpoint import directory, engine_state, fragments, restore, state_files
 from toolkit.checkpoint.directory import (
     RunState,
     manifest_problems,
@@ -455,8 +455,8 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
     (saved / "engine.json").write_text("{}")
     fragments.write(fragments.content_of([fragment("a", torch.ones(6))]), saved / fragments.file_name(0))
     saver._held = mock.Mock()
-    monkeypatch.setattr(checkpointer.engine_state, "restore", mock.Mock())
-    monkeypatch.setattr(checkpointer.engine_state, "restore_counts", mock.Mock())
+    monkeypatch.setattr(restore, "restore", mock.Mock())
+    monkeypatch.setattr(restore, "restore_counts", mock.Mock())
     with pytest.raises(
         CheckpointError, match=r"step-2 cannot be resumed: the optimizer's states hold NaN or Inf on ra"
     ):
@@ -617,7 +617,7 @@ def test_what_adafactor_has_of_one_row_is_no_number() -> None:
     tensor = torch.ones(1, 8)
     row, column = torch.ones(1, 1), torch.ones(1, 8)
     states = {"step": torch.tensor(3.0), "row_var": row, "col_var": column}
-    flat = engine_state._FlatTensor(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
+    flat = engine_state.FlatTensor(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
     assert engine_state._sorted_states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
 
 
@@ -1040,10 +1040,10 @@ def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: s
     """PyTorch's fused kernel takes its address for one of the GPU's; "meta" stands for a GPU here."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
-    flat = engine_state._FlatTensor(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
+    flat = engine_state.FlatTensor(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
     found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
     found.numbers.return_value = {"step": 7.0}
-    engine_state._restore_piece(flat, flat.pieces[0], "w", found, bound=False)
+    restore._restore_piece(flat, flat.pieces[0], "w", found, bound=False)
     step = flat.state["step"]
     assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 

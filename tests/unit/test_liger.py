@@ -11,7 +11,7 @@ from torch.nn import functional
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError
-from toolkit.models.layers import apply_liger
+from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
 
 

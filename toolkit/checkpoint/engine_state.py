@@ -1,7 +1,7 @@
-"""Saving and restoring of an engine's master weights and optimizer states, as fragments of parameters.
+"""Saving of an engine's master weights and optimizer states, as fragments of parameters; restore.py restores them.
 
 Each of DeepSpeed's (0.19.8) optimizer wrappers has *flat* tensors, which hold parameters one after another, partitioned
-over ranks or not; the states of the basic optimizer have the same form. `_flat_tensors` yields them with the offsets of
+over ranks or not; the states of the basic optimizer have the same form. `flat_tensors` yields them with the offsets of
 their parameters, and is the only function that knows the wrappers.
 """
 
@@ -15,12 +15,13 @@ import torch
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import distributed
 
-from toolkit.checkpoint.fragments import BLOCK, WEIGHT, Content, Fragment, Fragments, content_of, spread
+from toolkit.checkpoint.fragments import BLOCK, WEIGHT, Content, Fragment, content_of
 from toolkit.distributed import process_group
-from toolkit.messages import CheckpointError
 
 ZENFLOW_SUM = "zenflow_sum"
 """Name in checkpoints of the gradients that ZenFlow has summed since it last updated all columns."""
+SCALES = ("absmax1", "absmax2")
+"""States of bitsandbytes that hold the largest absolute value of each block, by which 8-bit codes are scaled."""
 
 _Order = Iterable[tuple[Sequence[torch.nn.Parameter], Sequence[int]]]
 
@@ -38,7 +39,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class _FlatTensor:
+class FlatTensor:
     """A tensor that the optimizer updates, with its states."""
 
     tensor: torch.Tensor
@@ -89,7 +90,7 @@ class StoredTensors:
                 yield name, parameter
 
 
-def _flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_FlatTensor]:
+def flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[FlatTensor]:
     """Yield this rank's flat tensors. One on NVMe is in memory until the next is yielded; with `changes`, which means
     that the caller changes it, it is written back then.
     """
@@ -112,19 +113,19 @@ def _flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> I
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
             pieces = _pieces(parameters, _offsets(parameters), 0, flat.numel())
-            yield _FlatTensor(flat, basic, pieces, shared=True)
+            yield FlatTensor(flat, basic, pieces, shared=True)
     else:  # FP16_UnfusedOptimizer, or no wrapper: the optimizer updates the parameters themselves
         masters = getattr(optimizer, "fp32_groups", None) or [group["params"] for group in basic.param_groups]
         models = getattr(optimizer, "fp16_groups", masters)
         for master, parameter in zip(chain.from_iterable(masters), chain.from_iterable(models), strict=True):
-            yield _FlatTensor(master, basic, [Piece(parameter, 0, 0, parameter.numel())], shared=True)
+            yield FlatTensor(master, basic, [Piece(parameter, 0, 0, parameter.numel())], shared=True)
 
 
-def _rank_partitions(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_FlatTensor]:
+def _rank_partitions(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[FlatTensor]:
     """Yield this rank's partition of each parameter group; `order`: its parameters, and their offsets in all of it."""
     for flat, group, (parameters, offsets) in zip(flats, optimizer.real_dp_process_group, order, strict=True):
         begin = distributed.get_rank(group) * flat.numel()
-        yield _FlatTensor(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
+        yield FlatTensor(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
 
 
 def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -142,8 +143,8 @@ def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], be
     return pieces
 
 
-def _zero3_flat_tensors(optimizer: Any, changes: bool) -> Iterator[_FlatTensor]:
-    """Yield the flat tensor of each sub-group of ZeRO-3, read from NVMe if it is there. See `_flat_tensors`."""
+def _zero3_flat_tensors(optimizer: Any, changes: bool) -> Iterator[FlatTensor]:
+    """Yield the flat tensor of each sub-group of ZeRO-3, read from NVMe if it is there. See `flat_tensors`."""
     for number, parameters in enumerate(optimizer.fp16_groups):
         is_swapped = optimizer._swappable_optimizer_subgroup(number)
         if is_swapped:
@@ -157,7 +158,7 @@ def _zero3_flat_tensors(optimizer: Any, changes: bool) -> Iterator[_FlatTensor]:
                 pieces.append(Piece(parameter, position, offset, length))
         # Under partial offloading the sub-groups on the GPU belong to a second optimizer.
         on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
-        yield _FlatTensor(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
+        yield FlatTensor(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
         if changes:
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if is_swapped and changes:
@@ -186,7 +187,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
 
     fragments = list(_buffer_fragments(held)) if is_first and rank == 0 else []
     bound = has_factored_states(engine)
-    for flat in _flat_tensors(engine):
+    for flat in flat_tensors(engine):
         states, numbers, other_states = _sorted_states(flat, bound)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
@@ -206,7 +207,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
                     fragment.scales = {
-                        name: tensor[block:end] for name, tensor in other_states.items() if name in _SCALES
+                        name: tensor[block:end] for name, tensor in other_states.items() if name in SCALES
                     }
                 elif bound and rank == 0:
                     fragment.bound = other_states
@@ -247,7 +248,7 @@ def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
 
 
 def _sorted_states(
-    flat: _FlatTensor, bound: bool
+    flat: FlatTensor, bound: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
     """Return the optimizer's states in three dicts by name: elementwise ones of the flat tensor, single numbers, and
     all others. With `bound` no state counts as elementwise.
@@ -281,171 +282,13 @@ def _buffer_fragments(held: StoredTensors) -> Iterator[Fragment]:
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 
 
-def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: Fragments) -> None:
-    """Restore an engine's weights and optimizer states; CheckpointError if anything is missing. A collective."""
-    names = {id(parameter): name for name, parameter in held.parameters.items()}
-    optimizer, bound = engine.optimizer, has_factored_states(engine)
-    partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    if partitioned:
-        optimizer.checkpoint_event_prologue()
-    for flat in _flat_tensors(engine, changes=True):
-        for piece in flat.pieces:
-            _restore_piece(flat, piece, names[id(piece.parameter)], fragments, bound)
-        if flat.has_8_bits:
-            _restore_8_bits(flat, 1, names, fragments)
-            _restore_8_bits(flat, 2, names, fragments)
-    if partitioned:
-        optimizer.checkpoint_event_epilogue()
-    elif hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
-        if engine.zenflow:
-            from toolkit.checkpoint.zenflow_state import restore
-
-            restore(
-                engine.optimizer, [piece for flat in _flat_tensors(engine) for piece in flat.pieces], names, fragments
-            )
-    elif hasattr(optimizer, "fp16_groups"):
-        for flat in _flat_tensors(engine):
-            for piece in flat.pieces:
-                weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
-                piece.parameter.data.copy_(weights.view_as(piece.parameter))
-    _restore_unoptimized(held, fragments)
-
-
-def _restore_piece(flat: _FlatTensor, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
-    """Copy what a checkpoint holds of one parameter's piece into this rank's flat tensor and the states of that.
-
-    Args:
-        flat: where weights and states go; states that the optimizer has not created yet are created.
-        piece: which elements of the parameter are where in the flat tensor.
-        name: the parameter's name in the checkpoint.
-        fragments: the checkpoint.
-        bound: whether states are copied whole, as they are not elementwise (Adafactor).
-
-    Raises:
-        CheckpointError: the saved parameter has another shape, or numbers are missing.
-    """
-    _check_shape(piece, name, fragments)
-    _restore_numbers(flat, fragments.numbers(name))
-    if bound:
-        flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
-    states = set() if bound or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
-    for state in sorted(states):
-        if not isinstance(flat.state.get(state), torch.Tensor):
-            # In the type that the optimizer would use: the flat tensor's, and the saved one for Muon's full momentum.
-            dtype = fragments.dtype(name, state) if flat.full_offsets else flat.tensor.dtype
-            empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
-            size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
-            flat.state[state] = empty if not flat.full_offsets else empty.new_zeros(size)
-    for state in (WEIGHT, *states):
-        is_weight = state == WEIGHT
-        target, into = (flat.tensor.data, piece) if is_weight else (flat.state[state], flat.piece_in_states(piece))
-        part = process_group.part_of(piece.parameter)
-        value = fragments.read(name, state, into.position, into.length, part, flat.turned(piece))
-        if target.is_contiguous():
-            target.view(-1).narrow(0, into.offset, into.length).copy_(value)
-        else:  # a single parameter with another memory order of its axes
-            target.copy_(value.view(target.shape))
-
-
-def _check_shape(piece: Piece, name: str, fragments: Fragments) -> None:
-    """Raise a CheckpointError if the checkpoint holds a piece's parameter in another shape."""
-    shape = process_group.full_shape(name, piece.parameter)
-    if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
-        raise CheckpointError(
-            "{folder} holds {name} as {saved}, and the model has {shape}: it is of another model.",
-            folder=fragments.folder,
-            name=name,
-            saved=saved,
-            shape=shape,
-        )
-
-
-def _restore_numbers(flat: _FlatTensor, numbers: Mapping[str, float]) -> None:
-    """Set the states of a flat tensor that are single numbers, such as the count of steps."""
-    flat.state.update(numbers)
-    if "step" in numbers:  # PyTorch's optimizers have a tensor for it, all others an int
-        adam = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's second one, which counts steps
-        is_torch = type(adam).__module__.startswith("torch.optim")
-        # Fused kernels read it on the device without a check where it is (torch 2.13, fused_adam_utils.cuh).
-        is_fused = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
-        device = flat.tensor.device if is_fused else torch.device("cpu")
-        step = torch.tensor(numbers["step"], dtype=torch.float32, device=device)
-        flat.state["step"] = step if is_torch else int(numbers["step"])
-
-
-_SCALES = ("absmax1", "absmax2")
-"""States of bitsandbytes that hold the largest absolute value of each block, by which 8-bit codes are scaled."""
-
-
-def _restore_8_bits(flat: _FlatTensor, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
-    """Restore one of bitsandbytes' two states (`number` 1 or 2) of a flat tensor. Its blocks may have other borders
-    than when it was saved, and the tensor may have been, or may be now, too small for 8 bits.
-
-    A block's scale becomes the largest of the saved scales of its elements (of elements that were not saved in 8 bits
-    the largest absolute value), and each element gets the nearest of the 256 levels. With an unchanged scale the codes
-    are unchanged.
-    """
-    optimizer: Any = flat.optimizer
-    tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
-    if not any(codes in fragments.states(names[id(piece.parameter)]) for piece in flat.pieces):
-        return  # saved before the first update
-    levels = optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(tensor.device)
-    in_bits = size >= optimizer.args.min_8bit_size
-    if in_bits:
-        zero = int(levels.abs().argmin())
-        flat.state[codes] = torch.full_like(tensor, zero, dtype=torch.uint8, requires_grad=False)
-        flat.state[f"qmap{number}"] = levels
-        flat.state[scales] = tensor.new_zeros(-(-size // BLOCK), dtype=torch.float32)
-    else:
-        flat.state[codes] = torch.zeros_like(tensor, requires_grad=False)
-
-    def read(state: str, piece: Piece) -> torch.Tensor:
-        part = process_group.part_of(piece.parameter)
-        return fragments.read(names[id(piece.parameter)], state, piece.position, piece.length, part).to(tensor.device)
-
-    def scales_of(piece: Piece) -> torch.Tensor:
-        has_codes = scales in fragments.states(names[id(piece.parameter)])
-        return read(scales, piece) if has_codes else read(codes, piece).abs()
-
-    for piece in flat.pieces if in_bits else ():
-        block, phase = divmod(piece.offset, BLOCK)
-        padding = phase, -(phase + piece.length) % BLOCK
-        block_scales = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
-        target = flat.state[scales][block : block + len(block_scales)]
-        torch.maximum(target, block_scales, out=target)
-    for piece in flat.pieces:
-        value, scale = read(codes, piece), scales_of(piece)
-        value = levels[value.long()] if value.dtype is torch.uint8 else value.sign()
-        target = flat.state[codes].view(-1)[piece.offset : piece.offset + piece.length]
-        if not in_bits:
-            target.copy_(value * scale)
-            continue
-        block, phase = divmod(piece.offset, BLOCK)
-        new_scales = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
-        value *= (scale / new_scales).nan_to_num(1.0)  # 0 / 0: a block of zeros
-        target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
-
-
-def _restore_unoptimized(held: StoredTensors, fragments: Fragments) -> None:
-    """Restore buffers, if they were saved, and frozen parameters."""
-    for name, buffer in held.buffers.items():
-        if name in fragments.facts:
-            buffer.data.copy_(fragments.whole(name))
-    for name, parameter in held.frozen():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
-                value = fragments.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))
-                parameter.data.copy_(value.view(parameter.shape))
-
-
 COUNTS = "engine.json"
 """File with the engine's counters: steps, the schedule's state, the loss scaler's."""
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scaler that change during training."""
 
 
-def _dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
+def dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
     """Return the engine's dynamic loss scaler, None if it has none."""
     config = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
     if not getattr(config, "dynamic_loss_scale", False):
@@ -454,8 +297,8 @@ def _dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
 
 
 def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """Return an engine's counters as plain values, for `restore_counts`."""
-    scaler, first = _dynamic_loss_scaler(engine), engine.basic_optimizer.param_groups[0]
+    """Return an engine's counters as plain values, for `restore.restore_counts`."""
+    scaler, first = dynamic_loss_scaler(engine), engine.basic_optimizer.param_groups[0]
     counts = {
         "global_steps": engine.micro_steps if engine.zenflow else engine.global_steps,
         "global_samples": engine.global_samples,
@@ -469,25 +312,3 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
 
         counts["zenflow"] = zenflow_state.counts_of(engine)
     return counts
-
-
-def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
-    """Set an engine's counters; CheckpointError if a value is missing."""
-    try:
-        engine.global_steps = int(counts["global_steps"])
-        engine.global_samples = int(counts["global_samples"])
-        engine.skipped_steps = int(counts["skipped_steps"])
-        if engine.lr_scheduler:
-            engine.lr_scheduler.load_state_dict(counts["schedule"])
-        scaler = _dynamic_loss_scaler(engine)
-        for name, value in counts["loss_scaler"].items() if scaler is not None else ():
-            setattr(scaler, name, value)
-        if counts["group_step"] is not None:
-            for group in engine.basic_optimizer.param_groups:
-                group["step"] = int(counts["group_step"])
-        if engine.zenflow:
-            from toolkit.checkpoint import zenflow_state
-
-            zenflow_state.restore_counts(engine, counts.get("zenflow", {}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("{file} cannot be read: {reason}.", file=COUNTS, reason=error) from None

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.schema import Packing, RunConfig, SourceConfig
+from toolkit.config.schema import Packing, SourceConfig
 from toolkit.data import sampler, store
 from toolkit.distributed.file_lock import build_once
-from toolkit.messages import tr
 
 CODE_VERSION = 1
 """Part of a plan's name; raise it when plans come out differently."""
@@ -48,7 +47,7 @@ class PackingPlan:
     """Of a plan whose rows hold samples of one source each: the first row of each source, and the end."""
     shared: NDArray[np.uint32] | None = None
     """How many of each sample's first tokens are not there again, as they are the first ones of the sample before it in
-    its row, [samples of an epoch]; None: no sample shares any. See `shared_prefixes`."""
+    its row, [samples of an epoch]; None: no sample shares any. See `prefixes.shared_prefixes`."""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -157,7 +156,7 @@ def plan_sequences(
         units.save(folder, rows, relative)
         return bounds[-1], bounds if by_source else []
 
-    return _saved_plan(cache_dir, key, build)
+    return saved_plan(cache_dir, key, build)
 
 
 class _Units:
@@ -172,6 +171,8 @@ class _Units:
         self.samples: NDArray[np.int64] | None = None
         """All samples, ascending, where units differ in size; else None."""
         if capacity:
+            from toolkit.data.prefixes import shared_prefixes
+
             self.samples = np.sort(numbers)
             self.shared = shared_prefixes(cache, self.samples, capacity)
             self.begins = np.flatnonzero(self.shared == 0)
@@ -214,83 +215,6 @@ def _one_unit_per_row(first_samples: NDArray[np.int64], relative: range) -> Pack
 def _unit_samples(first_samples: NDArray[np.int64], relative: range) -> NDArray[np.uint32]:
     """Return the samples of units one after another: each first sample plus each number of `relative`, [samples]."""
     return (first_samples[:, None] + np.array(relative)).ravel().astype(np.uint32)
-
-
-def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
-    """Return how many of each sample's first tokens need not be computed again after the sample before it, 0 where a
-    unit of packing begins, [samples]. `samples`: ascending; `capacity`: most tokens of a unit.
-
-    The samples of a row of the data are paths of a tree: each follows the one before it for so many tokens, then
-    branches off, before the token that predicts its first trained one. So each branch computes that token itself: every
-    trained token stays that of one sample, next to the state that it is predicted from, and no loss knows of trees.
-    """
-    shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
-    before, size, latest = np.empty(0, cache.dtype), 0, -1
-    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
-        if index - 1 != latest:
-            before, _ = cache[samples[index - 1]]
-            size = len(before)
-        ids, trained = cache[samples[index]]
-        common = _common_prefix(before, ids, trained)
-        if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
-            shared[index] = common
-        else:
-            size = 0
-        size += len(ids) - int(shared[index])
-        before, latest = ids, index
-    return shared
-
-
-def _common_prefix(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
-    """Return how many first tokens `ids` has in common with `before`, short of the token that predicts its first
-    trained one: that one is computed in each sample.
-    """
-    most = max(0, min(len(before), len(ids), int(trained.argmax()) - 1))
-    is_equal = ids[:most] == before[:most]
-    return most if is_equal.all() else int(is_equal.argmin())
-
-
-def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
-    """Return a plan of preference pairs in which the prompt that both answers share is computed once; saved, too."""
-    members, offsets = plan.members, plan.offsets
-    assert members is not None and offsets is not None
-    pairs = hashlib.sha256(members.tobytes()).hexdigest()
-    key = [CODE_VERSION, cache.content, cache.split, "prompts", pairs, list(plan.bounds)]
-
-    def build(folder: Path) -> tuple[int, list[int]]:
-        chosen, pair_of = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
-        common = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in chosen.tolist()]
-        shared = np.zeros(len(members), np.uint32)
-        shared[1::2] = np.array(common, np.uint32)[pair_of]
-        np.save(folder / "members.npy", members)
-        np.save(folder / "offsets.npy", offsets)
-        np.save(folder / "shared.npy", shared)
-        return len(plan), list(plan.bounds)
-
-    return _saved_plan(cache_dir, key, build)
-
-
-def sharing_line(cfg: RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
-    """Return a sentence on how many tokens of an epoch are saved by shared prefixes; "" if samples share none."""
-    if not plan.num_shared:
-        return ""
-    computed = int(plan.lengths(cache).sum())
-    values = {
-        "computed": f"{computed:,}",
-        "tokens": f"{computed + plan.num_shared:,}",
-        "times": f"{1 + plan.num_shared / computed:.2f}",
-    }
-    if cfg.preference.is_paired:
-        return tr(
-            "The two answers of a pair share their prompt: {computed} tokens are computed instead of {tokens}, {times} "
-            "times fewer (data.share_prefixes).",
-            **values,
-        )
-    return tr(
-        "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
-        "{times} times fewer (data.share_prefixes).",
-        **values,
-    )
 
 
 def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
@@ -389,7 +313,7 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     return groups
 
 
-def _saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
+def saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
     """Return the plan saved under a hash of `key`, all that it depends on; else make it now: `build` saves the arrays
     into a directory and returns the number of rows and the bounds of the sources.
     """

@@ -18,7 +18,7 @@ from toolkit.config import objective, schema
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
-from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts, sharing_line
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
 from toolkit.disk import check_no_symlinks
@@ -118,8 +118,10 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
             reason=reason_not_to_pack(cfg),
         )
-    if line := sharing_line(cfg, data.train, data.train_plan):
-        say(line)
+    if data.train_plan.num_shared:
+        from toolkit.data.prefixes import sharing_line
+
+        say(sharing_line(cfg, data.train, data.train_plan))
     max_samples, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < max_samples < len(validation):
         say(
@@ -167,8 +169,11 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             share=cfg.data.share_prefixes and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )
-        is_tree = objective.shares_prompts(cfg) and layout is not Layout.alone
-        return share_prompts(store, planned, Path(cfg.prepare.dir)) if is_tree else planned
+        if not objective.shares_prompts(cfg) or layout is Layout.alone:
+            return planned
+        from toolkit.data.prefixes import share_prompts
+
+        return share_prompts(store, planned, Path(cfg.prepare.dir))
 
     sources = cfg.data.sources
     if cfg.distill.general_share:

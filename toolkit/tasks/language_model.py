@@ -14,7 +14,7 @@ from toolkit.data import loader
 from toolkit.distributed import accelerator, process_group
 from toolkit.engine import ds_config
 from toolkit.messages import say, tr
-from toolkit.models import layers, load, loss, probe, save, stages, structure
+from toolkit.models import liger, load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -50,13 +50,17 @@ def adapt(
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config, is_resumed)
     if cfg.kernels.mlp_pieces > 1:
-        layers.tile_mlp(model, cfg.kernels.mlp_pieces)
+        from toolkit.models.layers import tile_mlp
+
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.precision.fp8 is not Fp8.none:
         from toolkit.layouts import fp8
 
         fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
     if cfg.train.neftune_alpha:
-        layers.add_neftune(model, cfg.train.neftune_alpha)
+        from toolkit.models.layers import add_neftune
+
+        add_neftune(model, cfg.train.neftune_alpha)
 
 
 def build_model(
@@ -67,7 +71,7 @@ def build_model(
     """
     accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
-    model.without_liger = layers.apply_liger(model, cfg.kernels)
+    model.without_liger = liger.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values, is_resumed=bool(source.checkpoint))
     if hasattr(model, "tuned"):

@@ -175,12 +175,14 @@ class Checkpointer:
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint of whatever layout, or raise a CheckpointError."""
+        from toolkit.checkpoint import restore
+
         saved = fragments.Fragments(checkpoint)
         if not saved.names:
             raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
         counts = counts_in(checkpoint)
-        engine_state.restore(self.engine, self._held, saved)
-        engine_state.restore_counts(self.engine, counts)
+        restore.restore(self.engine, self._held, saved)
+        restore.restore_counts(self.engine, counts)
         if ruined := ranks_with_broken_states(self.engine):
             raise CheckpointError(
                 "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "

@@ -1,0 +1,88 @@
+"""Samples of a sequence that share what they begin with: found here, and computed once."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.config.schema import RunConfig
+from toolkit.data import store
+from toolkit.data.packing import CODE_VERSION, LEAST_SHARED, PackingPlan, saved_plan
+from toolkit.messages import tr
+
+
+def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
+    """Return how many of each sample's first tokens need not be computed again after the sample before it, 0 where a
+    unit of packing begins, [samples]. `samples`: ascending; `capacity`: most tokens of a unit.
+
+    The samples of a row of the data are paths of a tree: each follows the one before it for so many tokens, then
+    branches off, before the token that predicts its first trained one. So each branch computes that token itself: every
+    trained token stays that of one sample, next to the state that it is predicted from, and no loss knows of trees.
+    """
+    shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
+    before, size, latest = np.empty(0, cache.dtype), 0, -1
+    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
+        if index - 1 != latest:
+            before, _ = cache[samples[index - 1]]
+            size = len(before)
+        ids, trained = cache[samples[index]]
+        common = _common_prefix(before, ids, trained)
+        if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
+            shared[index] = common
+        else:
+            size = 0
+        size += len(ids) - int(shared[index])
+        before, latest = ids, index
+    return shared
+
+
+def _common_prefix(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
+    """Return how many first tokens `ids` has in common with `before`, short of the token that predicts its first
+    trained one: that one is computed in each sample.
+    """
+    most = max(0, min(len(before), len(ids), int(trained.argmax()) - 1))
+    is_equal = ids[:most] == before[:most]
+    return most if is_equal.all() else int(is_equal.argmin())
+
+
+def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
+    """Return a plan of preference pairs in which the prompt that both answers share is computed once; saved, too."""
+    members, offsets = plan.members, plan.offsets
+    assert members is not None and offsets is not None
+    pairs = hashlib.sha256(members.tobytes()).hexdigest()
+    key = [CODE_VERSION, cache.content, cache.split, "prompts", pairs, list(plan.bounds)]
+
+    def build(folder: Path) -> tuple[int, list[int]]:
+        chosen, pair_of = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
+        common = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in chosen.tolist()]
+        shared = np.zeros(len(members), np.uint32)
+        shared[1::2] = np.array(common, np.uint32)[pair_of]
+        np.save(folder / "members.npy", members)
+        np.save(folder / "offsets.npy", offsets)
+        np.save(folder / "shared.npy", shared)
+        return len(plan), list(plan.bounds)
+
+    return saved_plan(cache_dir, key, build)
+
+
+def sharing_line(cfg: RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
+    """Return a sentence on how many tokens of an epoch are saved by the prefixes that samples of a plan share."""
+    computed = int(plan.lengths(cache).sum())
+    values = {
+        "computed": f"{computed:,}",
+        "tokens": f"{computed + plan.num_shared:,}",
+        "times": f"{1 + plan.num_shared / computed:.2f}",
+    }
+    if cfg.preference.is_paired:
+        return tr(
+            "The two answers of a pair share their prompt: {computed} tokens are computed instead of {tokens}, {times} "
+            "times fewer (data.share_prefixes).",
+            **values,
+        )
+    return tr(
+        "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
+        "{times} times fewer (data.share_prefixes).",
+        **values,
+    )
