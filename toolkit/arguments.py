@@ -1,6 +1,7 @@
 """From a command's arguments to a checked config; the same for every command."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +9,27 @@ from itertools import zip_longest
 from pathlib import Path
 
 from toolkit.config import mesh, rules
-from toolkit.config.files import language_of
+from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
+from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, raise_all, set_language, shortlist, tr
+from toolkit.messages import (
+    ConfigError,
+    Problems,
+    choose_language,
+    did_you_mean,
+    joined,
+    nearest,
+    raise_all,
+    set_language,
+    shortlist,
+    tr,
+)
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""
+_ALONE = r"\w[\w./-]*|[./~][\w./-]+"
+"""A word without =: a recipe's name or path."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,12 +53,13 @@ def parse(
     world_size: int | None = None,
     names: Sequence[str] = (),
     flags: Sequence[str] = (),
+    options: Sequence[str] = (),
     problems: Problems | None = None,
 ) -> Arguments:
     """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
     `words` follow the command's name; `names` and `flags` are the command's own `name=value` and `--flag` arguments, of
-    which `world_size=N` beats `world_size`. Without `problems` wrong keys and values, and what is wrong with the JSON,
-    are raised as a ConfigError.
+    which `world_size=N` beats `world_size`. `options` were taken out of `words`: a misspelt option may mean one.
+    Without `problems` wrong keys and values, and what is wrong with the JSON, are raised as a ConfigError.
     """
     errors = Problems() if problems is None else problems
     typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
@@ -67,9 +83,12 @@ def parse(
             following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
             from toolkit.config.suggest import keys_meant  # its tables are read in errors alone
 
-            wrong.append(unknown_option(word, following, names, [*flags, "--config-dir DIR"], keys_meant))
+            wrong.append(unknown_option(word, following, names, [*flags, *options, "--config-dir DIR"], keys_meant))
         else:
-            overrides.append(named_recipe(word))
+            try:
+                overrides.append(named_recipe(word, rest[0] if rest else ""))
+            except ConfigError as error:
+                wrong.append(error)
     raise_all(wrong)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not typed and (language := language_of(recipes[-1])):
@@ -89,10 +108,32 @@ def parse(
     return arguments
 
 
-def named_recipe(word: str) -> str:
-    """Return an argument, `recipe=WORD` for a word that stands alone: every command takes its recipe in both forms."""
+def named_recipe(word: str, following: str = "") -> str:
+    """Return an argument, `recipe=WORD` for a word that stands alone: every command takes its recipe in both forms.
+
+    Raises:
+        ConfigError: the word is a key whose `=` is missing, or there are spaces around its `=`; `following` is the
+            next word, its value perhaps.
+    """
     is_file = "=" not in word and word.endswith((".yaml", ".yml"))
-    return f"recipe={word}" if is_file or re.fullmatch(r"\w[\w./-]*|[./~][\w./-]+", word) else word
+    if not is_file and word not in known_recipes():
+        _check_equals(word, following)
+    return f"recipe={word}" if is_file or re.fullmatch(_ALONE, word) else word
+
+
+def _check_equals(word: str, following: str) -> None:
+    """Raise a ConfigError for a key without `=`, and for spaces around `=`."""
+    has_value = bool(following) and "=" not in following and not following.startswith("--")
+    if following.startswith("=") or (word.endswith("=") and re.match(r"[./~]?/", following) and has_value):
+        raise ConfigError("'{words}': write key=value without spaces around the =.", words=f"{word} {following}")
+    if "=" in word or os.sep in word:
+        return
+    from toolkit.config.suggest import foreign_names, keys_meant  # its tables are read in errors alone
+
+    is_key = field_type(word) is not None or word in foreign_names()
+    if keys := keys_meant(word) if is_key or ("." in word and not nearest(word, known_recipes())) else ():
+        written = tr(" or ").join(f"{key}={following if has_value else 'VALUE'}" for key in keys)
+        raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
 
 
 def unknown_option(
@@ -102,15 +143,27 @@ def unknown_option(
     options: Sequence[str],
     meant: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> ConfigError:
-    """Return the error about `--name value`, or `--name=value`, with the `key=value` to write where one is meant.
+    """Return the error about `--name value`, or `--name=value`, with the option or the `key=value` to write.
     `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means.
     """
+    from toolkit.launch.deepspeed import OPTIONS, OTHER_NAMES  # read in errors alone
+
     name, _, value = word.lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    written = [f"{key}={value or following or 'VALUE'}" for key in ([name] if name in names else meant(name))]
-    if not written:
-        return ConfigError("unknown option {word}. Known here: {known}.", word=word, known=", ".join(options))
-    return ConfigError("unknown option {word}. Write {words}", word=word, words=tr(" or ").join(written))
+    name, value = name.replace("-", "_"), value or following
+    of_launcher = OTHER_NAMES.get(name, f"--{name}")
+    keys = [name] if name in names else [] if of_launcher in options else meant(name)
+    spelled = {re.sub(r"\W.*", "", option.lstrip("-").replace("-", "_")): option for option in (*options, "--help")}
+    # The most similar of options, own arguments and keys: --explian is --explain, not plan=.
+    likeliest = nearest(of_launcher.lstrip("-"), [*(key.rpartition(".")[2] for key in keys), *names, *spelled]) or ""
+    if likeliest in spelled and not spelled[likeliest].endswith("="):
+        advice = tr("Did you mean '{name}'?", name=spelled[likeliest])
+    elif keys := [likeliest] if likeliest in names else keys:
+        advice = tr("Write {words}", words=tr(" or ").join(f"{key}={value or 'VALUE'}" for key in keys))
+    elif of_launcher in OPTIONS:
+        advice = tr("The launcher has it: toolkit launch {option} …", option=f"{of_launcher} {value}".strip())
+    else:
+        advice = tr("Known here: {keys}.", keys=", ".join(options))
+    return ConfigError(joined(tr("unknown option {word}.", word=word), advice))
 
 
 def parse_checked(
@@ -146,16 +199,6 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
         problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
 
 
-def choose_language(words: Sequence[str]) -> list[str]:
-    """Use the language of `language=en|zh`, which every command takes; return the other words."""
-    typed = [word.partition("=")[2] for word in words if word.startswith("language=")]
-    if typed:
-        if typed[-1] not in ("", "en", "zh"):
-            raise ConfigError("language = {value} must be en, zh or empty.", value=typed[-1])
-        set_language(typed[-1])
-    return [word for word in words if not word.startswith("language=")]
-
-
 def named_arguments(
     words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
@@ -173,6 +216,8 @@ def named_arguments(
         if bare and bare not in values and (not equals or "/" in name):
             values[bare] = word
             continue
+        if word in names:
+            raise ConfigError("'{word}' has no =. Write {words}", word=word, words=f"{word}={following or 'VALUE'}")
         if not equals or name not in names:
             known = shortlist(names, "--help") or tr("none")
             unknown = tr("unknown argument '{word}'. Known: {known}.", word=word, known=known)

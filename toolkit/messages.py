@@ -16,7 +16,7 @@ import pwd
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,16 @@ def set_language(language: str) -> None:
     """
     global _language
     _language = language
+
+
+def choose_language(words: Sequence[str]) -> list[str]:
+    """Use the language of `language=en|zh`, which every command takes; return the other words."""
+    typed = [word.partition("=")[2] for word in words if word.startswith("language=")]
+    if typed:
+        if typed[-1] not in ("", "en", "zh"):
+            raise ConfigError("language = {value} must be en, zh or empty.", value=typed[-1])
+        set_language(typed[-1])
+    return [word for word in words if not word.startswith("language=")]
 
 
 def current_language() -> str:

@@ -48,6 +48,14 @@ OPTIONS = {
         "ConfigError: unknown option --batch-size. Write batch.micro_per_gpu=4 or batch.global_size=4\n"
     ),
     "zero1 --frobnicate": "ConfigError: unknown option --frobnicate. Known here: --config-dir DIR.\n",
+    "zero1 --config_dir=c": "ConfigError: unknown option --config_dir=c. Did you mean '--config-dir DIR'?\n",
+    "zero1 --hlep": "ConfigError: unknown option --hlep. Did you mean '--help'?\n",
+    "zero1 --worldsize 2": "ConfigError: unknown option --worldsize. Write world_size=2\n",
+    "zero1 model.path": "ConfigError: 'model.path' has no =. Write model.path=VALUE\n",
+    "zero1 model.pth /models/a": "ConfigError: 'model.pth' has no =. Write model.path=/models/a\n",
+    "zero1 lr 1e-4": "ConfigError: 'lr' has no =. Write optim.lr=1e-4\n",
+    "recipe = zero1": "ConfigError: 'recipe =': write key=value without spaces around the =.\n",
+    "zero1 model.path= /models": "ConfigError: 'model.path= /models': write key=value without spaces around the =.\n",
 }
 
 

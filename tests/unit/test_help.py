@@ -1,5 +1,7 @@
 """Help texts: the overview is short, wrong commands name the right one, unexpected errors say what to attach."""
 
+import re
+
 import pytest
 
 from toolkit.cli import COMMANDS, GROUPS, main
@@ -15,6 +17,8 @@ MEANT = {
     "env": "toolkit doctor --report",
     "quickstart": "toolkit train quickstart",
     "mine.yaml": "toolkit train mine.yaml",
+    "--hlep": "--help",
+    "-v": "toolkit --version",
 }
 
 
@@ -37,6 +41,18 @@ def test_the_help_of_a_command_ends_with_examples(command: str) -> None:
 def test_a_wrong_command_names_the_right_one(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
     assert f"unknown command '{word}'. Did you mean '{MEANT[word]}'? Known: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["help language=zh", "language=zh", "--help language=zh"])
+def test_the_overview_is_in_the_language_that_is_asked_for(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == (2 if words == "language=zh" else 0)
+    assert capsys.readouterr().out.startswith("用法：toolkit 命令")
+
+
+@pytest.mark.parametrize("words", ["language=zh check", "trian language=zh"])
+def test_errors_of_a_command_are_too(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert re.match("ConfigError: (没有选择配方|未知命令)", capsys.readouterr().err)
 
 
 def test_other_programs_commands_are_not_ours() -> None:

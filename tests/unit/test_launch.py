@@ -52,9 +52,25 @@ def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
     assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
 
 
-def test_options_that_are_no_launchers_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--lr", "1e-4", "--no_ssh", "recipe=zero1"]) == 2
-    assert capsys.readouterr().err == "ConfigError: unknown option --lr. Write optim.lr=1e-4\n"
+# Misspelt options, and those of other launchers, of several commands -> what is advised.
+MISSPELT = {
+    "launch --lr 1e-4 --no_ssh zero1": "--lr. Write optim.lr=1e-4",
+    "launch --model glm_tiny zero1": "--model. Write model=glm_tiny",
+    "launch --num_gpu 1 zero1": "--num_gpu. Did you mean '--num_gpus'?",
+    "launch --num-gpus=1 zero1": "--num-gpus=1. Did you mean '--num_gpus'?",
+    "launch --nproc_per_node 8 zero1": "--nproc_per_node. Did you mean '--num_gpus'?",
+    "launch --hostfle hosts zero1": "--hostfle. Did you mean '--hostfile'?",
+    "launch --no_shh zero1": "--no_shh. Did you mean '--no_ssh'?",
+    "sweep --num_gpu 1 zero1 optim.lr=1e-4,1e-5": "--num_gpu. Did you mean '--num_gpus'?",
+    "doctor --reprt": "--reprt. Did you mean '--report'?",
+    "train --num_gpus 2 zero1": "--num_gpus. The launcher has it: toolkit launch --num_gpus 2 …",
+}
+
+
+@pytest.mark.parametrize("words", MISSPELT)
+def test_wrong_options_are_explained(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert f"unknown option {MISSPELT[words]}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--num_gpus", "3"], ["hostfile=hosts"], ["--hostfile", "hosts", "-e", "b:1"]])

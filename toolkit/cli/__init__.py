@@ -9,6 +9,7 @@ from importlib import import_module
 from itertools import chain
 
 from toolkit import __version__
+from toolkit.messages import choose_language
 
 GROUPS = {
     "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
@@ -58,14 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    if not words or words[0] in ("-h", "--help"):
-        from toolkit.cli.help import overview
-
-        _show(overview())
-        return 0 if words else 2
-    if words[0] == "--version":
+    if words[:1] == ["--version"]:
         _show(f"toolkit {__version__}")
         return 0
     from toolkit.distributed.exits import run_guarded
@@ -89,16 +83,24 @@ def _use_utf8() -> None:
 
 def _dispatch(words: list[str]) -> int:
     """Run the command that the first word names; return its exit code."""
-    command, rest = words[0], words[1:]
+    is_help = any(word in ("help", "-h", "--help") for word in words[:1])
+    words = words[is_help:]
+    others = choose_language(words) if is_help or not words or words[0].startswith("language=") else words
+    command, rest = (others[0], others[1:]) if others else ("", [])
+    if not command:
+        from toolkit.cli.help import overview
+
+        _show(overview())
+        return 0 if is_help else 2
     if command == "train" and set(rest).intersection(MULTIRUN):
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
         from toolkit.cli.help import unknown_command
 
+        choose_language(rest)
         raise unknown_command(command)
     module = import_module(module_of(command))
-    if any(word in ("-h", "--help") for word in rest):
-        from toolkit.arguments import choose_language  # only now: it brings Hydra
+    if is_help or any(word in ("-h", "--help") for word in rest):
         from toolkit.cli.help import help_of
 
         choose_language(rest)

@@ -65,4 +65,4 @@ def _command_meant(word: str) -> str:
         return tr("Did you mean '{name}'?", name=f"toolkit {other}")
     if word in known_recipes() or word.endswith((".yaml", ".yml")) or word.startswith("recipe="):
         return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
-    return did_you_mean(word, COMMANDS)
+    return did_you_mean(word, (*COMMANDS, "--help", "--version"))

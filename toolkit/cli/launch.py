@@ -21,11 +21,12 @@ def run(words: list[str]) -> int:
     typed, options, rest = deepspeed.typed_options(words)
     environment.reject_if_rank()
     problems = Problems()
-    arguments = parse(rest, problems=problems)
+    named_ranks = problems.attempt(deepspeed.ranks_of, options)
+    arguments = parse(rest, options=deepspeed.OPTIONS, problems=problems)
     # With the number of ranks: else each rank would report it, on all nodes, after their start. With `launch.min_nodes`
     # as many nodes take part as the global batch divides over.
     is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
-    ranks = None if is_elastic else problems.attempt(deepspeed.ranks_of, options) or arguments.world_size
+    ranks = None if is_elastic else named_ranks or arguments.world_size
     check_parsed(arguments.loaded, ranks, problems, files=False)
     problems.raise_all()
     return launch(typed, rest, arguments.loaded.cfg)

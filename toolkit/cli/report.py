@@ -15,8 +15,8 @@ network. An existing report is replaced; other files are never overwritten.
 
 from pathlib import Path
 
-from toolkit.arguments import choose_language, unknown_option
-from toolkit.messages import ConfigError, say, tr
+from toolkit.arguments import unknown_option
+from toolkit.messages import ConfigError, choose_language, say, tr
 
 
 def run(words: list[str]) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from toolkit import arguments, children, disk, messages, secrets, terminal
 from toolkit.config import files, load, schema
+from toolkit.config.suggest import keys_meant
 from toolkit.config.sweep_axes import Axis, grid, split_axes
 from toolkit.disk import json_lines
 from toolkit.launch import deepspeed, processes
@@ -170,6 +171,8 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
+        elif word.startswith("-"):
+            problems.add(arguments.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant))
         elif name not in _SWEEP_ARGUMENTS:
             overrides.append(arguments.named_recipe(word))
         elif equals:

@@ -24,16 +24,30 @@ from toolkit.launch.ancestors import DEEPSPEED, processes_above
 from toolkit.launch.hostfile import SELECTION_OPTIONS, Resources, asked_gpus, is_here, read_hostfile, select_gpus
 from toolkit.messages import LaunchError, tr
 
-# Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
-WITH_VALUE = re.compile(
-    r"--?(?:H|i|e|hostfile|include|exclude|num_nodes|num_gpus|num_accelerators|master_port|master_addr|node_rank|launcher"
-    r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
-    r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
+_VALUE_OPTIONS = (
+    *("H", "i", "e", "hostfile", "include", "exclude", "num_nodes", "num_gpus", "num_accelerators", "master_port"),
+    *("master_addr", "node_rank", "launcher", "launcher_args", "ssh_port", "save_pid", "enable_each_rank_log"),
+    *("autotuning", "bind_core_list", "elastic_training", "min_elastic_nodes", "max_elastic_nodes", "venv_script"),
+    "log_level",
 )
-_FLAGS = re.compile(
-    r"--?(?:q|quiet|u|m|module|no_python|no_local_rank|no_ssh|no_ssh_check|force_multi|bind_cores_to_rank)"
+"""Options of `deepspeed` that take a value; needed to tell its own words from the training program's."""
+_FLAG_OPTIONS = (
+    *("q", "quiet", "u", "m", "module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi"),
+    "bind_cores_to_rank",
 )
 """Its other options."""
+WITH_VALUE = re.compile(rf"--?(?:{'|'.join(_VALUE_OPTIONS)})")
+_FLAGS = re.compile(rf"--?(?:{'|'.join(_FLAG_OPTIONS)})")
+OPTIONS = tuple(f"--{name}" for name in (*_VALUE_OPTIONS, *_FLAG_OPTIONS) if len(name) > 1)
+"""All of them by their long names, for messages."""
+OTHER_NAMES = {
+    **dict.fromkeys(("gpus", "ngpus", "n_gpus", "nproc_per_node", "num_processes", "nproc"), "--num_gpus"),
+    **dict.fromkeys(("nodes", "nnodes", "num_machines"), "--num_nodes"),
+    **dict.fromkeys(("machine_rank",), "--node_rank"),
+    **dict.fromkeys(("main_process_port", "port"), "--master_port"),
+    **dict.fromkeys(("main_process_ip",), "--master_addr"),
+}
+"""What torchrun, accelerate and people call some of them -> the option."""
 
 TOOLKIT_OPTIONS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
 """Option of `toolkit` commands -> whether it takes a value."""

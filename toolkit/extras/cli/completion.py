@@ -9,8 +9,7 @@ toolkit completion bash|zsh|fish
 The script asks `toolkit --complete LINE`, which loads no torch.
 """
 
-from toolkit.arguments import choose_language
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, choose_language, tr
 
 # A candidate is a whole word, as the toolkit takes it. One that ends with = . or / is not the end of the word.
 SCRIPTS = {

@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
     settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
-    cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
+    cfg = parse(overrides, options=("--report", *deepspeed.OPTIONS)).loaded.cfg if overrides else RunConfig()
     examination = examine.plan_examination(options, overrides, cfg)
     examination.limit_s = float(positive_int(settings, "timeout_s") or examination.limit_s)
     examination.run(is_quick)
