@@ -1,0 +1,38 @@
+"""docs/limits.md names whatever docs/status.md says has not really run, and is one link from the first pages."""
+
+import re
+
+import pytest
+from pages import ROOT
+from status_page import features
+
+PAGES = {
+    "docs/limits.md": ("README.md", "docs/index.md", "CHANGELOG.md"),
+    "docs/limits_zh.md": ("README_zh.md", "docs/index_zh.md", "CHANGELOG_zh.md"),
+}
+
+
+@pytest.mark.parametrize(("page", "column"), [("docs/limits.md", 0), ("docs/limits_zh.md", 1)])
+def test_what_has_not_run_is_named(page: str, column: int) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    never = [
+        feature["name"][column]
+        for feature in features()
+        if feature.get("how") in ("config", "stand-in") or not feature.get("tests")
+    ]
+    assert len(never) >= 10
+    names = [
+        part
+        for name in never
+        for part in re.split(", |、", name.removesuffix("'s Modelfile").removesuffix(" 的 Modelfile"))
+    ]
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_first_pages_link_it(page: str) -> None:
+    for first in PAGES[page]:
+        text = (ROOT / first).read_text(encoding="utf-8")
+        assert page.rpartition("/")[2] in text, first
+    readme = (ROOT / PAGES[page][0]).read_text(encoding="utf-8")
+    assert page in readme.partition("```")[0], "before the first command"
