@@ -1,0 +1,113 @@
+"""The figures of docs/proving.md are those of the files that it links."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pages import ROOT
+
+PAGES = ["docs/proving.md", "docs/proving_zh.md"]
+
+
+def relative(run: dict[str, Any]) -> dict[str, float]:
+    """Return the largest relative difference of the toolkit's and the Trainer's losses and norms."""
+    pairs = list(zip(run["toolkit"], run["trainer"], strict=True))
+    return {name: max(abs(ours[name] / theirs[name] - 1) for ours, theirs in pairs) for name in ("loss", "grad_norm")}
+
+
+def short(number: float) -> str:
+    """Return a number as the page writes it: 1.1e-7."""
+    return re.sub(r"e-0", "e-", f"{number:.1e}").replace(".0e", "e")
+
+
+def of_trainer(record: Any) -> Iterator[list[str]]:
+    for run in (record, record["two_ranks_zero3_packed"]):
+        yield [short(value) for value in relative(run).values()]
+
+
+def of_peers(record: Any) -> Iterator[list[str]]:
+    runs = {name: [row["real_tokens_per_s"] for row in rows] for name, rows in record[0]["runs"].items()}
+    ours = next(rates for name, rates in runs.items() if name.startswith("this toolkit"))
+    figures = []
+    for program in ("HF Trainer", "LLaMA-Factory"):
+        theirs = next(rates for name, rates in runs.items() if name.startswith(program))
+        ratios = [rate / other for rate, other in zip(ours, theirs, strict=True)]
+        figures += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    yield figures
+
+
+def of_types(record: Any) -> Iterator[list[str]]:
+    tried = [cells for cells in record[0]["types"].values() if "full" in cells]
+    losses = [cell["loss"] for cells in tried for cell in cells.values() if "loss" in cell]
+    yield [str(len(tried)), f"{max(losses):.0e}".replace("e-0", "e-")]
+
+
+def of_pairs(record: Any) -> Iterator[list[str]]:
+    losses = [record[data]["first_loss"] for data in ("ordinary", "long prompts")]
+    largest = max(abs(loss[other] / loss["ours"] - 1) for loss in losses for other in ("trl", "llamafactory"))
+    yield [f"{largest:.0e}".replace("e-0", "e-")]
+
+
+def of_combinations(record: Any) -> Iterator[list[str]]:
+    cells = record[0]["cells"]
+    yield [str(len(cells)), short(max(cells.values()))]
+
+
+def of_versions(record: Any) -> Iterator[list[str]]:
+    """Of single versions whose gradients were compared, or of sets that all checks are about."""
+    if "gradients" not in record[0]:
+        assert {row["title"] for row in record} == {"oldest", "newest"}
+        assert all(check["is_right"] for row in record for check in row["checks"].values())
+        yield []
+        return
+    wrong = {row["versions"]["deepspeed"] for row in record if row["gradients"] != "right"}
+    right = {row["versions"]["deepspeed"] for row in record if row["gradients"] == "right"}
+    assert right == {"0.19.8"} and not right & wrong
+    yield sorted(wrong | right)
+
+
+def of_kills(record: Any) -> Iterator[list[str]]:
+    tests = record[0]["faults"]["K5"]["tests"]
+    assert record[0]["passed"] and all(test["outcome"] == "passed" for test in tests)
+    yield [str(sum(len(test["measured"]["killed"].split(", ")) for test in tests))]
+
+
+def of_plan(record: Any) -> Iterator[list[str]]:
+    cells = [cell for row in record for cell in row.get("cells", {}).values()]
+    ratios = [row["memory_ratio"] for row in [*record, *cells] if "memory_ratio" in row]
+    ratios += [cell["planned_bytes"]["evaluation"] / cell["measured_bytes"]["evaluation"] for cell in cells]
+    yield [f"{round(100 * (1 - min(ratios)))} %", f"{round(100 * (max(ratios) - 1))} %"]
+
+
+FIGURES = {
+    "2026-11-28-trainer.json": of_trainer,
+    "2026-11-29-real-peers.json": of_peers,
+    "2026-11-28-types.json": of_types,
+    "2026-11-25-pairs.json": of_pairs,
+    "2026-11-26-combinations.json": of_combinations,
+    "2026-11-25-versions.json": of_versions,
+    "2026-11-27-versions.json": of_versions,
+    "2026-11-27-kills.json": of_kills,
+    "2026-11-22-plan.json": of_plan,
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_the_readme_has_the_figure_of_the_real_model(page: str) -> None:
+    record = json.loads((ROOT / "benchmarks" / "2026-11-28-trainer.json").read_text(encoding="utf-8"))
+    (line,) = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "docs/proving" in line]
+    assert short(relative(record)["loss"]) in line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_file_that_is_linked_has_the_figures(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    linked = {name for line in lines for name in re.findall(r"benchmarks/([\w-]+\.json)", line)}
+    assert linked == set(FIGURES)
+    for name in linked:
+        record = json.loads((ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
+        rows = [line for line in lines if f"/{name})" in line]
+        for row, figures in zip(rows, FIGURES[name](record), strict=True):
+            assert [figure for figure in figures if figure not in row] == [], row
