@@ -35,3 +35,18 @@ def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
         finished = run(forked(0, "--module", "toolkit", *words[1:], *more), cwd=tmp_path)
         assert finished.code == 0, f"{line}\n{finished.output[-2000:]}"
     assert json.loads((tmp_path / "mine-1" / "config.json").read_text())["model_type"] == "glm"
+
+
+@pytest.mark.parametrize(("tail", "minutes"), [("", "minutes"), ("_zh", "分钟")])
+def test_the_time_of_the_quickstart_is_that_of_the_page_of_installation(tail: str, minutes: str) -> None:
+    """It is measured once; other pages repeat the sum, and name no other time of it."""
+    table = (ROOT / "docs" / f"installation{tail}.md").read_text(encoding="utf-8")
+    (row,) = [line for line in table.splitlines() if "`scripts/quickstart`" in line and minutes in line]
+    total, *parts = map(float, re.findall(r"\b\d[\d.]*(?=[ :])", row.partition("（实测")[0].partition(" (measured")[0]))
+    assert len(parts) == 2 and total == sum(parts)
+    for page in (f"README{tail}.md", f"docs/index{tail}.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.findall(rf"([\d.]+) {minutes}", text) == [f"{total:g}"], page
+        assert not re.search("(few|[Tt]hree|Four) minutes|[几两]分钟", text), page
+    (training,) = re.findall(r"(\d+) minutes", (ROOT / "recipes" / "quickstart.yaml").read_text(encoding="utf-8"))
+    assert float(training) == parts[1]
