@@ -243,7 +243,7 @@ def test_a_model_that_rounds_far_in_float32_has_bounds_of_its_own(tmp_path: Path
     saved = probe.Probe(ids, logits, "float32")
     probe.write(saved, tmp_path / "export")
     assert "the logits are those of the save" in verify_logits(tmp_path / "export")
-    assert verify._bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
+    assert verify._difference_bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
     model.model.layers[6].self_attn.v_proj.weight.data.zero_()
     save_model(model, tmp_path / "damaged")
     probe.write(saved, tmp_path / "damaged")

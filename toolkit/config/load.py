@@ -189,10 +189,10 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, origin) in values.items():
-        kind, value, at = field_type(key), to_plain(value), partial(_always, origin)
+        kind, value, locate = field_type(key), to_plain(value), partial(_same_location, origin)
         if kind is None:
-            raise unknown_key(key, at)
-        TreeReader(at, problems).read(value, kind, key)
+            raise unknown_key(key, locate)
+        TreeReader(locate, problems).read(value, kind, key)
         dotted_keys.set_leaf(tree, key, value)
     problems.raise_all()
     cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
@@ -354,7 +354,7 @@ class _CommandLine:
         if key == "data" and (is_list or (data_forms.is_path(value) and value not in groups["data"])):
             key = "data.sources"
         is_source_list = key in ("data.sources", "data.validation")
-        value = data_forms.as_sources(value) if is_source_list else _stage(key, value)
+        value = data_forms.as_sources(value) if is_source_list else _zero_stage_choice(key, value)
         if _is_choice(key, value, groups, location):
             self.choices[key] = value
             return
@@ -364,12 +364,12 @@ class _CommandLine:
             return
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
-            raise unknown_key(key, partial(_always, location))
+            raise unknown_key(key, partial(_same_location, location))
         if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
             value = typed  # 1e3, not 1000.0
         elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
-            value = _texts(value, typed)
-        reader = TreeReader(partial(_always, location), problems)
+            value = _as_typed_texts(value, typed)
+        reader = TreeReader(partial(_same_location, location), problems)
         reader.read(value, kind, key)
         if problems.count == before:
             self.values.append((key, value))
@@ -382,7 +382,7 @@ class _CommandLine:
         if section != "data" or name not in data_forms.SOURCE_KEYS or len(inner) > (name == "columns"):
             return False
         read = data_forms.read_source(
-            {name: {inner[0]: value} if inner else value}, partial(_always, location), problems
+            {name: {inner[0]: value} if inner else value}, partial(_same_location, location), problems
         )
         _merge(self.source, read)
         self.keys.add("data.sources")
@@ -391,12 +391,12 @@ class _CommandLine:
         return True
 
 
-def _always(location: str, path: str) -> str:
+def _same_location(location: str, path: str) -> str:
     """Return `location` for any key: with `partial` a `Locator` of an argument."""
     return location
 
 
-def _texts(value: Any, typed: str) -> Any:
+def _as_typed_texts(value: Any, typed: str) -> Any:
     """Return a parsed list or map with its numbers and booleans as the texts they were in `typed`, such as `[1.10]`."""
     is_map = isinstance(value, dict)
     items = [*value.values()] if is_map else value
@@ -408,7 +408,7 @@ def _texts(value: Any, typed: str) -> Any:
     return dict(zip(value, texts, strict=True)) if is_map else texts
 
 
-def _stage(group: str, value: Any) -> Any:
+def _zero_stage_choice(group: str, value: Any) -> Any:
     """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
     return f"stage{value}" if group == "zero" and value in (0, 1, 2, 3) and not isinstance(value, bool) else value
 
@@ -452,7 +452,7 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
             raise ConfigError("{place}: 'defaults' must be a list.", place=document.location("defaults"))
         for index, item in enumerate(defaults):
             for key in item if isinstance(item, dict) else ():
-                item[key] = _stage(str(key).rpartition("/")[2], item[key])
+                item[key] = _zero_stage_choice(str(key).rpartition("/")[2], item[key])
             location = document.location(f"defaults[{index}]")
             base = problems.attempt(_check_default, item, location, recipes, groups)
             if base is not None:
@@ -493,7 +493,7 @@ def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> Non
         problems.attempt(data_forms.expand, data, document.location("data.validation"))
         line = document.lines.get("data.validation", 0)
         document.lines.update({f"data.{name}": line for name in data if name not in written})
-    if _stage("zero", zero) != zero:
+    if _zero_stage_choice("zero", zero) != zero:
         document.values["zero"] = {"stage": zero}
 
 
@@ -616,16 +616,16 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
         position = document.location("hydra")
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
-        raise unknown_key(package, partial(_always, document.shown))
+        raise unknown_key(package, partial(_same_location, document.shown))
     data = document.values if package == "data" else {} if package else document.values.get("data")
     if isinstance(data, dict) and (
         of_source := {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
     ):
         document.source.update(data_forms.read_source(of_source, locate, problems))
-        at = locate(f"data.{next(iter(of_source))}")
-        document.leaves.append(("data.sources", at))
+        position_of_source = locate(f"data.{next(iter(of_source))}")
+        document.leaves.append(("data.sources", position_of_source))
         if {"path", "hub"} & of_source.keys() and "sources" in data:
-            problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", at))
+            problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", position_of_source))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
     reader = TreeReader(locate, problems)
     reader.read(document.values, kind, package)

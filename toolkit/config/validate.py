@@ -79,7 +79,7 @@ class TreeReader:
                 del value[key]
                 continue
             else:
-                self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.locate)
+                self.problems.add_made(_target_error if key == "_target_" else unknown_key, below, self.locate)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
                 continue  # wrong keys in it have been removed already
             if self.problems.count > before:
@@ -96,13 +96,13 @@ class TreeReader:
             if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
                 value = [value]
             if not isinstance(value, list):
-                raise _wrong(path, value, tr("a list, for example [a, b]"), self.locate)
+                raise _wrong_value(path, value, tr("a list, for example [a, b]"), self.locate)
             items = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)
             return [items.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
         if (origin is dict and not isinstance(value, dict)) or dataclasses.is_dataclass(kind):
-            raise _wrong(path, value, tr("a section of keys"), self.locate)
+            raise _wrong_value(path, value, tr("a section of keys"), self.locate)
         if not self.is_resolved and (origin is dict or kind is Any):
-            _check_free(value, path, self.locate)
+            _check_free_section(value, path, self.locate)
         if origin is dict and inner[1] is not Any:
             return {name: self._value(item, inner[1], f"{path}.{name}") for name, item in value.items()}
         return value if origin is dict or kind is Any else _scalar(value, kind, path, self.locate)
@@ -130,27 +130,27 @@ def members(section: str) -> list[str]:
     return list(types_of(typing.cast("type", kind))) if dataclasses.is_dataclass(kind) else []
 
 
-def _names_code(path: str, locate: Locator) -> ConfigError:
+def _target_error(path: str, locate: Locator) -> ConfigError:
     """Return the error for a `_target_`."""
     return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=locate(path))
 
 
-def _check_free(value: Any, path: str, locate: Locator) -> None:
+def _check_free_section(value: Any, path: str, locate: Locator) -> None:
     """Raise ConfigError if a value in a free section, such as ds_extra, names code or calls a resolver."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
-                raise _names_code(path, locate)
+                raise _target_error(path, locate)
             if not isinstance(key, str):
                 raise unknown_key(f"{path}.{key}", locate)
-            _check_free(inner, f"{path}.{key}", locate)
+            _check_free_section(inner, f"{path}.{key}", locate)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            _check_free(inner, f"{path}[{index}]", locate)
+            _check_free_section(inner, f"{path}[{index}]", locate)
     elif isinstance(value, str):
         _is_interpolation(value, path, locate)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        raise _wrong(path, value, tr("a text"), locate)
+        raise _wrong_value(path, value, tr("a text"), locate)
 
 
 def _is_interpolation(value: str, path: str, locate: Locator) -> bool:
@@ -194,16 +194,16 @@ def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
         wanted = describe()
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
-        raise _wrong(path, value, wanted, locate) from error
+        raise _wrong_value(path, value, wanted, locate) from error
     if kind == int | float and result.is_integer():
         result = int(result)
     if isinstance(result, (int, float)) and LARGEST_NUMBER < abs(result) < math.inf:  # rules reject infinity and NaN
         limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
-        raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, locate)
+        raise _wrong_value(path, shortened(value, _LONGEST_VALUE), limits, locate)
     return result
 
 
-def _wrong(path: str, value: Any, wanted: str, locate: Locator) -> ConfigError:
+def _wrong_value(path: str, value: Any, wanted: str, locate: Locator) -> ConfigError:
     """Return the error for the value of a key that is not what it must be; `wanted`: that, such as "a number"."""
     shown = "null" if value is None else value
     return error_about(

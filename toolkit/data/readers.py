@@ -75,20 +75,20 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     one. No more is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so
     many rows were read from all limited files (0: no limit).
     """
-    taken, taken_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
+    rows_read, read_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
     for number, file in enumerate(files):
         with_known_format: DataFile | None = None
         limit = limits[number] if limits else 0
         of_file = blocks(file.path, least_bytes, file.columns.values())
         while True:
-            counts = ((limit, taken), (file.max_rows, taken_of_source[file.source]))
-            left = min((most - count for most, count in counts if most), default=None)
-            if (left is not None and left <= 0) or (block := next(of_file, None)) is None:
+            counts = ((limit, rows_read), (file.max_rows, read_of_source[file.source]))
+            rows_left = min((most - count for most, count in counts if most), default=None)
+            if (rows_left is not None and rows_left <= 0) or (block := next(of_file, None)) is None:
                 break
-            if left is not None:
-                block, count = first_rows_of(block, left)
-                taken_of_source[file.source] += count
-                taken += count if limit else 0
+            if rows_left is not None:
+                block, count = first_rows_of(block, rows_left)
+                read_of_source[file.source] += count
+                rows_read += count if limit else 0
             if with_known_format is None:
                 with_known_format = with_format(file, block)
             yield number, with_known_format or file, block

@@ -30,7 +30,7 @@ from toolkit.secrets import hide
 
 def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     """Return a sentence on why no cache below `stores` can be reused: what differs from `inputs` in the most similar
-    one, the latest of these; "" if all differ in more than a third. `inputs`: see `_inputs`.
+    one, the latest of these; "" if all differ in more than a third. `inputs`: see `_cache_inputs`.
     """
     nearest: tuple[int, float, str, list[str]] | None = None  # count of differences, -mtime, name, differing inputs
     for folder in stores.glob("*"):
@@ -233,17 +233,17 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
-    inputs = _inputs(cfg, encoder, files)
+    inputs = _cache_inputs(cfg, encoder, files)
     check_distinct(cfg.data, files, [file[0] for file in inputs["files"]])
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     folder = stores / fingerprint
-    builder = _Builder(cfg, encoder, files)
+    builder = _CacheBuilder(cfg, encoder, files)
 
     def build(building: Path) -> None:
         if changes := cache_changes(stores, inputs):
             say(changes)
         builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
-        if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
+        if _cache_inputs(cfg, encoder, files)["files"] != inputs["files"]:
             raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
 
     built = build_once(folder, build, store.is_complete, lambda: builder.pace.line)
@@ -266,7 +266,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     Return (parts of the shard, how many of them were not there yet).
     """
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
-    builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
+    builder = _CacheBuilder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
     own_blocks = (block for index, block in enumerate(builder.blocks()) if index % count == number - 1)
     total = new = 0
     try:
@@ -278,7 +278,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     return total, new
 
 
-def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
+def _cache_inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
     """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     most_of_sources = [source.max_samples for source in (*data.sources, *data.validation)]
@@ -341,7 +341,7 @@ class BuildProgress:
             say(self.line)
 
 
-class _Builder:
+class _CacheBuilder:
     """Builds one tokenized cache: makes or reuses the parts, appends them, and counts what became of the rows."""
 
     def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> None:

@@ -280,7 +280,9 @@ class PartBuilder:
         read = self._read_rows(batch, reader, counts)
         chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read), initial=0)
         for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
-            for (row, value, conversation), encoded in self._encoded([read_row for _, read_row in group], counts):
+            for (row, value, conversation), encoded in self._encode_or_reject(
+                [read_row for _, read_row in group], counts
+            ):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
@@ -377,7 +379,7 @@ class PartBuilder:
             )
         return parts_trained
 
-    def _encoded(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
+    def _encode_or_reject(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
         """Yield each row with its token ids and mask; rows that cannot be encoded are counted instead. All are encoded
         at once, which is fast; if one fails, one by one, to find which.
         """

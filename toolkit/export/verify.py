@@ -72,7 +72,7 @@ def verify_model(folder: Path) -> str:
         deque(stream_parameters(folder)[1], maxlen=0)  # no forward pass reads it
         return reason
     assert saved is not None
-    return judge_logits(model, folder, run_folder(folder, saved.ids, model), saved)
+    return judge_logits(model, folder, logits_of_directory(folder, saved.ids, model), saved)
 
 
 def _nothing_to_compare(saved: probe.Probe | None) -> str:
@@ -84,7 +84,7 @@ def _nothing_to_compare(saved: probe.Probe | None) -> str:
     return ""
 
 
-def run_folder(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
+def logits_of_directory(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
     """Return the logits of a directory's model for ids [rows, length], on the CPU, a layer in memory at a time."""
     with suppress(RuntimeError):  # of a model that changes its weights in a forward pass
         captured = probe.capture(model or streamed_model(folder), ids)
@@ -98,7 +98,7 @@ def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Pr
     `model` has computed them: with weights in memory (`folder` None), or streamed from its `folder`.
     """
     difference = probe.difference_of(captured, saved)
-    tolerance, wrong = _bounds(model, folder, captured, saved, difference)
+    tolerance, wrong = _difference_bounds(model, folder, captured, saved, difference)
     if difference <= tolerance:
         return tr(
             "forward: the logits are those of the save (difference {difference} of their spread, tolerance "
@@ -117,7 +117,7 @@ def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Pr
     )
 
 
-def _bounds(
+def _difference_bounds(
     model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe, difference: float
 ) -> tuple[float, float]:
     """Return up to which difference logits count as equal, and from which on the weights as wrong (see `probe.WRONG`):

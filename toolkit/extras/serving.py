@@ -35,7 +35,7 @@ from toolkit.config import devices
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
-from toolkit.export.verify import judge_logits, run_folder
+from toolkit.export.verify import judge_logits, logits_of_directory
 from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
@@ -225,7 +225,7 @@ def verify_serving(
     probes = [] if saved is None else [saved]
     if longest := max(cases, key=lambda case: case.start, default=None):
         with suppress(ModelError):  # transformers says what is wrong with it, too
-            probes.append(run_folder(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
+            probes.append(logits_of_directory(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
     try:
         answer, logits = _ask_transformers(served, probes)
     except ModelError as error:

@@ -253,30 +253,32 @@ class TemplateChatEncoder:
         other tokens once another turn follows: if the template drops its reasoning, or the tokenizer merges its first
         characters with the prompt.
         """
-        wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
-        if wanted in ([], [len(messages) - 1]):
+        trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
+        if trained_indices in ([], [len(messages) - 1]):
             return [messages]
-        merged = {index for index in wanted if self._merges(messages[index])}
+        merged = {index for index in trained_indices if self._merges(messages[index])}
         is_rewritten = self.rewrites or self.no_thinking is not None
         is_rewritten = is_rewritten or (self.rewrites_reasoning and any(map(has_reasoning, messages)))
-        if not is_rewritten and merged <= {wanted[-1]}:
+        if not is_rewritten and merged <= {trained_indices[-1]}:
             return [messages]
         shielded, tools = self._for_template(messages), self.shield.cover(tools)
-        texts = {index: self.render(shielded[: index + 1], tools, add_generation_prompt=False) for index in wanted}
+        texts = {
+            index: self.render(shielded[: index + 1], tools, add_generation_prompt=False) for index in trained_indices
+        }
         parts: list[Sequence[Message]] = []
-        while wanted:
-            last = wanted[-1]
+        while trained_indices:
+            last = trained_indices[-1]
             # Else `served_turns.after_prompt` writes the last answer in a text of its own.
             is_own = self.no_thinking is None
             if self.earlier_end and is_own:
                 is_own = self._prompt_length(shielded[:last], tools, texts[last], asks=True) is not None
-            alone = merged if is_own else {*wanted}
+            separate = merged if is_own else {*trained_indices}
             included = [
                 index
-                for index in wanted
-                if index == last or (index not in alone and self._answer_end(texts[last], texts[index]) is not None)
+                for index in trained_indices
+                if index == last or (index not in separate and self._answer_end(texts[last], texts[index]) is not None)
             ]
-            wanted = [index for index in wanted if index not in included]
+            trained_indices = [index for index in trained_indices if index not in included]
             marked, marked_shielded = (
                 [{**message, "loss": index in included} for index, message in enumerate(chat[: last + 1])]
                 for chat in (messages, shielded)
@@ -383,26 +385,28 @@ class TemplateChatEncoder:
             return False
 
     def _turn_marks(self) -> set[str]:
-        """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
-        added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
+        """Return the added_token tokens, special or not, by which the template begins and ends turns; not `<think>`."""
+        added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
         answer = PROBE[1]["content"]
 
         def between(role: str) -> list[str]:
             rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, False)
             rest = rendered.partition(answer)[2].partition("Two?")[0]
-            if (mark := added.match(rest)) and mark[0] != self.end:
+            if (mark := added_token.match(rest)) and mark[0] != self.end:
                 self.ends.add(mark[0])
-            return added.findall(rest)
+            return added_token.findall(rest)
 
         marks: set[str] = set()
         with suppress(RowError):
             question = between("user")
             marks.update(question)
             asks = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
-            marks.update(added.findall(asks)[:1])
+            marks.update(added_token.findall(asks)[:1])
             result = between("tool")
-            same = next((i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None)
-            marks.update([] if same is None else [result[same]])
+            first_difference = next(
+                (i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None
+            )
+            marks.update([] if first_difference is None else [result[first_difference]])
         return marks
 
     def _openings(self) -> Openings | None:
@@ -427,21 +431,21 @@ class TemplateChatEncoder:
         return Openings(openings, leads, {self.end, *self.ends}, trees)
 
     def _spans_by_openings(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int], rendered: str
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int], rendered: str
     ) -> tuple[str, list[Span]] | None:
         """Return the same as `_spans_by_comparison`, by one rendering if both agreed on such conversations before."""
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.openings is None or self.no_thinking or not set(wanted) <= set(answers):
-            return self._spans_by_comparison(messages, tools, wanted)
+        if self.openings is None or self.no_thinking or not set(trained_indices) <= set(answers):
+            return self._spans_by_comparison(messages, tools, trained_indices)
         text = rendered or self.render(messages, tools, add_generation_prompt=False)
         spans = self.openings.find(messages, text)
         if spans is None:
-            return self._spans_by_comparison(messages, tools, wanted)
-        located = text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+            return self._spans_by_comparison(messages, tools, trained_indices)
+        located = text, [span for index, span in zip(answers, spans, strict=True) if index in trained_indices]
         forms = self.openings.forms(messages, tools, self.reasoning_key)
         if forms <= self.openings.trusted:
             return located
-        compared = self._spans_by_comparison(messages, tools, wanted)
+        compared = self._spans_by_comparison(messages, tools, trained_indices)
         if compared == located:
             self.openings.trust(forms)
         return compared
@@ -450,23 +454,23 @@ class TemplateChatEncoder:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
     ) -> tuple[str, list[Span]]:
         """Return a conversation's text, `rendered` if that is not "", and the spans of its trained messages."""
-        wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
+        trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
             self._check_nothing_is_lost(messages)
-        located = self._spans_by_marks(messages, tools, wanted) if self.has_marks else None
-        located = located or self._spans_by_openings(messages, tools, wanted, rendered)
+        located = self._spans_by_marks(messages, tools, trained_indices) if self.has_marks else None
+        located = located or self._spans_by_openings(messages, tools, trained_indices, rendered)
         if located is None:
             from toolkit.models.template_errors import untrainable
 
-            raise untrainable(self, messages, wanted)
+            raise untrainable(self, messages, trained_indices)
         text, spans = located
-        for index, (begin, stop) in zip(wanted, spans, strict=True):
+        for index, (begin, stop) in zip(trained_indices, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
-        is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in wanted)
+        is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in trained_indices)
         if is_plain and self.train_thinking and not self.ends:
             return text, spans
-        pairs = zip(wanted, spans, strict=True)
+        pairs = zip(trained_indices, spans, strict=True)
         return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
 
     def _check_written(self, message: Message, index: int, text: str) -> None:
@@ -537,14 +541,15 @@ class TemplateChatEncoder:
         return begin, stop
 
     def _spans_by_comparison(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of the messages `wanted`; None if the template writes turns in
-        another way once others follow. An answer is what the rendering up to it has more than that of its prompt.
+        """Return a conversation's text and the spans of its messages `trained_indices`; None if the template writes
+        turns in another way once others follow. An answer is what the rendering up to it has more than that of its
+        prompt.
         """
         rendered = self.render(messages, tools, add_generation_prompt=False)
         spans = []
-        for index in wanted:
+        for index in trained_indices:
             last = index == len(messages) - 1
             after = rendered if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
             stop = self._answer_end(rendered, after)
@@ -552,7 +557,7 @@ class TemplateChatEncoder:
             if stop is not None and begin is None:
                 begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
             if stop is None or begin is None:
-                if wanted != [len(messages) - 1] or not (self.earlier_end or self.no_thinking):
+                if trained_indices != [len(messages) - 1] or not (self.earlier_end or self.no_thinking):
                     return None
                 from toolkit.models import served_turns
 
@@ -596,17 +601,17 @@ class TemplateChatEncoder:
         return begin if is_framed else None
 
     def _spans_by_marks(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of the messages `wanted` by the template's marks ({% generation
-        %}); None if it does not mark each answer once.
+        """Return a conversation's text and the spans of its messages `trained_indices` by the template's marks
+        ({% generation %}); None if it does not mark each answer once.
         """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         text, marks = self._text_and_marks(messages, tools)
         # A template that joins messages marks fewer answers than there are.
-        if len(marks) != len(answers) or not set(wanted) <= set(answers):
+        if len(marks) != len(answers) or not set(trained_indices) <= set(answers):
             return None
-        return text, [mark for index, mark in zip(answers, marks, strict=True) if index in wanted]
+        return text, [mark for index, mark in zip(answers, marks, strict=True) if index in trained_indices]
 
     def _text_and_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return a conversation's text and the spans that the template marks."""

@@ -69,10 +69,10 @@ def load_model(
 
 
 def stream_parameters(
-    path: str | Path, wanted: Set[str] | None = None
+    path: str | Path, only: Set[str] | None = None
 ) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return a directory's model with empty parameters, and an iterator over names and values of its parameters.
-    The model is loaded at once if the files' format does not allow to read single parameters. `wanted`: names of
+    The model is loaded at once if the files' format does not allow to read single parameters. `only`: names of
     parameters, None for all.
     """
     config = directory.read_config(str(path))
@@ -81,10 +81,10 @@ def stream_parameters(
     except NotStreamable:
         state = _load_by_transformers(Path(path), None).state_dict()
         model = load_empty(path)
-        names = [name for name in weights.shapes_of(model) if wanted is None or name in wanted]
+        names = [name for name in weights.shapes_of(model) if only is None or name in only]
         return model, ((name, state.pop(name)) for name in names)
     shapes = weights.shapes_of(model)
-    return model, weights.stored_values(files, layout, shapes, shapes.keys() if wanted is None else wanted)
+    return model, weights.stored_values(files, layout, shapes, shapes.keys() if only is None else only)
 
 
 def load_empty(
@@ -160,8 +160,8 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     if directory.architecture_of(config) is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
-        wanted = {key: value for key, value in config.items() if key not in foreign}
-        return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**wanted)
+        only = {key: value for key, value in config.items() if key not in foreign}
+        return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**only)
     divides = directory.divides_positions(config, folder)
     return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 

@@ -356,7 +356,7 @@ def chunked_losses(
 ) -> torch.Tensor:
     """Return each token's cross entropy, float32 [T], of states [T, H], weight [V, H], bias [V]; no gradients."""
     pieces = zip(hidden.split(chunk_rows(len(weight))), targets.split(chunk_rows(len(weight))), strict=True)
-    losses = [_log_probabilities(states, weight, bias).gather(1, wanted[:, None]) for states, wanted in pieces]
+    losses = [_log_probabilities(states, weight, bias).gather(1, target_ids[:, None]) for states, target_ids in pieces]
     return -torch.cat(losses).view(-1)
 
 
@@ -381,11 +381,11 @@ class _ChunkedLossSum(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
-            log_probabilities, wanted = _log_probabilities(hidden[part], weight, bias), targets[part, None]
-            total.sub_(log_probabilities.gather(1, wanted).sum())
+            log_probabilities, target_ids = _log_probabilities(hidden[part], weight, bias), targets[part, None]
+            total.sub_(log_probabilities.gather(1, target_ids).sum())
             # The gradient of a token's loss by its logits: the probabilities, minus 1 at the target.
             gradient = log_probabilities.exp_()
-            return gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            return gradient.scatter_(1, target_ids, gradient.gather(1, target_ids) - 1)
 
         size = chunk_rows(len(weight))
         ctx.gradients = (LossGradients(Scores(hidden, weight, bias), ctx.needs_input_grad, of_logits, size),)
@@ -463,9 +463,9 @@ class _ChunkedLosses(torch.autograd.Function):
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
         size = chunk_rows(len(weight))
         for begin in range(0, len(hidden), size):
-            states, wanted = hidden[begin : begin + size], targets[begin : begin + size, None]
+            states, target_ids = hidden[begin : begin + size], targets[begin : begin + size, None]
             gradient = _log_probabilities(states, weight, bias).exp_()
-            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            gradient.scatter_(1, target_ids, gradient.gather(1, target_ids) - 1)
             gradient *= outer[0][begin : begin + size, None]
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)

@@ -108,7 +108,7 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
     or DataError if the tokenizer or the data cannot be used. `encoder`: of `build_encoder`, the default.
     """
     data = load_data_with(cfg, encoder or build_encoder(cfg))
-    _report(data.report, cfg.data)
+    _print_report(data.report, cfg.data)
     if data.packing is not cfg.data.packing:
         from toolkit.models.packable import report_grouped
 
@@ -223,7 +223,7 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
     return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 
-def _report(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
+def _print_report(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
     """Report what became of the sources' rows, whether the cache is new or reused."""
     if report.is_new:
         say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
@@ -311,7 +311,7 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's micro-batches of `total_steps` steps from a position on, prefetched by a thread."""
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = _sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
+    shares = _training_sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
     # iter() here, in the main thread: only then the loader watches its worker processes.
     batches = _with_columns(
         _load_batches(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train"
@@ -411,11 +411,11 @@ def step_samples(
     """Return the numbers of the samples of the step at a position, by rank and micro-batch."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
     meshes = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
-    by_rank = [_sampler(cfg, prepared, mesh, start, 1, order) for mesh in meshes]
+    by_rank = [_training_sampler(cfg, prepared, mesh, start, 1, order) for mesh in meshes]
     return [[[sample for row in rows for sample in plan[row]] for rows in share] for share in by_rank]
 
 
-def _sampler(
+def _training_sampler(
     cfg: schema.RunConfig,
     prepared: LanguageData,
     mesh: Mesh,
@@ -501,18 +501,18 @@ def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int
     ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
-    return _collate(cfg, prepared, _longest(prepared, -(-per_rank // times)))
+    return _collate(cfg, prepared, _longest_rows(prepared, -(-per_rank // times)))
 
 
 def repeated_batch(cfg: schema.RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
     """Return a micro-batch of `times` copies of the longest row, with samples cut to a `share` of their tokens."""
-    [samples] = _longest(prepared, 1)
+    [samples] = _longest_rows(prepared, 1)
     if share < 1:
         samples = [_shortened(sample, share) for sample in samples]
     return _collate(cfg, prepared, [samples] * times)
 
 
-def _longest(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
+def _longest_rows(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
     """Return the samples of the plan's rows that take the most memory, the largest row first."""
     plan, store = prepared.train_plan, prepared.train
     lengths = plan.lengths(store)

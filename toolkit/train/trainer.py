@@ -105,7 +105,7 @@ class Trainer:
         schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
-        engine, guard = self._build_engine(cfg, ds, source) if built is None else self._settled(built, ds)
+        engine, guard = self._build_engine(cfg, ds, source) if built is None else self._apply_settled(built, ds)
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
@@ -163,7 +163,7 @@ class Trainer:
         task, run = self.task, self.run
         samples = task.samples(run)
         if run.cfg.checkpoint.export:
-            with _told_of_training(run, result):
+            with _naming_what_was_trained(run, result):
                 task.export(run, result)
         summary = task.summary(run, result) | {
             "steps": result.state.step,
@@ -229,7 +229,7 @@ class Trainer:
         self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
 
-    def _settled(self, built: BuiltEngine, ds: ds_config.DsConfig) -> BuiltEngine:
+    def _apply_settled(self, built: BuiltEngine, ds: ds_config.DsConfig) -> BuiltEngine:
         """Apply the settled config to the engine that was built to find the micro-batch."""
         from toolkit.train import auto_layout
 
@@ -303,18 +303,18 @@ def start_engine(
 
 
 @contextmanager
-def _told_of_training(run: RunContext, result: FitResult) -> Iterator[None]:
+def _naming_what_was_trained(run: RunContext, result: FitResult) -> Iterator[None]:
     """Add to an error of the export what was trained, where it is, and how to export it."""
     try:
         yield
     except ToolkitError as error:
-        raise type(error)(f"{error}\n{_what_is_there(run, result)}") from error
+        raise type(error)(f"{error}\n{_what_was_trained(run, result)}") from error
     except Exception:
-        warn(_what_is_there(run, result))
+        warn(_what_was_trained(run, result))
         raise
 
 
-def _what_is_there(run: RunContext, result: FitResult) -> str:
+def _what_was_trained(run: RunContext, result: FitResult) -> str:
     """Return a sentence on what a run has left when its export failed: the export, or how to make it later."""
     saved = directory.published_checkpoints(run.folder / "checkpoints")
     checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}" if saved else ""
