@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import results
 from toolkit import children
-from toolkit.arguments import one_of, positive_int
+from toolkit.command_line import one_of, positive_int
 from toolkit.disk import json_lines
 from toolkit.messages import ConfigError
 

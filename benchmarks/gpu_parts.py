@@ -10,7 +10,7 @@ from subprocess import STDOUT, TimeoutExpired
 
 from benchmarks import results
 from toolkit import children
-from toolkit.arguments import one_of, positive_int
+from toolkit.command_line import one_of, positive_int
 from toolkit.launch import allocator
 from toolkit.messages import ConfigError
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.arguments import parse_checked, positive_int
+from toolkit.arguments import parse_checked
+from toolkit.command_line import positive_int
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from benchmarks import on_ranks, results
-from toolkit.arguments import Arguments, check_parsed, named_arguments, parse, positive_int
+from toolkit.arguments import Arguments, check_parsed, parse
+from toolkit.command_line import named_arguments, positive_int
 from toolkit.config.load import to_yaml
 from toolkit.distributed.exits import run_guarded
 from toolkit.messages import ConfigError, Problems, say, tr

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from benchmarks import overlay, results
 from toolkit import children
-from toolkit.arguments import one_of
+from toolkit.command_line import one_of
 from toolkit.config.requirements import DISTRIBUTION
 from toolkit.messages import ConfigError
 

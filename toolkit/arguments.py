@@ -1,33 +1,17 @@
 """From a command's arguments to a checked config; the same for every command."""
 
-import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from pathlib import Path
 
 from toolkit.config import mesh, rules
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.messages import (
-    ConfigError,
-    Problems,
-    choose_language,
-    did_you_mean,
-    joined,
-    nearest,
-    raise_all,
-    set_language,
-    shortlist,
-    tr,
-)
+from toolkit.messages import ConfigError, Problems, nearest, raise_all, set_language, tr
 
-_MAX_DIGITS = 18
-"""Python refuses to read thousands."""
 _ALONE = r"\w[\w./-]*|[./~][\w./-]+"
 """A word without =: a recipe's name or path."""
 
@@ -81,6 +65,7 @@ def parse(
         elif word.startswith("-"):
             # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
             following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
+            from toolkit.command_line import unknown_option
             from toolkit.config.suggest import keys_meant  # its tables are read in errors alone
 
             wrong.append(unknown_option(word, following, names, [*flags, *options, "--config-dir DIR"], keys_meant))
@@ -93,7 +78,10 @@ def parse(
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not typed and (language := language_of(recipes[-1])):
         set_language(language)
-    world_size = positive_int(values, "world_size") or world_size
+    if "world_size" in values:
+        from toolkit.command_line import positive_int
+
+        world_size = positive_int(values, "world_size")
     loaded = load(overrides, config_dir=config_dir, problems=errors)
     if loaded.cfg.language:
         set_language(loaded.cfg.language)
@@ -136,36 +124,6 @@ def _check_equals(word: str, following: str) -> None:
         raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
 
 
-def unknown_option(
-    word: str,
-    following: str,
-    names: Sequence[str],
-    options: Sequence[str],
-    meant: Callable[[str], Sequence[str]] = lambda _: (),
-) -> ConfigError:
-    """Return the error about `--name value`, or `--name=value`, with the option or the `key=value` to write.
-    `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means.
-    """
-    from toolkit.launch.deepspeed import OPTIONS, OTHER_NAMES  # read in errors alone
-
-    name, _, value = word.lstrip("-").partition("=")
-    name, value = name.replace("-", "_"), value or following
-    of_launcher = OTHER_NAMES.get(name, f"--{name}")
-    keys = [name] if name in names else [] if of_launcher in options else meant(name)
-    spelled = {re.sub(r"\W.*", "", option.lstrip("-").replace("-", "_")): option for option in (*options, "--help")}
-    # The most similar of options, own arguments and keys: --explian is --explain, not plan=.
-    likeliest = nearest(of_launcher.lstrip("-"), [*(key.rpartition(".")[2] for key in keys), *names, *spelled]) or ""
-    if likeliest in spelled and not spelled[likeliest].endswith("="):
-        advice = tr("Did you mean '{name}'?", name=spelled[likeliest])
-    elif keys := [likeliest] if likeliest in names else keys:
-        advice = tr("Write {words}", words=tr(" or ").join(f"{key}={value or 'VALUE'}" for key in keys))
-    elif of_launcher in OPTIONS:
-        advice = tr("The launcher has it: toolkit launch {option} …", option=f"{of_launcher} {value}".strip())
-    else:
-        advice = tr("Known here: {keys}.", keys=", ".join(options))
-    return ConfigError(joined(tr("unknown option {word}.", word=word), advice))
-
-
 def parse_checked(
     words: Sequence[str],
     *,
@@ -197,99 +155,3 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
         cfg = mesh.with_micro_batch(loaded.cfg)
         # Only for what it refuses: the run makes its own once the config is settled (train/trainer.py).
         problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
-
-
-def named_arguments(
-    words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
-) -> dict[str, str]:
-    """Return the `name=value` arguments of a command that takes no recipe, without `language=`, which is obeyed.
-    `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
-    directory above its name may hold a =, as that of a sweep's run does.
-    """
-    values: dict[str, str] = {}
-    names = [*required, *optional]
-    rest = choose_language(words)
-    for word, following in zip_longest(rest, rest[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            raise unknown_option(word, following, names, [f"{name}=" for name in names])
-        if bare and bare not in values and (not equals or "/" in name):
-            values[bare] = word
-            continue
-        if word in names:
-            raise ConfigError("'{word}' has no =. Write {words}", word=word, words=f"{word}={following or 'VALUE'}")
-        if not equals or name not in names:
-            known = shortlist(names, "--help") or tr("none")
-            unknown = tr("unknown argument '{word}'. Known: {known}.", word=word, known=known)
-            raise ConfigError(joined(unknown, did_you_mean(name, names)))
-        values[name] = value
-    for name in required:
-        if not values.get(name):
-            raise ConfigError("{name} is missing: {usage}", name=name, usage=usage)
-    return values
-
-
-def check_output(values: dict[str, str]) -> None:
-    """Reject an argument `output=FILE` that names a file which exists."""
-    if values.get("output") and Path(values["output"]).exists():
-        raise ConfigError("{file} exists already: nothing was written. Name another file.", file=values["output"])
-
-
-def write_output(values: dict[str, str], text: str) -> None:
-    """Write the file of `output=FILE`; an error if it exists or cannot be written."""
-    check_output(values)
-    try:
-        with open(values["output"], "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError("cannot write {file}: {reason}.", file=values["output"], reason=reason) from error
-
-
-def positive_int(values: dict[str, str], name: str) -> int | None:
-    """Return an argument as a positive integer, None if it was not given."""
-    if name not in values:
-        return None
-    text = values[name]
-    if not _is_whole(text) or int(text) == 0:
-        raise ConfigError("{name} = {text} is not a positive whole number.", name=name, text=text[:40])
-    return int(text)
-
-
-def non_negative_int(values: dict[str, str], name: str, default: int) -> int:
-    """Return an argument as a whole number from 0, the default if it was not given."""
-    text = values.get(name, str(default))
-    if not _is_whole(text):
-        raise ConfigError("{name} = {text} is not a whole number from 0.", name=name, text=text)
-    return int(text)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a text is a whole number from 0, of a size that can be meant."""
-    return text.isdecimal() and len(text) <= _MAX_DIGITS
-
-
-def number(values: dict[str, str], name: str, default: float, most: float = math.inf) -> float:
-    """Return an argument as a number from 0 to `most`, the default if it was not given."""
-    text = values.get(name, str(default))
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 <= value <= most and value < math.inf):
-        raise ConfigError(
-            tr("{name} = {text} is not a number from 0.", name=name, text=text)
-            if most == math.inf
-            else tr("{name} = {text} is not a number from 0 to {most}.", name=name, text=text, most=f"{most:g}")
-        )
-    return value
-
-
-def one_of(values: dict[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return an argument that is one of the known values, the first of them if it was not given."""
-    value = values.get(name, choices[0])
-    if value not in choices:
-        raise ConfigError(
-            "{name} = {value} is none of {known}.", name=name, value=value, known=shortlist(choices, "--help")
-        )
-    return value

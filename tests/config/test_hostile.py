@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.arguments import positive_int
+from toolkit.command_line import positive_int
 from toolkit.config.load import load
 from toolkit.engine.ds_import import read_json
 from toolkit.launch.environment import detect

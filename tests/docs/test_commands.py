@@ -19,7 +19,7 @@ import pytest
 from pages import PAIRED, ROOT, blocks, chinese, commands
 from torch.distributed.run import get_args_parser
 
-from toolkit import arguments
+from toolkit import arguments, command_line
 from toolkit.cli import _dispatch, main as toolkit_main, module_of
 from toolkit.config import files
 from toolkit.config.load import load
@@ -124,7 +124,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("benchmarks.run" if command == "bench" else module_of(command))
     import_module(module_of("sweep"))  # what --multirun hands its words to
 
-    parse, named_arguments = arguments.parse, arguments.named_arguments
+    parse, named_arguments = arguments.parse, command_line.named_arguments
 
     def parsed(words: Sequence[str], **how: Any) -> NoReturn:
         how = {name: value for name, value in how.items() if name in ("names", "flags")}
@@ -140,11 +140,12 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         named_arguments(words, **how)
         raise Stop
 
+    modules = {arguments.__name__, command_line.__name__}
     stand_ins = {"parse": parsed, "parse_checked": parsed, "named_arguments": named}
     for place, one in list(sys.modules.items()):  # a command may hand its words to another one
         if place.startswith(("toolkit.", "benchmarks.")):
             for name, value in list(vars(one).items()):
-                if isinstance(value, FunctionType) and value.__module__ == "toolkit.arguments":
+                if isinstance(value, FunctionType) and value.__module__ in modules:
                     monkeypatch.setattr(one, name, stand_ins.get(value.__name__, value))
     if command == "eval":
         monkeypatch.setattr(module, "_with_base", lambda words: words)  # reads the adapter's folder

@@ -450,7 +450,7 @@ def test_reasoning_can_be_left_out_of_the_loss(name: str) -> None:
 
 
 def test_each_answer_is_in_the_cache_once(tmp_path: Path, said: list[str]) -> None:
-    from toolkit.tasks.language_data import _report  # with torch and deepspeed, which no other test here needs
+    from toolkit.tasks.language_data import _print_report  # with torch and deepspeed, which no other test here needs
 
     def row(turns: int) -> dict[str, Any]:
         pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "Hm."}]
@@ -466,7 +466,7 @@ def test_each_answer_is_in_the_cache_once(tmp_path: Path, said: list[str]) -> No
     answered = "\n<think>Hm.</think>a<|endoftext|>"
     assert [[text_of(tokenizer, part) for part in parts] for parts in trained] == [[answered]] * 4
     assert [train.where(index) for index in range(4)] == [f"{tmp_path}/d.jsonl:{line}" for line in (1, 2, 2, 2)]
-    _report(report, cfg.data)
+    _print_report(report, cfg.data)
     assert any(line.startswith("1 conversations became 3 samples: the chat template") for line in said)
     cfg.data.max_length, cfg.data.too_long = int(train.lengths()[-1]) - 1, TooLong.split
     shorter, _, report = build_caches(cfg, encoder)

@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
 from toolkit.cli.help import help_of
+from toolkit.command_line import named_arguments, non_negative_int, number, positive_int
 from toolkit.config import files
 from toolkit.messages import ConfigError, ModelError, notes_to_stderr
 

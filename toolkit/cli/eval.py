@@ -38,8 +38,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from toolkit.arguments import Arguments, check_parsed, named_arguments, parse
+from toolkit.arguments import Arguments, check_parsed, parse
 from toolkit.cli.chat import MODEL, SAMPLING, check_model, sampling_arguments
+from toolkit.command_line import named_arguments
 from toolkit.config import hub, mesh, schema
 from toolkit.disk import unused_path
 from toolkit.launch import environment

@@ -27,7 +27,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.arguments import named_arguments, one_of
+from toolkit.command_line import named_arguments, one_of
 from toolkit.config import files
 from toolkit.messages import ConfigError, tr
 

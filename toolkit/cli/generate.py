@@ -32,8 +32,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.cli.chat import MODEL, SAMPLING, check_model, sampling_arguments
+from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.config.schema import DistributedConfig, RowFormat
 from toolkit.messages import ConfigError, notes_to_stderr, printable, tr
 

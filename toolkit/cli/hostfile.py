@@ -10,7 +10,7 @@ toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 
 import os
 
-from toolkit.arguments import named_arguments, positive_int, write_output
+from toolkit.command_line import named_arguments, positive_int, write_output
 from toolkit.launch import hostfile
 from toolkit.messages import LaunchError, say
 

@@ -21,7 +21,8 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
+from toolkit.arguments import check_parsed, parse
+from toolkit.command_line import check_output, one_of, write_output
 from toolkit.config import files, load, mesh
 from toolkit.config.context_length import check_positions
 from toolkit.config.dotted_keys import get_value

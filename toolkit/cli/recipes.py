@@ -6,7 +6,7 @@ toolkit recipes
 import re
 from pathlib import Path
 
-from toolkit import arguments, terminal
+from toolkit import command_line, terminal
 from toolkit.config.files import known_recipes
 from toolkit.messages import current_language, say, tr
 
@@ -15,7 +15,7 @@ _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 
 
 def run(words: list[str]) -> None:
-    arguments.named_arguments(words, required=(), optional=(), usage="toolkit recipes")
+    command_line.named_arguments(words, required=(), optional=(), usage="toolkit recipes")
     rows = [(name, about(path)) for name, path in known_recipes().items()]
     say("\n".join(terminal.text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
 

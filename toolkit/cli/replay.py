@@ -16,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, positive_int
+from toolkit.command_line import named_arguments, positive_int
 from toolkit.config.context_length import check_positions
 from toolkit.config.hub import resolve_model_path
 from toolkit.launch import ancestors, environment

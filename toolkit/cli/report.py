@@ -15,7 +15,7 @@ network. An existing report is replaced; other files are never overwritten.
 
 from pathlib import Path
 
-from toolkit.arguments import unknown_option
+from toolkit.command_line import unknown_option
 from toolkit.messages import ConfigError, choose_language, say, tr
 
 

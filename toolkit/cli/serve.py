@@ -21,7 +21,7 @@ import os
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of, positive_int
+from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.evaluate.server import adapter_options, server_program
 from toolkit.messages import say
 from toolkit.models.directory import resolve_servable

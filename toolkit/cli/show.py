@@ -10,7 +10,8 @@ toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples o
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
+from toolkit.arguments import parse_checked
+from toolkit.command_line import named_arguments, non_negative_int, one_of
 from toolkit.config.hub import resolve_model_path
 from toolkit.messages import ConfigError, say, tr
 

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of
 from toolkit.checkpoint import directory
+from toolkit.command_line import named_arguments, one_of
 from toolkit.config import files
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
 from toolkit.models.directory import read_config

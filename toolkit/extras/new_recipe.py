@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 import yaml
 
-from toolkit.arguments import parse_checked, positive_int
+from toolkit.arguments import parse_checked
+from toolkit.command_line import positive_int
 from toolkit.config import files, hub, load, mesh, schema
 from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children, terminal
-from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
+from toolkit.arguments import check_parsed, parse
+from toolkit.command_line import check_output, positive_int, write_output
 from toolkit.config import files, load, mesh, schema
 from toolkit.disk import json_lines
 from toolkit.extras import sweep as sweeping

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.arguments import non_negative_int, number, one_of, positive_int
 from toolkit.checkpoint import directory
 from toolkit.cli.eval import output_file
 from toolkit.cli.export_model import DTYPES
+from toolkit.command_line import non_negative_int, number, one_of, positive_int
 from toolkit.config import files, hub
 from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import load

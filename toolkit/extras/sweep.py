@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import arguments, children, disk, messages, secrets, terminal
+from toolkit import arguments, children, command_line, disk, messages, secrets, terminal
 from toolkit.config import files, load, schema
 from toolkit.config.suggest import keys_meant
 from toolkit.config.sweep_axes import Axis, grid, split_axes
@@ -172,7 +172,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
         elif word.startswith("-"):
-            problems.add(arguments.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant))
+            problems.add(command_line.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant))
         elif name not in _SWEEP_ARGUMENTS:
             overrides.append(arguments.named_recipe(word))
         elif equals:
@@ -199,7 +199,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
     if "metric" in plan.settings:
         problems.add(messages.ConfigError(tr("metric= has no effect without trials=N.")))
     combinations = problems.attempt(grid, plan.axes) or []
-    most = problems.attempt(arguments.positive_int, plan.settings, "max_jobs") or MOST_JOBS
+    most = problems.attempt(command_line.positive_int, plan.settings, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
         problems.add(
             messages.ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)
@@ -230,7 +230,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
     """Run trials chosen by Optuna until there are `trials` of them; return the exit code: 0 if one has finished.
     Arguments as for `run_grid`.
     """
-    most = problems.attempt(arguments.positive_int, plan.settings, "trials") or 1
+    most = problems.attempt(command_line.positive_int, plan.settings, "trials") or 1
     try:
         import optuna
     except ImportError as error:

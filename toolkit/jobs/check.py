@@ -6,7 +6,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from toolkit.arguments import check_parsed, parse, positive_int
+from toolkit.arguments import check_parsed, parse
+from toolkit.command_line import positive_int
 from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.first_rows import check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files

@@ -11,7 +11,7 @@ Training does not depend on the page: runs started here continue when it ends. N
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, non_negative_int
+from toolkit.command_line import named_arguments, non_negative_int
 from toolkit.messages import ConfigError, tr
 
 USAGE = "toolkit board runs"

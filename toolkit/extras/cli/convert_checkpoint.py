@@ -15,8 +15,8 @@ states: training resumes after its step, with the learning rate that the recipe 
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments
 from toolkit.checkpoint import directory
+from toolkit.command_line import named_arguments
 from toolkit.messages import ConfigError, tr
 
 _USAGE = "toolkit convert-checkpoint PATH output=DIR"

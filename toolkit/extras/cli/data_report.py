@@ -12,7 +12,8 @@ toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of, parse_checked, positive_int
+from toolkit.arguments import parse_checked
+from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.config import hub, schema
 from toolkit.config.files import known_recipes
 from toolkit.messages import say

@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.arguments import check_output, named_arguments, one_of, parse, positive_int, write_output
+from toolkit.arguments import parse
+from toolkit.command_line import check_output, named_arguments, one_of, positive_int, write_output
 from toolkit.config.schema import RunConfig
 from toolkit.extras.doctor import agents, examine, findings
 from toolkit.launch import deepspeed

@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.arguments import Arguments, parse_checked, positive_int
+from toolkit.arguments import Arguments, parse_checked
+from toolkit.command_line import positive_int
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket

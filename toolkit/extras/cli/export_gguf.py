@@ -19,8 +19,9 @@ Modelfile names the model directory, which Ollama itself converts for many archi
 import shlex
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of, parse, positive_int
+from toolkit.arguments import parse
 from toolkit.cli.serve import name_of
+from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.config import files
 from toolkit.messages import ConfigError, say, tr
 

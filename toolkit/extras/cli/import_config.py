@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 
-from toolkit.arguments import check_output, named_arguments, positive_int, write_output
+from toolkit.command_line import check_output, named_arguments, positive_int, write_output
 from toolkit.config.paths import FILES
 from toolkit.config.requirements import RULES
 from toolkit.extras.translate import convert, read

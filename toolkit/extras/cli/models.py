@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import arguments, terminal
+from toolkit import command_line, terminal
 from toolkit.cli.recipes import about
 from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import DataConfig
@@ -35,11 +35,11 @@ def run(words: list[str]) -> int:
     paths = [word for word in words if not word.startswith("-") and ("=" not in word or "/" in word.partition("=")[0])]
     rest = [word for word in words if word not in (*paths, "--json")]
     optional = ("max_length",) if paths else ()
-    values = arguments.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
+    values = command_line.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
     if not paths:
         _list_groups()
         return 0
-    max_length = arguments.positive_int(values, "max_length") or DataConfig().max_length
+    max_length = command_line.positive_int(values, "max_length") or DataConfig().max_length
     from toolkit.extras.model_facts import facts_of, model_folders
 
     folders = [folder for path in paths for folder in model_folders(Path(path))]

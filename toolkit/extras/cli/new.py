@@ -19,7 +19,7 @@ Missing values are asked for on a terminal. No model is loaded; only the first r
 import shlex
 import sys
 
-from toolkit.arguments import check_output, named_arguments, one_of, write_output
+from toolkit.command_line import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
 from toolkit.extras.new_recipe import (
     METHODS,

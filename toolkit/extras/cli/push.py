@@ -16,7 +16,7 @@ or MODELSCOPE_API_TOKEN (`modelscope login`), and is never printed.
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of
+from toolkit.command_line import named_arguments, one_of
 from toolkit.messages import ConfigError, tr
 
 _USAGE = "toolkit push PATH hub=OWNER/NAME"

@@ -25,7 +25,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
+from toolkit.arguments import parse_checked
+from toolkit.command_line import non_negative_int, number, positive_int
 from toolkit.config import devices
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr

@@ -16,8 +16,9 @@ does the same, with transformers alone, at the end of a run.
 import sys
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, one_of, parse
+from toolkit.arguments import parse
 from toolkit.cli.show import COLORS
+from toolkit.command_line import named_arguments, one_of
 from toolkit.config import files
 from toolkit.config.hub import resolve_model_path
 from toolkit.messages import CheckpointError, ConfigError, say
