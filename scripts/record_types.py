@@ -3,7 +3,7 @@
 
 python scripts/record_types.py benchmarks/DATE-types.json [JOBS [TYPE ...]]
 
-Of some types, their rows in the file are replaced. Afterwards: scripts/types_page.py.
+Of some types, their rows in the file are replaced, and `runs` says at which commit. Afterwards: scripts/types_page.py.
 """
 
 import json
@@ -12,21 +12,24 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks"), str(ROOT / "tests" / "system")]
 
 from ranks import forked  # noqa: E402
-from type_runs import try_type  # noqa: E402
+from type_runs import Row, try_type  # noqa: E402
 
 from benchmarks.results import append_result  # noqa: E402
 from tests.model_types import KINDS  # noqa: E402
+from toolkit import disk  # noqa: E402
 
 
 def main(output: str, jobs: str = "2", *kinds: str) -> None:
     """Write the file after each type, so that nothing is lost."""
     file = Path(output)
-    rows = json.loads(file.read_text(encoding="utf-8"))[0]["types"] if file.exists() else {}
+    before = json.loads(file.read_text(encoding="utf-8"))[0] if file.exists() else None
+    rows: dict[str, Row] = {}
     forked(0)  # one process is what all others are forks of
     with TemporaryDirectory(prefix="types-") as folder, ThreadPoolExecutor(int(jobs)) as pool:
         tasks = {pool.submit(try_type, kind, Path(folder) / kind): kind for kind in kinds or KINDS}
@@ -34,8 +37,30 @@ def main(output: str, jobs: str = "2", *kinds: str) -> None:
             rows[tasks[task]] = task.result()
             states = {way: cell["state"] for way, cell in task.result().items() if isinstance(cell, dict)}
             print(tasks[task], shlex.join(f"{way}={state}" for way, state in states.items()), flush=True)
-            ordered = {"measured": "types", "types": dict(sorted(rows.items()))}
-            append_result(output, [], ["python", "scripts/record_types.py", "FILE"], ordered, 1)
+            command, measured = ["python", "scripts/record_types.py", "FILE"], {"measured": "types", "types": rows}
+            result = append_result("", [], command, measured, 1)
+            write(file, merged(before, result))
+
+
+def merged(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with `runs`, which say at which commit each type was run; rows of types that were not run again
+    are those before.
+    """
+    environment, kinds = result["environment"], result["types"].keys()
+    runs = [] if before is None else [{**run, "types": sorted({*run["types"]} - kinds)} for run in before["runs"]]
+    if before is not None and before["environment"]["packages"] != environment["packages"]:
+        sys.exit(f"The file is of other versions than {environment['packages']}. Write a new one, of all types.")
+    run = next((run for run in runs if run["commit"] == environment["commit"]), None)
+    if run is None:
+        runs.append(run := {"commit": environment["commit"], "started": environment["started"], "types": []})
+    run["types"] = sorted({*run["types"], *kinds})
+    rows = {**({} if before is None else before["types"]), **result["types"]}
+    return {**result, "types": dict(sorted(rows.items())), "runs": [run for run in runs if run["types"]]}
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write a file of one result."""
+    disk.write_atomically(file, (json.dumps([result], indent=2, ensure_ascii=False) + "\n").encode())
 
 
 if __name__ == "__main__":

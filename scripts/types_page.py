@@ -30,16 +30,14 @@ TEXTS = {
     "grouped": ("grouped", "grouped"),
     "source": (
         "{count} types of transformers {transformers}; first losses within {loss:.0e} of a plain transformers loop, "
-        "gradient norms within {norm:.0e}, logits of exports within {logits:.0e} of their spread. Commit {commit}, "
-        "DeepSpeed {deepspeed}, torch {torch}: `{command}`.",
+        "gradient norms within {norm:.0e}, logits of exports within {logits:.0e} of their spread. "
+        "DeepSpeed {deepspeed}, torch {torch}: `{command}`, ",
         "transformers {transformers} 的 {count} 种类型；首步 loss 与普通 transformers 循环相差不超过 {loss:.0e}，"
-        "梯度范数不超过 {norm:.0e}，导出模型的 logits 与其标准差之比不超过 {logits:.0e}。提交 {commit}，"
-        "DeepSpeed {deepspeed}，torch {torch}：`{command}`。",
+        "梯度范数不超过 {norm:.0e}，导出模型的 logits 与其标准差之比不超过 {logits:.0e}。"
+        "DeepSpeed {deepspeed}，torch {torch}：`{command}`，",
     ),
-    "again": (
-        " {count} of them were run again at commit {commit}, with the same results.",
-        "其中 {count} 种在提交 {commit} 上重新运行，结果相同。",
-    ),
+    "run": ("{count} types on {date} at commit {commit}", "{date} 在提交 {commit} 上运行 {count} 种"),
+    "runs": ((", ", "."), ("，", "。")),
     "why": ("Why something is rejected, or trained as `grouped`:", "报错或改用 `grouped` 的原因："),
     "not built": ("Not tried, as no tiny model of them could be made:", "未测试（构造不出微型模型）："),
 }
@@ -75,16 +73,17 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
         name: max(cell.get(name, 0) for row in types.values() for cell in row.values())
         for name in ("loss", "norm", "logits")
     }
-    environment = result["environment"]
     source = TEXTS["source"][column].format(
-        count=len(types),
-        command=result["command"],
-        commit=environment["commit"][:7],
-        **environment["packages"],
-        **figures,
+        count=len(types), command=result["command"], **result["environment"]["packages"], **figures
     )
-    if again := result.get("again"):
-        source += TEXTS["again"][column].format(count=len(types.keys() & again["types"]), commit=again["commit"][:7])
+    runs = [
+        TEXTS["run"][column].format(
+            count=len(types.keys() & {*run["types"]}), date=run["started"][:10], commit=run["commit"][:7]
+        )
+        for run in result["runs"]
+    ]
+    comma, stop = TEXTS["runs"][column]
+    source += comma.join(runs) + stop
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]
     not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from record_types import merged
 from types_page import WAYS, fill_page, newest
 
 from tests.model_types import KINDS
@@ -21,6 +22,30 @@ def test_each_type_has_a_row() -> None:
     rows = newest()["types"]
     missing = sorted(set(KINDS) - set(rows))
     assert not missing, f"python scripts/record_types.py benchmarks/DATE-types.json 2 {' '.join(missing)}"
+
+
+def test_each_row_says_at_which_commit_it_was_run() -> None:
+    result = newest()
+    named = [kind for run in result["runs"] for kind in run["types"]]
+    assert sorted(named) == sorted(result["types"])
+    assert all(run["commit"] and run["started"] for run in result["runs"])
+
+
+def test_types_that_are_run_again_replace_their_rows_alone() -> None:
+    def result(commit: str, **rows: str) -> dict:
+        return {"types": rows, "environment": {"packages": {"torch": "1"}, "commit": commit, "started": f"at {commit}"}}
+
+    first = merged(None, result("A", bloom="old", opt="old", xglm="old"))
+    second = merged(merged(first, result("B", opt="new")), result("B", xglm="new"))
+    assert second["types"] == {"bloom": "old", "opt": "new", "xglm": "new"}
+    assert second["runs"] == [
+        {"commit": "A", "started": "at A", "types": ["bloom"]},
+        {"commit": "B", "started": "at B", "types": ["opt", "xglm"]},
+    ]
+    other = result("C", opt="newer")
+    other["environment"]["packages"] = {"torch": "2"}
+    with pytest.raises(SystemExit, match="Write a new one, of all types"):
+        merged(second, other)
 
 
 def test_nothing_fails() -> None:
