@@ -37,7 +37,8 @@ TEXTS = {
         "DeepSpeed {deepspeed}，torch {torch}：`{command}`，",
     ),
     "run": ("{count} types on {date} at commit {commit}", "{date} 在提交 {commit} 上运行 {count} 种"),
-    "runs": ((", ", "."), ("，", "。")),
+    "comma": (", ", "，"),
+    "stop": (".", "。"),
     "why": ("Why something is rejected, or trained as `grouped`:", "报错或改用 `grouped` 的原因："),
     "not built": ("Not tried, as no tiny model of them could be made:", "未测试（构造不出微型模型）："),
 }
@@ -82,8 +83,7 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
         )
         for run in result["runs"]
     ]
-    comma, stop = TEXTS["runs"][column]
-    source += comma.join(runs) + stop
+    source += TEXTS["comma"][column].join(runs) + TEXTS["stop"][column]
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]
     not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"
