@@ -113,6 +113,12 @@ WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
+    "qwen3_vl_moe": lambda: wrapper(
+        "qwen3_vl_moe",
+        {**TURNED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},  # no experts that are square
+        {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    ),
+    "llava": lambda: wrapper("llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "mistral3": lambda: wrapper("mistral3", {"model_type": "mistral"}),
     "ministral3": lambda: wrapper("mistral3", {"model_type": "ministral3"}),
     "llama4": lambda: wrapper(
@@ -137,10 +143,32 @@ def built(name: str) -> Any:
 
 
 def write(folder: Path, name: str) -> Path:
-    """Write a random model of an architecture, as transformers does; without a tokenizer."""
+    """Write a random model of an architecture in the form of published ones; without a tokenizer."""
     torch.manual_seed(3)
-    built(name).save_pretrained(folder)
+    publish(built(name), folder, name)
     return folder
+
+
+def publish(model: Any, folder: Path, name: str) -> None:
+    """Write a model as transformers does, or where files on the hub have another form, in that."""
+    if name == "qwen3_5_moe":  # experts are joined in its files, and transformers would write each apart
+        model._weight_conversions = []
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    if name == "qwen3_vl_moe":
+        stored = {key: value.mT.contiguous() if ".experts." in key else value for key, value in stored.items()}
+    elif name == "llava":
+        tower = re.compile(r"^vision_tower\.(?!vision_model)")
+        stored = {tower.sub("vision_tower.vision_model.", key): value for key, value in stored.items()}
+    elif name == "olmo_hybrid":  # transformers divides by three what are three parts of other sizes
+        for key in [key for key in stored if key.endswith("linear_attn.q_conv1d.weight")]:
+            prefix = key.removesuffix("q_conv1d.weight")
+            names = [f"{prefix}{letter}_conv1d.weight" for letter in "qkv"]
+            sizes = [len(stored[f"{prefix}{letter}_proj.weight"]) for letter in "qkv"]
+            parts = torch.cat([stored[part] for part in names]).split(sizes)
+            stored |= {part: value.clone() for part, value in zip(names, parts, strict=True)}
+    save_file(stored, file, metadata={"format": "pt"})
 
 
 # Architecture -> what its published files call such tensors of a model of two layers, and the key that counts them.

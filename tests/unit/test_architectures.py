@@ -16,8 +16,9 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
 from toolkit.models.loss import LossHead, token_loss_sum
+from toolkit.models.stored_form import TransformersLayout
 from toolkit.models.trainable import untrained_prefixes
-from toolkit.models.weights import TransformersLayout, assign_state
+from toolkit.models.weights import assign_state
 
 NAMES = [*CONFIGS, *WRAPPERS]
 
@@ -92,11 +93,12 @@ def test_more_in_the_files_than_is_read(tmp_path: Path) -> None:
 
 
 def test_a_form_that_cannot_be_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.core_model_loading import Transpose, WeightConverter
+    from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-    odd = [WeightConverter("q_proj.weight", "o_proj.weight", [Transpose(0, 1)])]
-    monkeypatch.setattr("toolkit.models.weights.get_model_conversion_mapping", lambda model: odd)
+    joined = WeightConverter(["q_proj.weight", "k_proj.weight"], "o_proj.weight", [Concatenate(0), Transpose(0, 1)])
+    monkeypatch.setattr("toolkit.models.stored_form.get_model_conversion_mapping", lambda model: [joined])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    name = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ModelError, match=r"LlamaForCausalLM stores .*q_proj.weight in another form.*Use zero=stage2"):
-        TransformersLayout(model).parameters("model.layers.0.self_attn.q_proj.weight")
+        TransformersLayout(model, {name: (32, 32)}).parameters(name)

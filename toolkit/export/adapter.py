@@ -19,7 +19,7 @@ from toolkit.export import assemble, write
 from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
-from toolkit.models import adapters, base_model, classifier, extra_tensors, lora_init, probe
+from toolkit.models import adapters, base_model, classifier, extra_tensors, lora_init, probe, stored_form, weights
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import load_empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
@@ -211,7 +211,7 @@ def write_adapter(
     if without_values or not state:
         raise write.not_as_trained(folder, without_values)
     # With one of these the directory would be taken for a model's.
-    model_files = ("config.json", extra_tensors.FILE, f"{ORIGIN_DIR}/")
+    model_files = ("config.json", extra_tensors.FILE, stored_form.FILE, f"{ORIGIN_DIR}/")
     files = {name: content for name, content in files.items() if not name.startswith(model_files)}
     with write.atomic_directory(folder) as temporary:
         temporary.mkdir()
@@ -250,6 +250,7 @@ def _write_merged(
     probed = probe.read(source)
     with assemble.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)
+        stored_form.record(plan.model, weights.WeightFiles(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])
         state = assemble.assemble_state(source, plan.model, values, scratch, dtype)
         keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())

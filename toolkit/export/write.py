@@ -21,10 +21,10 @@ from toolkit.checkpoint import directory
 from toolkit.distributed.process_group import full_shape, on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
-from toolkit.models import probe, weights
+from toolkit.models import probe, stored_form, weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure, load_model, stream_parameters
-from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model, stored_form
+from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 from toolkit.models.stages import capture_probe, unwrap_model
 
 
@@ -92,6 +92,7 @@ def write_folder(
     """
     with atomic_directory(folder) as temporary:
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        files = {name: content for name, content in files.items() if name != stored_form.FILE}
         if "extra_tensors.json" in files and format == "hf":
             from toolkit.export import extra_tensors
 
@@ -201,7 +202,9 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
         write_files(files, described, None)
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
-        check_structure(described, stored_form(model, {name: shapes[name] for name in weights.shapes_of(model)}))
+        check_structure(
+            described, stored_form.as_stored(model, {name: shapes[name] for name in weights.shapes_of(model)})
+        )
 
 
 @contextmanager

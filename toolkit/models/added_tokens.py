@@ -21,7 +21,7 @@ from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
 from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
-from toolkit.models import chat, directory, load, weights
+from toolkit.models import chat, directory, load, stored_form, weights
 
 _VERSION = 1
 """Part of the directory's name; increase it when other files are made."""
@@ -152,7 +152,7 @@ def _tables(folder: Path, used: int) -> _Tables:
             )
         for section in (*sections, *([config] if "vocab_size" in config else [])):
             section["vocab_size"] = rows[1]
-    return _Tables(names, rows, weights.TransformersLayout(model), config)
+    return _Tables(names, rows, stored_form.TransformersLayout(model, weights.WeightFiles(folder).shapes), config)
 
 
 def _names_of_tables(model: PreTrainedModel) -> set[str]:

@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
 from toolkit.messages import ModelError, NotStreamable, reading, reason_of
-from toolkit.models import attention, directory, probe, save, weights
+from toolkit.models import attention, directory, probe, save, stored_form, weights
 
 if TYPE_CHECKING:
     from toolkit.models.classifier import Head
@@ -178,7 +178,8 @@ def _open_directory(
     architecture = directory.architecture_of(config)
     layout: weights.Layout
     if architecture is None:
-        layout = weights.TransformersLayout(model)
+        layout = stored_form.TransformersLayout(model, files.shapes)
+        stored_form.record(model, files.shapes, layout)
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
         from toolkit.models.chatglm.modeling import official_layout
@@ -194,7 +195,7 @@ def record_extra_tensors(
     model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout | None = None
 ) -> None:
     """Record, in `model.extra_tensors`, the tensors in its files that the model does not have."""
-    if names := (layout or weights.TransformersLayout(model)).unread(files):
+    if names := (layout or stored_form.TransformersLayout(model, files.shapes)).unread(files):
         from toolkit.models import extra_tensors
 
         extra_tensors.record(model, files, names)
@@ -289,6 +290,7 @@ def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.processor_files = directory.processor_files(folder)
     if directory.is_trusted(folder):
         model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
+    stored_form.restore(model, folder)
     return model.eval()
 
 
@@ -375,7 +377,10 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
         raise _loading_error(folder, error) from error
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
-        record_extra_tensors(model, weights.WeightFiles(folder))
+        files = weights.WeightFiles(folder)
+        layout = stored_form.TransformersLayout(model, files.shapes)
+        stored_form.record(model, files.shapes, layout)
+        record_extra_tensors(model, files, layout)
     return _prepare_loaded(model, folder)
 
 

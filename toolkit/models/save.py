@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel, core_model_loading as loading
+from transformers import PreTrainedModel
 
 from toolkit.messages import ModelError
-from toolkit.models import chat, old_names, weights
+from toolkit.models import chat, old_names, stored_form, weights
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -54,23 +54,12 @@ def save_model(
     elif format == "hf":
         _correct_prediction_layers(model)
         _remove_padding_token(model)
+        stored_form.publish(model)
         first_named = None if state is None else weights.under_first_names(model, state)
         model.save_pretrained(folder, state_dict=first_named, max_shard_size=max_shard_size)
         write_origin(model, folder)
     else:
         raise ModelError("unknown format '{format}'. Known: {known}.", format=format, known="hf, official")
-
-
-def stored_form(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers would store of parameters of these shapes, on the meta device."""
-    skipped = {*weights.tied_parameter_names(model), *(model._keys_to_ignore_on_save or ())}
-    state = {
-        name: torch.empty(shape, dtype=model.dtype, device="meta")
-        for name, shape in shapes.items()
-        if name not in skipped
-    }
-    stored: dict[str, torch.Tensor] = loading.revert_weight_conversion(model, state)
-    return stored
 
 
 def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:
@@ -91,6 +80,8 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
             (folder / "extra_tensors.json").write_text(json.dumps(extra), encoding="utf-8")
         else:
             _correct_prediction_layers(model)
+        if stored := getattr(model, "stored_shapes", None):
+            (folder / stored_form.FILE).write_text(json.dumps(stored), encoding="utf-8")
         _remove_padding_token(model)
         # As `save_pretrained` sets them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")

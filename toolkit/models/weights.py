@@ -7,23 +7,20 @@ Nothing in a file is executed. transformers' own loading (5.23) holds the whole 
 import contextlib
 import ctypes
 import pickle
-import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel, core_model_loading as loading
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit import disk, terminal
-from toolkit.messages import ModelError, NotStreamable, reading, reason_of, tr
+from toolkit.messages import ModelError, reading, reason_of, tr
 from toolkit.models.directory import weight_files
 
 Shapes = dict[str, tuple[int, ...]]
@@ -82,79 +79,6 @@ def zeroes_padding_embedding(model: PreTrainedModel) -> bool:
     return not row.weight.any()
 
 
-class TransformersLayout(Layout):
-    """How transformers stores a model, by its own table of conversions (5.23, conversion_mapping.py): some models have
-    other names in files than in memory (GPT-NeoX's head), or store experts one by one.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._shapes, self._model = shapes_of(model), model
-        table = get_model_conversion_mapping(model)
-        self._renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
-        self._converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
-        self._target = cache(self._find_target)
-        self._cleared = model.config.get_text_config().pad_token_id if zeroes_padding_embedding(model) else None
-        # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
-        unread = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            r"rotary_emb\.inv_freq$",
-            prediction_layer_pattern(model.config),
-        }
-        self._unread = re.compile("|".join(f"(?:{expression})" for expression in unread))
-
-    def parameters(self, name: str) -> list[str]:
-        """Return the parameter that a tensor fills or is a part of; [] if transformers does not read it."""
-        parameter = self._target(name)[0]
-        return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
-
-    def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor, as transformers loads it: Youtu's embedding with zeros for the padding token."""
-        table = self._model.get_input_embeddings().weight if self._cleared is not None else None
-        if table is not None and self._model.get_parameter_or_buffer(self._target(name)[0]) is table:
-            value = value.clone()
-            value[self._cleared] = 0
-        return [value]
-
-    def unread(self, names: Iterable[str]) -> list[str]:
-        """Return the stored tensors that transformers skips."""
-        return [name for name in names if self._unread.search(name) and self._target(name)[0] not in self._shapes]
-
-    def index(self, name: str) -> Any:
-        """Return the part of a joint parameter, an expert's own or one of several; see `Layout`."""
-        return self._target(name)[1]
-
-    def _find_target(self, name: str) -> tuple[str, Any]:
-        """Return the parameter that a stored tensor fills, and its index in it."""
-        prefix = self._model.base_model_prefix
-        parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
-        if parameter not in self._shapes and name in self._shapes:  # a conversion's pattern matches it by mistake
-            parameter, pattern = loading.rename_source_key(name, [], [], prefix, self._shapes)
-        if pattern is None or parameter not in self._shapes:
-            return parameter, ...
-        converter = next(candidate for candidate in self._converters if pattern in candidate.source_patterns)
-        renamed = name
-        for renaming in self._renamings:
-            renamed, _ = renaming.rename_source_key(renamed)
-        number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
-        # Supported: experts stacked along the first dimension, and equal parts (gate, up) concatenated along another.
-        steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
-        parts, is_joint = len(converter.source_patterns), ("MergeModulelist", 0) in steps
-        joined = [int(dim or 0) for step, dim in steps if step == "Concatenate"]
-        if len(steps) != is_joint + len(joined) or len(joined) != (parts > 1) or is_joint != (number is not None):
-            raise NotStreamable(
-                "{architecture} stores {name} in another form than it computes with, so that it can only be read "
-                "whole, not with zero.stage=3, parallel.pipeline, parallel.expert or tuning=qlora. Use zero=stage2.",
-                architecture=type(self._model).__name__,
-                name=name,
-            )
-        index: list[Any] = [int(number[1])] if number is not None else []
-        if parts > 1:
-            dim, part = joined[0], converter.source_patterns.index(pattern)
-            size = self._shapes[parameter][dim] // parts
-            index += [slice(None)] * (dim - len(index)) + [slice(part * size, (part + 1) * size)]
-        return parameter, index[0] if parts == 1 else tuple(index)
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Metadata of a stored tensor."""
@@ -174,6 +98,11 @@ class WeightFiles(dict[str, TensorInfo]):
         self._legacy: tuple[Path, dict[str, torch.Tensor]] | None = None
         for file in weight_files(folder) if listed is None else listed:
             self.update(self._describe(file))
+
+    @property
+    def shapes(self) -> Shapes:
+        """Return the shape of each tensor."""
+        return {name: info.shape for name, info in self.items()}
 
     @contextmanager
     def open(self, name: str) -> Iterator[torch.Tensor]:
