@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import forked, run
-from shared import WORDS, WORKER, PlainOptimizer, losses, rows_of, tiny, trained
+from shared import STEADY, WORDS, WORKER, PlainOptimizer, losses, rows_of, tiny, trained
 
 STEPS, EVERY = 12, 7
 TOLERANCE = 5e-6
@@ -16,16 +16,24 @@ TOLERANCE = 5e-6
 CELLS: dict[str, list[str]] = {
     "alone": ["data.sources=[{path: 'FOLDER/a*.jsonl'}]"],
     "packed": [
-        "data.sources=[{path: 'FOLDER/a*.jsonl'}, {path: 'FOLDER/b.parquet', weight: 60}]",
+        "data.sources=[{path: 'FOLDER/a*.jsonl'}, {path: 'FOLDER/b.parquet', weight: 0.1}]",
         *("data.packing=packed", "data.shuffle_buffer=4", "data.packing_window=4"),
     ],
+    # a pass of each lane is 5 or 6 rows, and the 22 rows are 5.5 steps, rounded to 6
+    "epochs": ["data.sources=[{path: 'FOLDER/c.jsonl'}]", "train.max_steps=0", "train.epochs=2"],
+}
+
+LAYOUTS = {  # tensor parallelism last: DeepSpeed 0.19.8 makes no other engine then
+    "sequence": ["parallel=sequence", "zero=stage2"],
+    "pipeline": ["parallel=pipeline", "zero=stage0"],
+    "tensor": ["parallel=tensor", "zero=stage1"],
 }
 
 
 def words(folder: Path, name: str, cell: str) -> list[str]:
     """Return the overrides of a run: four lanes, samples of at most 128 tokens."""
     own = [word.replace("FOLDER", str(folder)) for word in CELLS[cell]]
-    stream = ["data.streaming=true", f"model.tokenizer={folder}/tokenizer", "data.validation_fraction=0.05"]
+    stream = [STEADY, "data.streaming=true", f"model.tokenizer={folder}/tokenizer", "data.validation_fraction=0.05"]
     saved = [f"train.max_steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=0", "checkpoint.minutes=0"]
     return tiny(folder / "v.jsonl", folder, name, *stream, *saved, f"data.validation={folder}/v.jsonl", *own)
 
@@ -48,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
     for number in range(3):
         (folder / f"a{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(30, 2500)))
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(22, 20)))
     table = pyarrow.Table.from_pylist(rows(300, 5))
     pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=50)
     for ranks in (2, 1):
@@ -57,6 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             again = f"{cell}-again-{ranks}"
             died = {"of": f"{folder}/runs/{cell}-2", "step": EVERY, "as": f"{folder}/runs/{again}"}
             cases.append({"overrides": words(folder, again, cell), "died": died})
+        if ranks == 2:
+            cases += [{"overrides": [*words(folder, name, "packed"), *LAYOUTS[name]]} for name in LAYOUTS]
         listing = folder / f"cases-{ranks}.json"
         listing.write_text(json.dumps(cases))
         finished = run([*forked(ranks if ranks > 1 else 0, WORKER), str(listing)], cwd=folder, timeout_s=400)
@@ -115,13 +126,25 @@ def test_ranks_change_nothing(cell: str, runs: Path) -> None:
     assert [row.get("trained_tokens") for row in one] == [row.get("trained_tokens") for row in two]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_nothing(layout: str, runs: Path) -> None:
+    """Ranks that share a model's sequences, layers or matrices read the same lanes."""
+    one, other = (rows_of(runs / name) for name in ("packed-1", layout))
+    for key in ("loss", "eval_loss"):
+        left, right = ([row[key] for row in rows if key in row] for rows in (one, other))
+        assert left == pytest.approx(right, abs=TOLERANCE)
+        assert len(left) > 1
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_resumed_run_is_the_run(cell: str, runs: Path) -> None:
     """From the middle of a file, bit for bit; on another number of ranks as near as that number makes it."""
     saved = json.loads((runs / f"{cell}-2/checkpoints/step-{EVERY}/state.json").read_text())["stream"]
     assert len(saved["lanes"]) == 4
-    assert any(offset > 0 and epoch == 0 for lane in saved["lanes"] for epoch, _, offset, *_ in lane)
-    assert cell == "alone" or all(lane[1] != [0] * 5 for lane in saved["lanes"]), "both sources are read"
+    assert cell == "epochs" or any(
+        offset > 0 and epoch == 0 for lane in saved["lanes"] for epoch, _, offset, *_ in lane
+    )
+    assert cell != "packed" or all(lane[1] != [0] * 5 for lane in saved["lanes"]), "both sources are read"
     straight = trained(runs / f"{cell}-2")
     assert trained(runs / f"{cell}-again-2") == straight
     wanted = [row["loss"] for row in straight if "loss" in row]
@@ -129,6 +152,16 @@ def test_a_resumed_run_is_the_run(cell: str, runs: Path) -> None:
     lost = (runs / f"{cell}-again-1/logs/metrics-lost.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lost if "loss" in json.loads(line)]
     assert steps[:1] == [EVERY + 1]
+
+
+def test_epochs_become_steps(runs: Path) -> None:
+    """Of data that the estimate reads whole the steps are exact; all rows are read, and most of them twice."""
+    done = json.loads((runs / "epochs-2" / "DONE").read_text())
+    assert done["steps"] == STEPS
+    [[least, most]] = done["passes"]
+    assert 1.8 <= least <= most <= 2.6
+    saved = json.loads((runs / f"epochs-2/checkpoints/step-{EVERY}/state.json").read_text())["stream"]
+    assert {lane[0][0] for lane in saved["lanes"]} == {1}, "the checkpoint is in the second pass"
 
 
 def test_training_data_are_not_cached(runs: Path) -> None:

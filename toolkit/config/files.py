@@ -309,6 +309,19 @@ def is_dataset_name(name: str) -> bool:
     return is_hub_name(name) and not is_file_name and not os.path.isdir(name.partition("/")[0])
 
 
+def is_url(path: str) -> bool:
+    """Return whether a source's path is a URL."""
+    return path.startswith(("https://", "http://"))
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a source's path is a URL, or a text file with a list of them."""
+    if is_url(path) or not path.endswith(".txt") or not os.path.isfile(path):
+        return is_url(path)
+    with open(path, "rb") as file:
+        return is_url(file.read(8).decode(errors="replace"))
+
+
 def source_of(text: str) -> dict[str, str]:
     """Return the keys of a source that a text alone stands for: a path, or OWNER/NAME[:SUBSET] on Hugging Face."""
     name, _, subset = ("", "", "") if os.path.exists(text) else text.partition(":")

@@ -72,12 +72,15 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.about("data.sources", sentence)
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
-            for sentence in _wrong_source(source, f"{name}[{index}]"):
+            streams = data.streaming and sources is data.sources
+            for sentence in _wrong_source(source, f"{name}[{index}]", streams):
                 yield validate.error_about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
-def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
-    """Yield a sentence for each mistake in a data source; `location` names it, such as data.sources[0]."""
+def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = False) -> Iterator[str]:
+    """Yield a sentence for each mistake in a data source; `location` names it, such as data.sources[0]; `streams`:
+    whether it is read while it is trained.
+    """
     if source.format is schema.RowFormat.docstrings:
         for name in ("path", "hub", "split", "columns"):
             value = getattr(source, name)
@@ -88,6 +91,14 @@ def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
         yield tr(
             "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=location
         )
+    elif files.is_remote(source.path):
+        if not streams:
+            yield tr(
+                "{key} = {path} is a URL, which is read with data.streaming=true, in data.sources, alone. Add that, or "
+                "download the file and give its path.",
+                key=f"{location}.path",
+                path=source.path,
+            )
     elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
         key, folder = f"{location}.path", Path.cwd()
         sentence = tr(

@@ -609,7 +609,7 @@ class DataConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
     streaming: bool = False
-    """Read, tokenize and pack the files of `data.sources` during training instead of once before it, for data that is too large to prepare: no tokenized cache, needs `train.max_steps`, resumes exactly (docs/data.md#streaming). JSONL and Parquet are read from any place on; other files from their beginning."""
+    """Read, tokenize and pack the files of `data.sources` during training instead of once before it, for data that is too large to prepare: no tokenized cache, `train.epochs` is converted to steps by an estimate, resumes exactly (docs/data.md#streaming). JSONL and Parquet are read from any place on; other files from their beginning."""
     shuffle_buffer: NonNegativeInt = 0
     """streaming: samples that are shuffled at a time in each of the `batch.global_size` parts of the data; 0 keeps the order of the files."""
     num_workers: NonNegativeInt = field(default=0, metadata=FREE)

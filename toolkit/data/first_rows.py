@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.files import is_remote
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, RunConfig, SourceConfig
 from toolkit.data.formats import reader_of
 from toolkit.data.readers import DataFile, blocks, first_rows_of, rows_of, with_format
@@ -41,7 +42,8 @@ def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Pro
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
             location = f"{name}[{index}]"
-            if source.hub or source.format is RowFormat.docstrings or location in wrong_places:
+            is_local = source.path and not is_remote(source.path)
+            if not is_local or source.format is RowFormat.docstrings or location in wrong_places:
                 continue
             files = problems.attempt(files_of, source) or []
             total += len(files)

@@ -222,7 +222,7 @@ def _delimiter(file: io.BufferedReader, usual: str) -> str:
 def open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
     """Open a data file as (decompressed content, file on disk); the second one's `tell` is the progress in bytes."""
     try:
-        with open(path, "rb") as raw:
+        with path.open("rb") as raw:
             magic = raw.read(4)
             raw.seek(0)
             codec = next((name for mark, name in _COMPRESSED.items() if magic.startswith(mark)), None)

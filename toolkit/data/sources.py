@@ -5,12 +5,13 @@ import json
 import os
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, located
+from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, is_remote, located
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
+from toolkit.data import remote
 from toolkit.data.formats import Conversation
 from toolkit.data.readers import DataFile, uncompressed_name, usable_rows
 from toolkit.disk import matching, sha256, walk, write_atomically
@@ -19,22 +20,38 @@ from toolkit.messages import DataError, json_object, reading, tr
 _SETTLED_S = 2.0
 
 
-def locate_source(source: SourceConfig, number: int, cache_dir: Path) -> list[DataFile]:
-    """Return the files of source number `number`; docstrings are extracted first, hub datasets downloaded."""
+def locate_source(source: SourceConfig, number: int, cache_dir: Path, *, streaming: bool = False) -> list[DataFile]:
+    """Return the files of source number `number`; docstrings are extracted first, hub datasets downloaded unless they
+    are for `streaming`.
+    """
     row_format = source.format
     if row_format is RowFormat.docstrings:
         from toolkit.data.docstrings import pairs_file
 
         paths, row_format = [pairs_file(cache_dir)], RowFormat.prompt_response
     elif source.hub:
-        paths = _from_hub(source)
+        with _asking_hub(source):
+            paths = remote.files_of_hub(source) if streaming else _downloaded(source)
+    elif is_remote(source.path):
+        paths = remote.files_of_url(source.path)
     else:
         paths = files_of(source)
     return [DataFile(path, number, row_format, dict(source.columns), source.max_samples) for path in paths]
 
 
-def _from_hub(source: SourceConfig) -> list[Path]:
+def _downloaded(source: SourceConfig) -> list[Path]:
     """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
+    import datasets
+
+    data = datasets.load_dataset(
+        source.hub, source.subset or None, split=source.split, revision=source.revision or None
+    )
+    return [Path(file["filename"]) for file in data.cache_files]
+
+
+@contextmanager
+def _asking_hub(source: SourceConfig) -> Iterator[None]:
+    """Turn whatever the body raises while it asks Hugging Face for a data set into a DataError."""
     if "[" in source.split:
         raise DataError(
             "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "
@@ -45,9 +62,9 @@ def _from_hub(source: SourceConfig) -> list[Path]:
     import datasets
 
     try:
-        data = datasets.load_dataset(
-            source.hub, source.subset or None, split=source.split, revision=source.revision or None
-        )
+        yield
+    except DataError:
+        raise
     except ConnectionError as error:
         is_offline = datasets.config.HF_HUB_OFFLINE
         raise DataError(
@@ -64,19 +81,23 @@ def _from_hub(source: SourceConfig) -> list[Path]:
             name=source.hub,
             reason=f"{type(error).__name__}: {error}".splitlines()[0],
         ) from error
-    return [Path(file["filename"]) for file in data.cache_files]
 
 
 def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
     """Return the files of all sources, training before validation; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
-    return [file for source, number in _numbered_sources(data) for file in locate_source(source, number, cache_dir)]
+    return [
+        file
+        for source, number in _numbered_sources(data)
+        for file in locate_source(source, number, cache_dir, streaming=data.streaming and number < len(data.sources))
+    ]
 
 
 def local_files(data: DataConfig) -> list[DataFile]:
     """Return the files of the sources that have a path; downloads and derives nothing."""
-    with_path = [(source, number) for source, number in _numbered_sources(data) if source.path]
+    sources = _numbered_sources(data)
+    with_path = [pair for pair in sources if pair[0].path and not is_remote(pair[0].path)]
     return [file for source, number in with_path for file in locate_source(source, number, Path())]
 
 
@@ -207,7 +228,8 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
     the same content. The same file with other `columns` or another format is allowed.
     """
     identities: Sequence[Hashable] = hashes or [
-        (status.st_dev, status.st_ino) for status in (os.stat(file.path) for file in files)
+        (status.st_dev, status.st_ino or str(path))
+        for path, status in ((file.path, file.path.stat()) for file in files)
     ]
     seen: dict[Hashable, list[DataFile]] = {}
     training = len(data.sources)

@@ -33,11 +33,12 @@ from toolkit.config.schema import Packing, RowFormat, RunConfig
 from toolkit.data import packing, readers
 from toolkit.data.formats import reader_of
 from toolkit.data.readers import BOM, Block, DataFile
+from toolkit.data.remote import RemotePath
 from toolkit.data.sampler import Permutation
-from toolkit.data.tables import table_rows
-from toolkit.data.tokenize import TOLERATED_BAD_ROWS, check_part
+from toolkit.data.tables import parquet_file, table_rows
+from toolkit.data.tokenize import TOLERATED_BAD_ROWS, PrepareReport, check_part
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowCounts
-from toolkit.messages import DataError, current_language, reading, set_language, tr, warn
+from toolkit.messages import DataError, current_language, reading, say, set_language, tr, warn
 
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 16, 256
 """Size of a block: of JSONL, and of a Parquet file."""
@@ -49,6 +50,10 @@ _ENDS_BYTES = 1 << 16
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 1 << 64
 """Multiples of the golden ratio, modulo 1, divide any stretch of numbers into shares that are off by one at most."""
 _NAMED_BAD_ROWS = 5
+_SAMPLED_PARTS = 32
+"""Equal parts of a source whose first blocks are tokenized to estimate what a pass over it holds."""
+_SAMPLED_FILES, _SAMPLED_BYTES = 4, 1 << 20
+"""Files of a source that are not seekable which are read for it, and how much of each."""
 
 
 Places = list[list[int]]
@@ -67,7 +72,7 @@ class StreamSample(NamedTuple):
     @property
     def where(self) -> str:
         """Return "file:line"."""
-        return f"{self.piece.file.path}:{self.line + self.piece.lines_before}"
+        return f"{self.piece.named_file.path}:{self.line + self.piece.lines_before}"
 
 
 class Start(NamedTuple):
@@ -94,13 +99,50 @@ class Piece:
 
     @property
     def lines_before(self) -> int:
-        """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0."""
-        return _count_lines(self.file.path, self.size, self.begin) if self.begin and self.is_lines else 0
+        """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0, and of a
+        URL, of which `named_file` says where the piece begins.
+        """
+        is_counted = self.begin and self.is_lines and not isinstance(self.file.path, RemotePath)
+        return _count_lines(self.file.path, self.size, self.begin) if is_counted else 0
+
+    @property
+    def named_file(self) -> DataFile:
+        """Return the file as messages name it: with the byte from which on its lines are counted, if that is not 0."""
+        is_part = self.begin and self.is_lines and isinstance(self.file.path, RemotePath)
+        return replace(self.file, path=RemotePath(f"{self.file.path}@{self.begin}")) if is_part else self.file
 
     @property
     def is_lines(self) -> bool:
         """Whether the file is plain JSONL, which can be read from any line on."""
         return _is_lines_of(self.file.path, self.size, tuple(self.file.columns.values()))
+
+    @property
+    def is_seekable(self) -> bool:
+        """Whether the piece can be read without what stands before it in the file."""
+        return self.is_lines or self.file.path.suffix.lower() == ".parquet"
+
+    def sampled_blocks(self) -> Iterator[tuple[Block, float]]:
+        """Yield blocks from the beginning, each with the bytes of the file that it takes: one if the piece is seekable;
+        else, as compressed bytes are read in large steps, about a MiB of the file.
+        """
+        before = 0
+        for block, *_ in self.blocks(0, 0):
+            if self.is_lines:
+                yield block, len(block.content)
+            elif self.is_seekable:
+                yield block, block.position * len(block.content) / (block.first - 1 + len(block.content))
+            else:
+                yield block, block.position - before
+                before = block.position
+            if self.is_seekable or before > _SAMPLED_BYTES:
+                return
+
+    def share_before(self, offset: int) -> float:
+        """Return which part of the piece is before an offset, from 0 to 1; 0 where that is not known."""
+        if not offset or not self.is_seekable:
+            return 0.0
+        at = offset if self.is_lines else offset * self.size / _num_rows(self.file.path, self.size)
+        return min(1.0, max(0.0, (at - self.begin) / (self.end - self.begin)))
 
     @property
     def file_with_format(self) -> DataFile:
@@ -143,9 +185,7 @@ class Piece:
                     yield Block(first, text, offset), offset, line
 
     def _row_blocks(self, offset: int) -> Iterator[tuple[Block, int, int]]:
-        import pyarrow.parquet
-
-        total = pyarrow.parquet.read_metadata(self.file.path).num_rows
+        total = _num_rows(self.file.path, self.size)
         end = total * self.end // self.size
         offset = max(offset, total * self.begin // self.size)
         held: list[Any] = []
@@ -181,11 +221,18 @@ def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
         return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
 
 
+@lru_cache(1 << 16)
+def _num_rows(path: Path, size: int) -> int:
+    """Return the rows of a Parquet file."""
+    with reading(path, DataError), parquet_file(path) as file:
+        return int(file.metadata.num_rows)
+
+
 @lru_cache(1 << 10)
 def _count_lines(path: Path, size: int, end: int) -> int:
     """Return the lines that begin before a byte of a file."""
     count = 1
-    with reading(path, DataError), open(path, "rb") as file:
+    with reading(path, DataError), path.open("rb") as file:
         while end > 0 and (content := file.read(min(1 << 20, end))):
             count += content.count(b"\n")
             end -= len(content)
@@ -212,11 +259,17 @@ def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes:
 
 
 def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
-    """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same."""
+    """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same; of
+    one behind a URL what its server calls this version.
+    """
     signatures = []
     for file in files:
-        with reading(file.path, DataError), open(file.path, "rb") as content:
-            size = os.fstat(content.fileno()).st_size
+        if tag := getattr(file.path, "tag", ""):
+            signatures.append([str(file.path), size_of(file), tag])
+            continue
+        with reading(file.path, DataError), file.path.open("rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            content.seek(0)
             digest = hashlib.sha256(content.read(_ENDS_BYTES))
             content.seek(max(0, size - _ENDS_BYTES))
             digest.update(content.read(_ENDS_BYTES))
@@ -270,6 +323,20 @@ def samples_of(part: Part, piece: Piece, block: Block) -> list[StreamSample]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a pass over a source holds, from blocks that are spread over it."""
+
+    samples: list[StreamSample]
+    """Of these blocks."""
+    report: PrepareReport
+    """What became of their rows."""
+    times: float
+    """Bytes of the source per byte of them."""
+    num_sequences: float
+    """In which the source's samples are trained."""
+
+
 class Stream:
     """Training data that are read as they are trained; see the module."""
 
@@ -281,22 +348,93 @@ class Stream:
         # A copy, as a tokenizer must not be used by two threads at once. Nothing is written to the folder.
         self.maker = PartBuilder(deepcopy(encoder), cfg.data, Path())
         self.sizes = [[size_of(file) for file in of_source] for of_source in self.sources]
-        parts = [sum(sizes) * source.weight for sizes, source in zip(self.sizes, cfg.data.sources, strict=True)]
-        self.shares = [part / sum(parts) for part in parts]
-        """Of each source in the sequences: its bytes times its weight."""
         self.counts = RowCounts()
         self.rows = self.bad_rows = 0
         """That this process has read, in all its passes."""
         self.bad_rows_file: Path | None = None
+        self.passes: dict[int, list[float]] = {}
+        """Lane -> how many times it has read its part of each source."""
 
     @cached_property
     def signatures(self) -> list[list[Any]]:
         """How each file is recognised when the run is resumed; see `signatures_of`."""
         return signatures_of(self.files)
 
+    @cached_property
+    def estimates(self) -> list[Estimate]:
+        """What a pass over each source holds; DataError if no sampled row can be trained. The same on all ranks."""
+        estimates = [self._estimate(source) for source in range(len(self.sources))]
+        if not any(estimate.samples for estimate in estimates):
+            raise DataError(tr("data.streaming: no row of the first files can be trained."))
+        return estimates
+
+    def _estimate(self, source: int) -> Estimate:
+        samples, report, num_bytes = list[StreamSample](), PrepareReport(), 0.0
+        begin, num_sequences = 0, 0.0  # of the window, of the windows before it
+        for piece, block, size in self._sampled_blocks(source):
+            file = piece.file_with_format
+            part = encode(self.maker, file, block)
+            self._check(piece, block, part)
+            report.add_part(BuiltPart(0, file, block, Path(), is_new=True), part.counts)
+            samples += samples_of(part, piece, block)
+            num_bytes += size
+            if self.is_full(samples[begin:]):
+                num_sequences, begin = num_sequences + len(self.sequences(samples[begin:], "")), len(samples)
+        if begin:
+            num_sequences *= len(samples) / begin
+        else:
+            num_sequences = len(self.sequences(samples, ""))
+        times = sum(self.sizes[source]) / max(1.0, num_bytes)
+        return Estimate(samples=samples, report=report, times=times, num_sequences=times * num_sequences)
+
+    def _sampled_blocks(self, source: int) -> Iterator[tuple[Piece, Block, float]]:
+        """Yield the first block of each of some equal parts of a source, with the bytes that it takes; of files that
+        are not seekable the first blocks.
+        """
+        files, sizes, begun = self.sources[source], self.sizes[source], set[Path]()
+        for part in range(_SAMPLED_PARTS):
+            piece = pieces_of(files, sizes, part, _SAMPLED_PARTS)[0]
+            if not piece.is_seekable:
+                if piece.file.path in begun or len(begun) == _SAMPLED_FILES:
+                    continue
+                begun.add(piece.file.path)
+                piece = replace(piece, begin=0, end=piece.size)
+            for block, num_bytes in piece.sampled_blocks():
+                yield piece, block, num_bytes
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Of each source in the sequences, so that its samples come `weight` times per epoch, as far as estimated."""
+        sources = zip(self.estimates, self.data.sources, strict=True)
+        parts = [estimate.num_sequences * source.weight for estimate, source in sources]
+        return [part / sum(parts) for part in parts]
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Steps after which each source was read `weight` times, as far as estimated."""
+        sources = zip(self.estimates, self.data.sources, strict=True)
+        return max(1, round(sum(estimate.num_sequences * source.weight for estimate, source in sources) / self.lanes))
+
+    def say_estimate(self) -> None:
+        """Say what the sampled rows became, and how long an epoch is by them."""
+        lengths = sorted(len(sample.ids) for estimate in self.estimates for sample in estimate.samples)
+        samples = sum(estimate.times * len(estimate.samples) for estimate in self.estimates)
+        say(
+            "{rows} rows from all parts of the files, tokenized: {median} tokens in the median, {longest} at most. By "
+            "them an epoch is about {samples} samples, {steps} steps (an estimate).",
+            rows=f"{sum(estimate.report.rows_read for estimate in self.estimates):,}",
+            median=f"{lengths[len(lengths) // 2]:,}",
+            longest=f"{lengths[-1]:,}",
+            samples=f"{samples:,.0f}",
+            steps=f"{self.steps_per_epoch:,}",
+        )
+        for estimate in self.estimates:
+            estimate.report.print_dropped()
+            estimate.report.print_longer(self.data)
+
     def source_at(self, lane: int, number: int) -> int:
         """Return the source of a lane's sequence `number`. Shares hold over any stretch of a lane, up to a sequence."""
-        if len(self.shares) == 1:
+        if len(self.sources) == 1:
             return 0
         offset = int.from_bytes(hashlib.sha256(f"{self.seed} lane {lane}".encode()).digest()[:8], "big")
         value = (number * _GOLDEN + offset) % _WORD / _WORD
@@ -325,6 +463,7 @@ class Stream:
             }
             while True:
                 taken = [sources[self.source_at(lane, step)].take() for lane, sources in readers_of.items()]
+                self.passes = {lane: [source.passes for source in sources] for lane, sources in readers_of.items()}
                 step += 1
                 yield taken, {lane: [source.position for source in sources] for lane, sources in readers_of.items()}
 
@@ -332,22 +471,29 @@ class Stream:
         """Return where a lane is in each source: at the beginning unless `positions` say where."""
         return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
 
+    def _check(self, piece: Piece, block: Block, part: Part) -> int:
+        """Raise a DataError for the first row that cannot be used, if none is to be skipped; return the block's line,
+        which is counted only if it is needed.
+        """
+        if not part.counts.bad and not part.counts.too_long:
+            return 0
+        block = replace(block, first=block.first + piece.lines_before)
+        check_part(self.data, BuiltPart(0, piece.named_file, block, Path(), is_new=True), part)
+        return block.first
+
     def count(self, piece: Piece, block: Block, part: Part) -> None:
         """Add up what became of a block's rows; DataError for one that cannot be used, or too many of them."""
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)
-        if not counts.bad and not counts.too_long:
-            return
-        block = replace(block, first=block.first + piece.lines_before)
-        check_part(self.data, BuiltPart(0, piece.file, block, Path(), is_new=True), part)
+        first, path = self._check(piece, block, part), piece.named_file.path
         for row, reason, excerpt in counts.bad:
             self.bad_rows += 1
-            line = block.first + row.offset
+            line = first + row.offset
             if self.bad_rows <= _NAMED_BAD_ROWS:
-                warn("{file}:{line}: {reason}. The row is skipped.", file=piece.file.path, line=line, reason=reason)
+                warn("{file}:{line}: {reason}. The row is skipped.", file=path, line=line, reason=reason)
             if self.bad_rows_file:
-                entry = {"file": str(piece.file.path), "line": line, "reason": reason, "excerpt": excerpt}
+                entry = {"file": str(path), "line": line, "reason": reason, "excerpt": excerpt}
                 with open(self.bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         if self.bad_rows > max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * self.rows):
@@ -357,7 +503,7 @@ class Stream:
                 bad=f"{self.bad_rows:,}",
                 rows=f"{self.rows:,}",
                 fraction=self.data.max_bad_fraction,
-                file=piece.file.path,
+                file=path,
                 line=line,
                 reason=reason,
             )
@@ -401,6 +547,9 @@ class LaneReader:
         self.start = Start(*start)
         """Of the window."""
         self.pieces = pieces_of(stream.sources[source], stream.sizes[source], lane, stream.lanes)
+        self._ends = [*accumulate((piece.end - piece.begin for piece in self.pieces), initial=0)]
+        self._end = self.start
+        """Of the window."""
         self._blocks = self._read(self.start)
         self._ahead: deque[_Ahead] = deque()
         self._sequences: list[list[StreamSample]] | None = None
@@ -411,6 +560,19 @@ class LaneReader:
     def position(self) -> list[int]:
         """Return where the next sequence is: that of the window, and how many of its sequences are done."""
         return [*self.start, self.done]
+
+    @property
+    def passes(self) -> float:
+        """Return how many times the part was read."""
+        begin, end = self._passes_at(self.start), self._passes_at(self._end)
+        return begin + (end - begin) * self.done / max(1, len(self._sequences or ()))
+
+    def _passes_at(self, start: Start) -> float:
+        done: float = self._ends[start.piece]
+        if start.offset:
+            piece = self.pieces[start.piece]
+            done += piece.share_before(start.offset) * (piece.end - piece.begin)
+        return start.epoch + done / max(1, self._ends[-1])
 
     def take(self) -> list[StreamSample]:
         """Return the next sequence."""
@@ -440,6 +602,7 @@ class LaneReader:
             used += 1
         while len(self._ahead) < used:
             self._submit()
+        self._end = self._peek().start
         return self.stream.sequences(samples, f"{self.source} {self.lane} {self.start}")
 
     def _peek(self) -> _Ahead:

@@ -4,6 +4,7 @@ Every batch is validated before a value is touched. Arrow trusts a file's offset
 ended the process with a segmentation fault, others with a bus error (pyarrow 25).
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ TABLE_VERSION = 2
 _JSON = "extension<arrow.json>"
 _TABLE_BATCH_ROWS = 2048
 _TABLE_BATCH_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 20
 _ROWS_OF_ANY_FILE = 1 << 20
 """A file may hold so many rows, or one for each of its bytes: constant columns pack into nothing."""
 
@@ -31,7 +33,7 @@ def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator
 
     size, done = path.stat().st_size, 0
     if path.suffix.lower() == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with parquet_file(path) as file:
             total, names = file.metadata.num_rows, file.schema_arrow.names
             _check_row_count(total, size)
             group, read = 0, [name for name in names if name in columns]
@@ -53,6 +55,15 @@ def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator
             chosen = batch.select([index for index, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
                 yield rows, mapped.tell()
+
+
+def parquet_file(path: Path) -> Any:
+    """Open a Parquet file; of one behind a URL about a MiB of each column is in memory at a time."""
+    import pyarrow.parquet
+
+    is_local = os.path.exists(path)
+    source = path if is_local else path.open("rb")
+    return pyarrow.parquet.ParquetFile(source, buffer_size=0 if is_local else _BUFFER_BYTES, pre_buffer=False)
 
 
 def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse
 from toolkit.command_line import positive_int
 from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.first_rows import check_sources, estimated_samples, tokenize_first_rows
-from toolkit.data.sources import check_distinct, local_files
+from toolkit.data.sources import check_distinct, local_files, locate_all
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan import kernels
@@ -64,7 +65,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if tried:
         resolved, encoder, model = tried
-        _report_rows(cfg, encoder)
+        _report_rows(cfg, encoder, fetch)
         _report_model(resolved, model)
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
@@ -81,14 +82,23 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
             say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
-    size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
-    sizes = None if steps else estimated_samples(cfg.data, size * math.ceil(FEWEST_STEPS / cfg.train.epochs))
-    epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
-    steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
-    warn_of_short_run(mesh.with_micro_batch(cfg), epoch, steps, world_size or 1)
+    _warn_of_steps(cfg, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)
+
+
+def _warn_of_steps(cfg: schema.RunConfig, world_size: int) -> None:
+    """Warn of what is wrong with the number of steps, as far as files show it."""
+    size, steps = cfg.batch.global_size, cfg.train.max_steps
+    sizes = (
+        None
+        if steps or cfg.data.streaming
+        else estimated_samples(cfg.data, size * math.ceil(FEWEST_STEPS / cfg.train.epochs))
+    )
+    epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
+    steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
+    warn_of_short_run(mesh.with_micro_batch(cfg), epoch, steps, world_size)
 
 
 def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None":
@@ -157,9 +167,17 @@ def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
     return is_lora and is_read and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
 
 
-def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None") -> None:
-    """Say what the first rows become; a DataError if training would reject one."""
+def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch: bool) -> None:
+    """Say what some rows become; a DataError if training would reject one. `fetch`: whether to read URLs."""
     if encoder is None:
+        return
+    if cfg.data.streaming:
+        from toolkit.data.stream import Stream
+
+        sources = cfg.data.sources
+        if fetch or not any(source.hub or files.is_remote(source.path) for source in sources):
+            data_files = locate_all(replace(cfg.data, validation=[]), Path(cfg.prepare.dir))
+            Stream(cfg, encoder, data_files).say_estimate()
         return
     report, lengths = tokenize_first_rows(cfg, encoder)
     if not lengths:

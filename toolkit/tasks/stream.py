@@ -19,24 +19,24 @@ from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_ba
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data import packing, stream, tokenize
 from toolkit.data.loader import Layout, collate_planned
-from toolkit.data.readers import Block
 from toolkit.data.sampler import Position
 from toolkit.data.sources import check_distinct, locate_all
 from toolkit.data.store import Sample, TokenizedCache
-from toolkit.data.tokenize_workers import BuiltPart
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, DataError, clauses, say, tr
+from toolkit.messages import CheckpointError, ConfigError, clauses, say, tr
 from toolkit.models import chat
 from toolkit.tasks import language_data
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import run_dir
+from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples
+from toolkit.train.task import FitResult, RunContext
 
 
-class FirstSamples:
-    """The first samples of a stream, where other runs have the cache of all: a run is tried and described by them."""
+class SampledRows:
+    """Samples from all parts of a stream, in the place of the cache of all: a run is tried and described by them."""
 
     has_values = False
 
@@ -44,31 +44,15 @@ class FirstSamples:
         self.samples: list[stream.StreamSample] = []
         self.report = tokenize.PrepareReport()
         self.num_samples = self.num_tokens = self.num_trained_tokens = 0
-        """Of a pass over all files, by their bytes."""
-        for number, source in enumerate(of_stream.data.sources):
-            block, samples = self._first_of(of_stream, number)
-            times = source.weight * sum(of_stream.sizes[number]) / max(1, block.position if block else 1)
-            self.num_samples += round(times * len(samples))
-            self.num_tokens += round(times * sum(len(sample.ids) for sample in samples))
-            self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in samples))
-            self.samples += samples
-        if not self.samples:
-            raise DataError(tr("data.streaming: no row of the first files can be trained."))
+        """Of an epoch, as estimated."""
+        for estimate, source in zip(of_stream.estimates, of_stream.data.sources, strict=True):
+            times = source.weight * estimate.times
+            self.num_samples += round(times * len(estimate.samples))
+            self.num_tokens += round(times * sum(len(sample.ids) for sample in estimate.samples))
+            self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in estimate.samples))
+            self.samples += estimate.samples
         described = [[file.path.name for file in of_stream.files], of_stream.sizes]
         self.content = self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
-
-    def _first_of(self, of_stream: stream.Stream, source: int) -> tuple[Block | None, list[stream.StreamSample]]:
-        """Return the samples of the first block that has some, and the block."""
-        for piece in stream.pieces_of(of_stream.sources[source], of_stream.sizes[source], 0, 1):
-            for block, *_ in piece.blocks(0, 0):
-                file = piece.file_with_format
-                part = stream.encode(of_stream.maker, file, block)
-                built = BuiltPart(0, file, block, Path(), is_new=True)
-                tokenize.check_part(of_stream.data, built, part)
-                self.report.add_part(built, part.counts)
-                if samples := stream.samples_of(part, piece, block):
-                    return block, samples
-        return None, []
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -94,12 +78,6 @@ def check_stream(cfg: RunConfig) -> None:
     """Raise a ConfigError for what a stream cannot do, as far as the rules of rules.yaml do not say it."""
     for number, source in enumerate(cfg.data.sources):
         name = f"data.sources[{number}]"
-        if not source.path:
-            raise ConfigError(
-                "{name} is no path: a stream reads files that the ranks can open. Download or mount them "
-                "(hf download --repo-type dataset), then data.path='DIR/*.parquet'.",
-                name=name,
-            )
         if source.max_samples or source.weights:
             key = "max_samples" if source.max_samples else "weights"
             raise ConfigError(
@@ -113,7 +91,7 @@ class StreamTask(LanguageTask):
     """Trains a causal language model on a stream of conversations and texts."""
 
     stream: stream.Stream
-    first: FirstSamples
+    sampled: SampledRows
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,47 +106,41 @@ class StreamTask(LanguageTask):
         return super().check(cfg, tokenizer)
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
-        """Read the first rows, and tokenize the validation data."""
+        """Read some rows of all parts of the files, and tokenize the validation data."""
         encoder = language_data.build_encoder(cfg)
         self.check(cfg, encoder.tokenizer)
         files = locate_all(cfg.data, Path(cfg.prepare.dir))
         check_distinct(cfg.data, files)
         self.stream = stream.Stream(cfg, encoder, [file for file in files if file.source < len(cfg.data.sources)])
-        first = self.first = FirstSamples(self.stream)
+        sampled = self.sampled = SampledRows(self.stream)
         validation, plan, report = _validation(cfg, encoder)
         self.data = language_data.LanguageData(
             encoder=encoder,
-            train=cast(TokenizedCache, first),
+            train=cast(TokenizedCache, sampled),
             validation=validation,
             packing=cfg.data.packing,
             layout=Layout.packed if cfg.data.packing is Packing.packed else Layout.alone,
-            train_plan=packing.PackingPlan(len(first)),
+            train_plan=packing.PackingPlan(len(sampled)),
             validation_plan=plan,
             report=report,
         )
         language_data.check_same_data(cfg, self.data)
-        say(
-            "The first {rows} rows, tokenized: {median} tokens in the median, {longest} at most.",
-            rows=f"{first.report.rows_read:,}",
-            median=f"{int(np.median(first.lengths())):,}",
-            longest=f"{int(first.lengths().max()):,}",
-        )
-        first.report.print_dropped()
-        first.report.print_longer(cfg.data)
+        self.stream.say_estimate()
 
     def settle(self, cfg: RunConfig) -> None:
-        """Take the settled config. An epoch is a pass over all files, as long as their first rows let expect."""
-        self.cfg, self.total_steps, self.has_validation = cfg, cfg.train.max_steps, self.data.validation is not None
-        is_packed = cfg.data.packing is Packing.packed
-        sequences = self.first.num_tokens / cfg.data.max_length if is_packed else self.first.num_samples
-        self.steps_per_epoch = max(1, round(sequences / self.stream.lanes))
+        """Take the settled config. The steps of an epoch are an estimate, which is not changed during the run."""
+        self.cfg, self.has_validation = cfg, self.data.validation is not None
+        self.steps_per_epoch = self.stream.steps_per_epoch
+        self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
         self.identity = self.data.identity | chat.tokenizer_identity(self.data.tokenizer)
-        self.epoch = None  # type: ignore[assignment]  # its size is an estimate
+        size = self.stream.lanes
+        sequences = size * self.steps_per_epoch
+        self.epoch = Epoch(samples=self.sampled.num_samples, sequences=sequences, per_step=size)
         self._order = None  # that of the files
 
     def data_summary(self) -> dict[str, Any]:
-        first, names = self.first, [source.path for source in self.cfg.data.sources]
-        estimated = {"samples": first.num_samples, "tokens": first.num_tokens}
+        sampled, names = self.sampled, [source.path or source.hub for source in self.cfg.data.sources]
+        estimated = {"samples": sampled.num_samples, "tokens": sampled.num_tokens}
         return {"sources": names, "packing": self.data.packing.value, "estimated": estimated}
 
     def data_card(self) -> dict[str, Any]:
@@ -275,25 +247,36 @@ class StreamTask(LanguageTask):
         return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
 
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        sample = self.first.joined(max(2, int(share * self.cfg.data.max_length)))
+        sample = self.sampled.joined(max(2, int(share * self.cfg.data.max_length)))
         batch = self._collated([[sample]] * rows)
         return language_data.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))
 
     def _size_of_data(self) -> str:
         return tr(
-            "A stream of {files} files, by its first rows about {samples} samples",
+            "A stream of {files} files, about {samples} samples by an estimate",
             files=f"{len(self.stream.files):,}",
-            samples=f"{self.first.num_samples:,}",
+            samples=f"{self.sampled.num_samples:,}",
         )
 
     def _baselines(self) -> dict[str, float]:
         return {}
+
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return what others do, and how many times each source was read: by the lane that read least, and most."""
+        lanes = [passes for of_rank in process_group.gather(self.stream.passes) for passes in of_rank.values()]
+        ends = [[round(min(of_source), 3), round(max(of_source), 3)] for of_source in zip(*lanes, strict=True)]
+        return {**super().summary(run, result), "passes": ends}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         dropped = dict(self.stream.counts.dropped)
         if self.stream.bad_rows:
             dropped[tr("cannot be used")] = self.stream.bad_rows
         lines = super().end_lines(summary)
+        for source, (least, most) in zip(self.cfg.data.sources, summary["passes"], strict=True):
+            ends = {"least": f"{least:.2f}", "most": f"{most:.2f}"}
+            lines.append(
+                tr("{source}: its parts were read {least} to {most} times.", source=source.path or source.hub, **ends)
+            )
         if dropped:
             reasons = clauses([f"{reason}: {count:,}" for reason, count in dropped.items()])
             rows = f"{self.stream.rows:,}"
