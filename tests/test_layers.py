@@ -24,6 +24,7 @@ LAYERS = {
     "toolkit.launch": 1,
     "toolkit.plan": 1,
     "toolkit.arguments": 1,
+    "toolkit.command_line": 1,
     "toolkit.report": 1,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
@@ -50,7 +51,7 @@ SAME_LAYER = {
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
     ("toolkit.arguments", "toolkit.engine.ds_keys"),
-    ("toolkit.arguments", "toolkit.launch.deepspeed"),  # its options, for an unknown one
+    ("toolkit.command_line", "toolkit.launch.deepspeed"),  # its options, for an unknown one
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 LATE = "toolkit.layouts"
