@@ -49,14 +49,42 @@ def parse(
     typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
     if typed:
         set_language(typed[-1])  # errors of the config itself are in the chosen language too
-    values, given_flags = dict[str, str](), set[str]()
-    config_dir, overrides, wrong = "", list[str](), list[ConfigError]()
+    overrides, config_dir, values, own_flags = _separate(words, names, flags, options)
+    recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
+    if recipes and not typed and (language := language_of(recipes[-1])):
+        set_language(language)
+    if "world_size" in values:
+        from toolkit.command_line import positive_int
+
+        world_size = positive_int(values, "world_size")
+    loaded = load(overrides, config_dir=config_dir, problems=errors)
+    if loaded.cfg.language:
+        set_language(loaded.cfg.language)
+    arguments = Arguments(loaded=loaded, values=values, flags=own_flags, world_size=world_size)
+    if loaded.cfg.deepspeed_json:
+        from toolkit.engine.ds_import import import_json
+
+        if imported := errors.attempt(import_json, loaded.cfg.deepspeed_json, loaded, world_size):
+            arguments.loaded, arguments.notes = imported
+    if problems is None:
+        errors.raise_all()
+    return arguments
+
+
+def _separate(
+    words: Sequence[str], names: Sequence[str], flags: Sequence[str], options: Sequence[str]
+) -> tuple[list[str], str, dict[str, str], set[str]]:
+    """Return the config's overrides and `--config-dir` ("" without), and a command's own values, by name, and flags.
+    ConfigError for other options; the arguments are those of `parse`.
+    """
+    overrides, config_dir, values, own_flags = list[str](), "", dict[str, str](), set[str]()
+    wrong = list[ConfigError]()
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if word in flags:
-            given_flags.add(word)
+            own_flags.add(word)
         elif name in ("--config-dir", "-cd"):
             config_dir = value if equals else "".join(rest[:1])
             rest = rest if equals else rest[1:]
@@ -75,25 +103,7 @@ def parse(
             except ConfigError as error:
                 wrong.append(error)
     raise_all(wrong)
-    recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
-    if recipes and not typed and (language := language_of(recipes[-1])):
-        set_language(language)
-    if "world_size" in values:
-        from toolkit.command_line import positive_int
-
-        world_size = positive_int(values, "world_size")
-    loaded = load(overrides, config_dir=config_dir, problems=errors)
-    if loaded.cfg.language:
-        set_language(loaded.cfg.language)
-    arguments = Arguments(loaded=loaded, values=values, flags=given_flags, world_size=world_size)
-    if loaded.cfg.deepspeed_json:
-        from toolkit.engine.ds_import import import_json
-
-        if imported := errors.attempt(import_json, loaded.cfg.deepspeed_json, loaded, world_size):
-            arguments.loaded, arguments.notes = imported
-    if problems is None:
-        errors.raise_all()
-    return arguments
+    return overrides, config_dir, values, own_flags
 
 
 def named_recipe(word: str, following: str = "") -> str:
