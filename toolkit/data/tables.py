@@ -39,10 +39,12 @@ def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator
             group, read = 0, [name for name in names if name in columns]
             while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
                 done, group = done + file.metadata.row_group(group).num_rows, group + 1
-            wanted = range(group, file.num_row_groups)
-            for whole in file.iter_batches(_TABLE_BATCH_ROWS, row_groups=[*wanted], columns=read) if wanted else ():
-                batch = whole.slice(min(max(first - done, 0), whole.num_rows))
-                done += whole.num_rows
+            groups = range(group, file.num_row_groups)
+            for full_batch in (
+                file.iter_batches(_TABLE_BATCH_ROWS, row_groups=[*groups], columns=read) if groups else ()
+            ):
+                batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))
+                done += full_batch.num_rows
                 for rows in _table_rows_of(batch, names):
                     yield rows, size * done // max(total, 1)
         return

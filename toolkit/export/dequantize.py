@@ -260,8 +260,8 @@ def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = No
     return codes[..., list(order)].flatten(-2) if order else codes.flatten(-2)
 
 
-def _bits(packed: torch.Tensor, whole: torch.Tensor) -> int:
-    return packed.shape[-1] * 32 // whole.shape[-1]
+def _bits(packed: torch.Tensor, unpacked: torch.Tensor) -> int:
+    return packed.shape[-1] * 32 // unpacked.shape[-1]
 
 
 def _fp4(packed: torch.Tensor) -> torch.Tensor:

@@ -69,20 +69,20 @@ def after_prompt(
     else:
         prompt = encoder.render(before, tools, True)
         short = encoder.render(PROBE[:1], tools, False), encoder.render(PROBE[:1], tools, True)
-        asks, whole = short[1].removeprefix(short[0]), encoder.render([PROBE[0], message], tools, False)
-        written = whole.removeprefix(short[1])
-        if not asks or written == whole or not prompt.endswith(asks) or not rendered.endswith(asks + written):
+        asks, rendering = short[1].removeprefix(short[0]), encoder.render([PROBE[0], message], tools, False)
+        written = rendering.removeprefix(short[1])
+        if not asks or written == rendering or not prompt.endswith(asks) or not rendered.endswith(asks + written):
             return None
     return prompt + written, [(len(prompt), len(prompt) + len(written))]
 
 
 def with_key(message: Message) -> Message:
     """Return an answer with the reasoning of its text under its key."""
-    before, end, said = message["content"].partition("</think>")
+    before, end, content = message["content"].partition("</think>")
     if not end or message.get("reasoning_content") or not before.lstrip().startswith("<think>"):
         return message
     thought = before.lstrip().removeprefix("<think>").strip()
-    return {**message, "reasoning_content": thought, "content": said.removeprefix("\n").removeprefix("\n")}
+    return {**message, "reasoning_content": thought, "content": content.removeprefix("\n").removeprefix("\n")}
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:

@@ -501,8 +501,8 @@ class _RankPlanner:
             return {kind: self.in_flight * size for kind, size in saved.items()} | computed
         last = layer_activation_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
         layers = sizes["layers"] * self.in_flight
-        kept = min(layers, _KEPT_INPUTS) if self.offloads_inputs else layers
-        return {"layer inputs": self.layer_input() * kept, **last, **computed}
+        inputs_on_device = min(layers, _KEPT_INPUTS) if self.offloads_inputs else layers
+        return {"layer inputs": self.layer_input() * inputs_on_device, **last, **computed}
 
     def layer_input(self) -> int:
         """Return the bytes of the hidden states that a layer takes."""

@@ -236,8 +236,8 @@ class Outline:
     def trains_head(self) -> bool:
         """Whether the output layer's weight is trained."""
         tied = not any(name in self.shapes for name in _OUTPUT)
-        whole = (name for name in self.trained if TRAINED_ROWS not in name)
-        return any(("embed" in name if tied else name in _OUTPUT) for name in whole)
+        trained_matrices = (name for name in self.trained if TRAINED_ROWS not in name)
+        return any(("embed" in name if tied else name in _OUTPUT) for name in trained_matrices)
 
     def largest_layer(self, inside: bool = False) -> int:
         """Return the parameters of the largest layer; unless `inside`, those outside of layers count as one."""

@@ -171,9 +171,11 @@ class OnPolicyTask(distill.DistillTask):
         if self._client is not None:
             number, world = process_group.rank(), process_group.world_size()
             asked = list(prompts.values())[number::world]
-            own = dict(zip(samples[number::world], self._client.answer_all(asked, seeds[number::world]), strict=True))
+            rank_answers = dict(
+                zip(samples[number::world], self._client.answer_all(asked, seeds[number::world]), strict=True)
+            )
             answers: dict[int, Answer] = {}
-            for part in process_group.gather(own):
+            for part in process_group.gather(rank_answers):
                 answers |= part
         else:
             answers = self._generate(engine, prompts, seeds)

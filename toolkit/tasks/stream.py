@@ -186,7 +186,7 @@ class StreamTask(LanguageTask):
     def stream_state(self, position: Position) -> dict[str, Any]:
         """Return the files, and where all lanes are. A collective."""
         parts = process_group.gather(self.positions[position.row])
-        lanes = {lane: place for part in parts for lane, place in part.items()}
+        lanes = {lane: position_in_lane for part in parts for lane, position_in_lane in part.items()}
         return {"files": self.stream.signatures, "lanes": [lanes[lane] for lane in range(self.stream.lanes)]}
 
     def samples_at(self, position: Position) -> Samples:
