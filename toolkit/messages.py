@@ -216,9 +216,10 @@ _MOST_NAMES = 8
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to `name`, for "did you mean"; None if none is similar."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """Return the candidate that is most similar to `name`, in any case of letters, or None."""
+    spellings = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), spellings, n=1, cutoff=0.6)
+    return spellings[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

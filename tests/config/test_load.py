@@ -119,7 +119,6 @@ IN_A_FILE = {
     "zero:\n  reduce_bucket_size: 2.0e8\n": ":2: 'zero.reduce_bucket_size' = 200000000.0 must be a whole "
     "number (write 200000000).",
     "zero: [3]\n": ":1: 'zero' = [3] must be a section of keys.",
-    "zero: 4\n": ":1: 'zero' = 4 must be a section of keys.",
     "optim:\n  lr:\n": ":2: 'optim.lr' = null must be a number.",
     "precision:\n  dtype: int8\n": ":2: 'precision.dtype' = int8 must be one of: fp32, bf16, fp16.",
     "defaults:\n  - override /zero: stage5\n": f":2: unknown choice 'zero=stage5'. {ZERO}",
@@ -132,7 +131,13 @@ IN_A_FILE = {
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."
     ),
     "zero:\n  stage: 3\nzero:\n  stage: 2\n": ":3: found duplicate key zero",
-    "zero:\n\tstage: 3\n": ":2: found character '\\t' that cannot start any token",
+    "zero:\n\tstage: 3\n": (
+        ":2: found character '\\t' that cannot start any token (Indent with spaces: YAML takes no tabs.)"
+    ),
+    "optim:\n lr: 1\n  eps: 1\n": (
+        ":3: mapping values are not allowed here (Check the indentation: keys of a section begin in one column.)"
+    ),
+    "defaults: quickstart\n": ":1: 'defaults' must be a list, such as [quickstart, _self_].",
     "zero: {stage: 3\n": ":2: expected ',' or '}', but got '<stream end>'",
     "- a\n- b\n": " must hold `key: value` lines, not a list or a single value.",
 }

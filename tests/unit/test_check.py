@@ -15,6 +15,9 @@ TINY = ("recipe=zero1", "model=glm_tiny", "precision=fp32")
 # Content of chat.jsonl -> what is said about it.
 DATA = {
     GOOD * 6 + '{"prompt": "x", "respon\n': "chat.jsonl:7: broken JSON at column 17",
+    '{"prompt": "a", "response": "b"},\n' * 2: "chat.jsonl:1: the line ends with a comma, as in a JSON list: remove it",
+    "{'prompt': 'a', 'response': 'b'}\n": "chat.jsonl:1: broken JSON: texts stand in double quotes, not in single ones",
+    '{"input": "a", "output": "b"}\n': "or map another key: data.columns={instruction:NAME}.",
     '{"promt": "a", "response": "b"}\n': "chat.jsonl:1: no key 'prompt'; the row has 'promt', 'response'.",
     '{"question": "a", "reply": "b"}\n': "chat.jsonl:1: the keys 'question', 'reply' belong to no known format.",
     "\n\n": "chat.jsonl holds no row.",
@@ -30,6 +33,15 @@ WRONG = {
     ),
     "resume=runs/nope": "command line: resume = runs/nope is not auto, must or never, nor a checkpoint",
     "precision=fp16": "conf/precision/fp16.yaml:2: precision.dtype = fp16 needs a GPU",
+}
+MISTYPED = {
+    "precision=float16": "command line: unknown choice 'precision=float16'. Did you mean 'fp16'?",
+    "precision=16": "command line: unknown choice 'precision=16'. Did you mean 'fp16'?",
+    "tuning=LoRA": "command line: unknown choice 'tuning=LoRA'. Did you mean 'lora'?",
+    "zero=4": "command line: unknown choice 'zero=stage4'. Did you mean 'stage3'?",
+    "hostfile=hosts": "command line: unknown key 'hostfile'. Other commands take it: toolkit launch hostfile=FILE",
+    "num_gpus=2": "command line: unknown key 'num_gpus'. Other commands take it: toolkit launch --num_gpus N",
+    "data=chat.json": "command line: data.sources[0].path = chat.json: there is no such file (looked in ",
 }
 
 
@@ -100,6 +112,12 @@ def test_refused(word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     code, said = check(capsys, word)
     assert code == 2
     assert said.startswith(f"ConfigError: {WRONG[word]}")
+
+
+@pytest.mark.parametrize("word", MISTYPED)
+def test_choices_and_arguments_that_are_known_elsewhere(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = check(capsys, word)
+    assert code == 2 and said.startswith(f"ConfigError: {MISTYPED[word]}")
 
 
 @pytest.mark.parametrize("words", OPTIONS)

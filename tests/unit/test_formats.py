@@ -296,7 +296,8 @@ ANSWER = {"from": "gpt", "value": "a"}
         ),
         (
             {"conversation": [{"human": "q", "answer": "a"}]},
-            "message 1 of 'conversation': no key 'assistant'; the row has 'human', 'answer'. Add it or remove the row",
+            "message 1 of 'conversation': no key 'assistant'; the row has 'human', 'answer'. "
+            "Add it, remove the row, or map another key: data.columns={assistant:NAME}",
         ),
         ({"prompt": "p", "response": "r", "tools": "x"}, "'tools' is a text, not a list of tools"),
         ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' is a list, not a list of tools"),

@@ -259,7 +259,9 @@ def test_measured_gathering_counts_at_stage_3_alone(world: int, stage: int, slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("gpus=8", "gpus = 8 should be the GPUs of one machine"),
+        ("gpus=8", "gpus = 8 should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.\n"),
+        ("gpus=24GB", "2xcpu. Did you mean '1x24GB'?\n"),
+        ("gpus=1x24", "2xcpu. Did you mean '1x24GB'?\n"),
         ("gpus=0x80GB", "should be the GPUs of one machine"),
         ("gpus=8xVoodoo2", "no datasheet of 'Voodoo2' is known"),
         ("host_memory=much", "host_memory = much is no size"),

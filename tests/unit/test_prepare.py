@@ -346,7 +346,8 @@ def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
     assert len(train) == 2
     assert report.dropped == {"cannot be used": 2}
     assert report.examples["cannot be used"] == [
-        f"{tmp_path}/d.jsonl:4: no key 'response'; the row has 'prompt'. Add it or remove the row.",
+        f"{tmp_path}/d.jsonl:4: no key 'response'; the row has 'prompt'. "
+        "Add it, remove the row, or map another key: data.columns={response:NAME}.",
         f"{tmp_path}/d.jsonl:3: refused by the encoder.",
     ]
 

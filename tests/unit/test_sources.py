@@ -105,6 +105,7 @@ def test_json_file_may_hold_lines(tmp_path: Path) -> None:
 
 
 SKIP = "Such rows are skipped and counted with data.on_bad_row=skip."
+MAPPED = "Add it, remove the row, or map another key: data.columns="
 BAD_LINES = [
     (b'{"prompt": "a" "response": "b"}', f"broken JSON at column 16: Expecting ',' delimiter. {ONE_OF}"),
     (
@@ -117,8 +118,8 @@ BAD_LINES = [
         'the row is a list, not an object. Each row must look like {"prompt": …, "response": …}',
     ),
     (b"null", 'the row is null, not an object. Each row must look like {"prompt": …, "response": …}'),
-    (b'{"prompt": "a"}', "no key 'response'; the row has 'prompt'. Add it or remove the row"),
-    (b"{}", "no key 'prompt'; the row has no keys at all. Add it or remove the row"),
+    (b'{"prompt": "a"}', f"no key 'response'; the row has 'prompt'. {MAPPED}{{response:NAME}}"),
+    (b"{}", f"no key 'prompt'; the row has no keys at all. {MAPPED}{{prompt:NAME}}"),
     (
         b'{"prompt": "a", "respones": "b"}',
         "no key 'response'; the row has 'prompt', 'respones'. Rename 'respones' to 'response'",

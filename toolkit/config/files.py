@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import yaml
 
 from toolkit.config.dotted_keys import types_of
 from toolkit.config.schema import DataConfig, RowFormat
-from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, nearest, tr
+from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, nearest, reason_of, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
@@ -156,7 +156,7 @@ def read(path: Path, kind: Any = None) -> YamlDocument:
     try:
         text = file_bytes(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError("cannot read {file}: {reason}", file=shown, reason=error) from error
+        raise ConfigError("cannot read {file}: {reason}", file=shown, reason=reason_of(error)) from error
     except ValueError as error:
         raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     return parse(text, shown, kind)
@@ -174,12 +174,22 @@ def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
             values, lines = _parsed(text, shown, Loader, kind)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem) from error
+        text = tr("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem)
+        raise ConfigError(joined(text, _yaml_advice(str(error.problem)))) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a date that is none
         raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     if not isinstance(values, dict):
         raise ConfigError("{file} must hold `key: value` lines, not a list or a single value.", file=shown)
     return YamlDocument(shown, values, lines)
+
+
+def _yaml_advice(problem: str) -> str:
+    """Return what to do about two mistakes that PyYAML names in the words of a parser; "" for others."""
+    if "\\t" in problem:
+        return tr("(Indent with spaces: YAML takes no tabs.)")
+    if "mapping values are not allowed" in problem or "expected <block end>" in problem:
+        return tr("(Check the indentation: keys of a section begin in one column.)")
+    return ""
 
 
 def _parsed(text: str, shown: str, loader_class: Any, kind: Any) -> tuple[Any, dict[str, int]]:
@@ -266,16 +276,19 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
     """Raise `error` if a run, checkpoint or model is not there, with the most similar name in its folder."""
     if os.path.isdir(path):
         return
-    names: list[str] = []
-    with suppress(OSError):
-        names = sorted(
-            entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir() and entry.name[0] != "."
-        )
-    longer = [name for name in names if name.startswith(path.name)]
-    name = longer[0] if longer and path.name else nearest(path.name, names)
     sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""
     sentence = sentence or tr("there is no directory {folder}", folder=path) + "."
-    raise error(joined(sentence, tr("Did you mean '{name}'?", name=path.parent / name) if name else ""))
+    raise error(joined(sentence, similar_path(path, Path.is_dir)))
+
+
+def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return "Did you mean …?" for a path that is not there, with the most similar one of a kind next to it, or ""."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
+    longer = [name for name in names if name.startswith(path.name)]
+    name = longer[0] if longer and path.name else nearest(path.name, names)
+    return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
 
 
 _NO_TEXT = re.compile(r"true|false|null|[-+]?(?:\.?\d[\d_.]*(?:e[-+]?\d+)?|inf|nan)", re.IGNORECASE)

@@ -40,6 +40,8 @@ _CHOSEN_RECIPE = "chosen"
 that it builds on."""
 _MULTIPLE_CHOICE = ("track",)
 """Groups that allow several choices: track=[tensorboard,wandb]."""
+_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
+"""What PyTorch calls choices of ours, where that is not like them."""
 _MAX_SHOWN_CHARS = 200
 """Characters of an argument that a message quotes."""
 
@@ -355,7 +357,7 @@ class _CommandLine:
             key = "data.sources"
         is_source_list = key in ("data.sources", "data.validation")
         value = data_forms.as_sources(value) if is_source_list else _zero_stage_choice(key, value)
-        if _is_choice(key, value, groups, location):
+        if _is_choice(key, str(value) if isinstance(value, (int, float)) else value, groups, location):
             self.choices[key] = value
             return
         typed = str(override.input_line).partition("=")[2].strip()
@@ -410,7 +412,7 @@ def _as_typed_texts(value: Any, typed: str) -> Any:
 
 def _zero_stage_choice(group: str, value: Any) -> Any:
     """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
-    return f"stage{value}" if group == "zero" and value in (0, 1, 2, 3) and not isinstance(value, bool) else value
+    return f"stage{value}" if group == "zero" and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
@@ -425,7 +427,7 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
                 "Known: {choices}.",
                 choices=shortlist(groups[group], "toolkit models" if group == "model" else f"conf/{group}/", like=name),
             )
-            advice = did_you_mean(name, groups[group])
+            advice = did_you_mean(_OTHER_CHOICES.get(str(name).lower(), str(name)), groups[group])
             losses = groups["preference"].keys() - {"none"}
             if group == "task" and name in {"preference", *losses}:
                 loss = name if name in losses else "dpo"
@@ -449,7 +451,8 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
         _expand_short_forms(document, problems)
         defaults = document.values.pop("defaults", [])
         if not isinstance(defaults, list):
-            raise ConfigError("{place}: 'defaults' must be a list.", place=document.location("defaults"))
+            location = document.location("defaults")
+            raise ConfigError("{place}: 'defaults' must be a list, such as [quickstart, _self_].", place=location)
         for index, item in enumerate(defaults):
             for key in item if isinstance(item, dict) else ():
                 item[key] = _zero_stage_choice(str(key).rpartition("/")[2], item[key])

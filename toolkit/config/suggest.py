@@ -12,6 +12,14 @@ from toolkit.messages import ConfigError, joined, read_table, shortlist, tr
 
 _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 _MOST_GUESSES = 3
+_LAUNCH = "toolkit launch --num_gpus N"
+_ELSEWHERE = {
+    "hostfile": "toolkit launch hostfile=FILE, toolkit doctor hostfile=FILE",
+    "gpus": f"{_LAUNCH}, toolkit plan gpus=8x80GB",
+    "world_size": f"{_LAUNCH}, toolkit check world_size=N",
+    **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_processes"), _LAUNCH),
+}
+"""Arguments of some commands, or of launchers, which others take for a key -> the commands to type."""
 _LEAST_NAME, _LEAST_SHORT, _LEAST_HERE, _LEAST_PATH = 0.75, 0.85, 0.6, 0.8
 """How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one of up to four
 letters; one in the section that was typed; a dotted path as a whole."""
@@ -35,7 +43,10 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     shown = _without_indices(path)
     meant, siblings = keys_meant(path), members(shown.rpartition(".")[0])
     text = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
-    if meant:
+    if elsewhere := _ELSEWHERE.get(path):
+        text = joined(text, tr("Other commands take it: {commands}", commands=elsewhere))
+        meant = ()
+    elif meant:
         names = "' / '".join(meant[:_MOST_GUESSES])
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
         removed = tr("It has been removed; instead, see '{name}'.", name=names)

@@ -107,6 +107,10 @@ def json_error(error: ValueError | RecursionError) -> RowError:
             encoding="UTF-16" if content[:2] in UTF16_MARKS else "GBK",
         )
     if isinstance(error, json.JSONDecodeError):
+        if error.doc[error.pos :].strip() == "," and error.doc[: error.pos].rstrip()[-1:] == "}":
+            return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
+        if error.doc[error.pos : error.pos + 1] == "'":
+            return RowError(tr("broken JSON: texts stand in double quotes, not in single ones as in Python"))
         return RowError(
             "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
             column=error.colno,
@@ -240,7 +244,11 @@ class MissingKey(RowError):
 def missing_key(row: Mapping[str, Any], key: str) -> Any:
     """Raise a MissingKey that names the most similar key of the row; typed to return, for use in expressions."""
     near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
-    text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=quoted_keys(row))
+    text = tr(
+        "no key '{key}'; the row has {keys}. Add it, remove the row, or map another key: data.columns={{{key}:NAME}}",
+        key=key,
+        keys=quoted_keys(row),
+    )
     if near:
         text = tr(
             "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",

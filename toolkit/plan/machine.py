@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from toolkit import children
 from toolkit.config.schema import Dtype, Fp8, PrecisionConfig
-from toolkit.messages import ConfigError, read_table
+from toolkit.messages import ConfigError, joined, read_table, tr
 
 GIB = 1 << 30
 RESERVE = 0.05
@@ -107,10 +107,11 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     counted = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
     ranks, gpu_name = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
     card = find_gpu(gpu_name)
-    if not ranks or not (counted or card):
-        raise ConfigError(
-            "gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus
-        )
+    if not ranks or not (card or counted) or (gpu_name.isdecimal() and not card):
+        size = re.fullmatch(r"(\d+)" if counted else r"(\d+)GB?", gpu_name, re.IGNORECASE)
+        form = tr("gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus)
+        guess = tr("Did you mean '{name}'?", name=f"{ranks}x{size[1]}GB") if size and ranks else ""
+        raise ConfigError(joined(form, guess))
     if gpu_name.lower() == "cpu":
         host = host or host_memory_bytes()
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from toolkit.config import files
 from toolkit.config.program_keys import Key, keys_of, names_of
-from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, tr, type_name
+from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, reason_of, tr, type_name
 
 
 @dataclass(kw_only=True, slots=True)
@@ -354,7 +354,7 @@ def _read_config(path: Path) -> ForeignConfig | None:
     try:
         text = file_bytes(path, files.LARGEST_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
+        raise ConfigError("cannot read {file}: {reason}", file=path, reason=reason_of(error)) from error
     lines: dict[str, int] = {}
     world_size, script, accelerate = None, "", dict[str, str]()
     if path.suffix.lower() in (".sh", ".bash"):
