@@ -5,17 +5,15 @@ import json
 import os
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, is_remote, located
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data import remote
 from toolkit.data.formats import Conversation
 from toolkit.data.readers import DataFile, uncompressed_name, usable_rows
 from toolkit.disk import matching, sha256, walk, write_atomically
-from toolkit.messages import DataError, json_object, reading, tr
+from toolkit.messages import DataError, reading, tr
 
 _SETTLED_S = 2.0
 
@@ -30,57 +28,16 @@ def locate_source(source: SourceConfig, number: int, cache_dir: Path, *, streami
 
         paths, row_format = [pairs_file(cache_dir)], RowFormat.prompt_response
     elif source.hub:
-        with _asking_hub(source):
-            paths = remote.files_of_hub(source) if streaming else _downloaded(source)
+        from toolkit.data.hub_datasets import files_of_dataset
+
+        paths = files_of_dataset(source, streaming)
     elif is_remote(source.path):
-        paths = remote.files_of_url(source.path)
+        from toolkit.data.remote import files_of_url
+
+        paths = files_of_url(source.path)
     else:
         paths = files_of(source)
     return [DataFile(path, number, row_format, dict(source.columns), source.max_samples) for path in paths]
-
-
-def _downloaded(source: SourceConfig) -> list[Path]:
-    """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
-    import datasets
-
-    data = datasets.load_dataset(
-        source.hub, source.subset or None, split=source.split, revision=source.revision or None
-    )
-    return [Path(file["filename"]) for file in data.cache_files]
-
-
-@contextmanager
-def _asking_hub(source: SourceConfig) -> Iterator[None]:
-    """Turn whatever the body raises while it asks Hugging Face for a data set into a DataError."""
-    if "[" in source.split:
-        raise DataError(
-            "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "
-            "whole split, or save the selection with `datasets` (save_to_disk) and give its directory "
-            "as `path`.",
-            split=source.split,
-        )
-    import datasets
-
-    try:
-        yield
-    except DataError:
-        raise
-    except ConnectionError as error:
-        is_offline = datasets.config.HF_HUB_OFFLINE
-        raise DataError(
-            "'{name}' is neither a file here nor a dataset in the cache, and Hugging Face cannot be reached{offline}.\n"
-            "Copy the cache from where it was loaded (HF_HOME), set a mirror (HF_ENDPOINT), or give a copy of its "
-            "files: data.path=DIR.",
-            name=source.hub,
-            offline=" (HF_HUB_OFFLINE=1)" if is_offline else "",
-        ) from error
-    except Exception as error:  # whatever the library or the network raises, the user must choose something else
-        raise DataError(
-            "The dataset '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, "
-            "`split` or `revision`, or download it and give its directory as `path`.",
-            name=source.hub,
-            reason=f"{type(error).__name__}: {error}".splitlines()[0],
-        ) from error
 
 
 def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
@@ -110,7 +67,9 @@ def files_of(source: SourceConfig) -> list[Path]:
     """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
     path = Path(located(source.path))
     if os.path.isdir(path):
-        files = _saved_by_datasets(path, source.split) or _data_files_below(path)
+        from toolkit.data.hub_datasets import files_saved_by_datasets
+
+        files = files_saved_by_datasets(path, source.split) or _data_files_below(path)
         if not files:
             raise DataError(
                 "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
@@ -155,37 +114,6 @@ def _data_files_below(folder: Path) -> list[Path]:
         if not os.path.exists(path):
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
     return sorted(path for path in files if os.path.isfile(path))
-
-
-def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
-    """Return the Arrow files of a dataset that `save_to_disk` of `datasets` wrote, [] if the directory is none."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = _json_list(folder / "dataset_dict.json", "splits", str)
-        if split not in splits:
-            raise DataError(
-                "The dataset '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
-                path=folder,
-                split=split,
-                splits=", ".join(splits),
-            )
-        folder = folder / split
-    if not (folder / "state.json").is_file():
-        return []
-    files = _json_list(folder / "state.json", "_data_files", dict)
-    if not files:
-        raise DataError("{path} holds no row.", path=folder)
-    names = [str(item.get("filename", "")) for item in files]
-    if any(name in ("", "..") or Path(name).name != name for name in names):
-        raise DataError("{file} names files outside of its directory: rejected.", file=folder / "state.json")
-    return [folder / name for name in names]
-
-
-def _json_list(file: Path, key: str, item_type: type) -> list[Any]:
-    """Return the list of `item_type` under a key of a JSON file of `datasets`; a DataError if it is not there."""
-    value = json_object(file, DataError).get(key)
-    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value):
-        raise DataError("{file} has no list '{key}': save the dataset again.", file=file, key=key)
-    return value
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
