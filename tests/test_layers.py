@@ -51,6 +51,7 @@ SAME_LAYER = {
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
     ("toolkit.arguments", "toolkit.engine.ds_keys"),
+    ("toolkit.arguments", "toolkit.command_line"),  # an unknown option, a number of ranks
     ("toolkit.command_line", "toolkit.launch.deepspeed"),  # its options, for an unknown one
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches
-from toolkit.evaluate.ngrams import ngram_baselines
+from toolkit.evaluate.loss import ngram_baselines
 
 VOCAB = 258
 

@@ -1,5 +1,6 @@
 """liger-kernel: chosen, refused and called as its release 0.8.5 has it, by a stand-in that records. No GPU is here."""
 
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -11,8 +12,8 @@ from torch.nn import functional
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError
-from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
+from toolkit.tasks.language_model import apply_liger
 
 
 class FusedLoss:
@@ -49,6 +50,15 @@ class Model(torch.nn.Module):
         return types.SimpleNamespace(logits=self.head(self.embedding(input_ids)))
 
 
+def is_installed(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
+    """Let Python find the package, or not; others are found as they are, by what transformers imports meanwhile."""
+    others = importlib.util.find_spec
+    answers = {"liger_kernel": object() if answer else None}
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *at: answers[name] if name in answers else others(name, *at)
+    )
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and the package."""
@@ -65,7 +75,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    is_installed(monkeypatch, True)
     monkeypatch.setattr(accelerator, "trains_on_cuda", lambda: True)
 
 
@@ -92,7 +102,7 @@ def test_not_here() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    is_installed(monkeypatch, False)
     reason = r"the package liger-kernel is not installed \(pip install liger-kernel\)"
     with pytest.raises(ConfigError, match=rf"kernels\.loss = liger: {reason}"):
         apply_liger(Model(), KernelsConfig(loss=LossKernel.liger))

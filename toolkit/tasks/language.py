@@ -386,7 +386,7 @@ class LanguageTask(task.Task):
         data = self.data
         assert data.validation is not None
         measured = None if data.validation_plan is None else data.validation_plan.members
-        from toolkit.evaluate.ngrams import ngram_baselines
+        from toolkit.evaluate.loss import ngram_baselines
 
         unigram, bigram = ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
         return {"unigram_loss": unigram, "bigram_loss": bigram}

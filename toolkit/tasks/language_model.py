@@ -8,13 +8,14 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.config import requirements
 from toolkit.config.mesh import mesh_of
-from toolkit.config.schema import Fp8, Init, RunConfig, TuningMethod
+from toolkit.config.schema import Fp8, Init, KernelsConfig, LossKernel, RunConfig, TuningMethod, When
 from toolkit.data import loader
 from toolkit.distributed import accelerator, process_group
 from toolkit.engine import ds_config
-from toolkit.messages import say, tr
-from toolkit.models import liger, load, loss, probe, save, stages, structure
+from toolkit.messages import ConfigError, say, tr
+from toolkit.models import load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -71,7 +72,7 @@ def build_model(
     """
     accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
-    model.without_liger = liger.apply_liger(model, cfg.kernels)
+    model.without_liger = apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values, is_resumed=bool(source.checkpoint))
     if hasattr(model, "tuned"):
@@ -81,6 +82,36 @@ def build_model(
     from toolkit.layouts.pipeline import PipelineStage
 
     return PipelineStage(model, cfg.parallel.pipeline, load.TORCH_DTYPES[cfg.precision.dtype], cfg.parallel.tensor)
+
+
+def apply_liger(model: Any, kernels: KernelsConfig) -> str:
+    """Replace a model's norms, MLPs and rotary positions by liger's Triton kernels (0.8.5) if `kernels.liger` allows.
+
+    Returns:
+        The reason why they were not replaced, "" if they were. ConfigError if they must be and cannot.
+    """
+    reason = requirements.reason_not_to_use_liger(accelerator.trains_on_cuda())
+    if reason and kernels.loss is LossKernel.liger:
+        raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
+    if kernels.liger is When.never:
+        return tr("kernels.liger is never")
+    if not reason:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        kind = model.config.model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            reason = tr("liger-kernel does not know {kind} models", kind=kind)
+    if reason and kernels.liger is When.always:
+        raise ConfigError("kernels.liger = always: {reason}", reason=reason)
+    if not reason:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        # Not the loss: the toolkit sums it over the global batch (kernels.loss).
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        from toolkit.models import experts
+
+        experts.restore_expert_interface(model)
+    return reason
 
 
 def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
