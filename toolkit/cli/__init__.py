@@ -26,7 +26,7 @@ GROUPS = {
         "report",
         "board",
     ),
-    "Maintain": (
+    "Verify, convert, measure": (
         *("verify", "verify-serving", "export-config", "import-config", "convert-checkpoint", "bench", "completion"),
     ),
 }

@@ -5,14 +5,14 @@ toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_sh
   PATH                a run directory (its newest complete checkpoint); a checkpoint, such as
                       runs/NAME/checkpoints/step-500; an adapter, such as runs/NAME/export; or a model
                       directory, official or in transformers' layout
-                      (model.path=PATH says the same)
+                      (or model.path=PATH)
   adapter=DIR         an adapter that was trained on the model PATH
   merge=true          merge the adapter into its base model's weights; without it the adapter alone is exported
   format=hf           safetensors, config and tokenizer; transformers, vLLM and others load them without remote code
   format=official     the official layout: names, precisions and shards as in the original, other files copied
   dtype=bf16          precision of the weights: fp32, bf16 or fp16; default: that of the training, or of the files. Of
                       quantized weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors): a copy to train
-  text_only=true      of a model that takes images too its text model alone, where transformers has a class for it
+  text_only=true      export only the text model of a multimodal one, where transformers has a class for it
   max_shard_size=5GB  largest file of weights in transformers' layout
   base=DIR            current path of the base model, if it was moved after training
   output=DIR          must not exist; default for a run directory: RUN/export, RUN/merged, RUN/text or RUN/official

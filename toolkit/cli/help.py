@@ -32,7 +32,8 @@ def help_of(command: str) -> str:
 def overview() -> str:
     """Return all commands in their groups, each in a few words, and where to look further."""
     width = 1 + max(map(len, COMMANDS))
-    lines = [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
+    lines = [tr("Fine-tune language models with DeepSpeed, from one YAML recipe.")]
+    lines += [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
     for title, names in GROUPS.items():
         lines += ["", translated(title)]
         lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]

@@ -1,8 +1,10 @@
-"""Train under DeepSpeed's launcher: on one or several nodes, with automatic restarts.
+"""Train on several GPUs or nodes with DeepSpeed's launcher; restart crashed runs.
 
 toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 
-  --num_gpus N, --include …   options of `deepspeed`, before or after the recipe
+  --num_gpus N                GPUs (or ranks, on CPUs) of this node or of each; default: all GPUs
+  --include H:0,1@H2          only these nodes and GPUs of the hostfile; --exclude, --num_nodes and other options of
+                              `deepspeed` work too, before or after the recipe
   hostfile=FILE               several nodes, checked as by `toolkit doctor quick=true`; --no_ssh_check skips that
   recipe=NAME, key=value      as for `toolkit train`
   run.max_restarts=N          restart a run that crashed or hung, up to N times

@@ -8,9 +8,9 @@ toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=tr
   nodes=2          identical nodes; default 1
   host_memory=1TB  memory of one node; without it host memory is shown but not checked
   calibrate=true   measure the speed of this node for a few seconds; kept in prepare.dir/plan
-  trace=true       also run two steps of the recipe as it is on GPUs that are not there: the real model and DeepSpeed's
-                   engine on tensors without numbers; memory beside the plan's, collectives, and where the host waits.
-                   Needs no GPU; takes a minute
+  trace=true       also run two steps of the real model in DeepSpeed's engine, on tensors that hold no data: prints
+                   their memory next to the plan's, the collectives, and where the host waits for the GPU. Needs no
+                   GPU; takes a minute
   output=FILE      the plan as JSON
 
 Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB are

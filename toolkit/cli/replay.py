@@ -1,4 +1,4 @@
-"""Do a step of a run again from the nearest checkpoint: bit for bit, with the loss of each micro-batch.
+"""Repeat one step of a run from the nearest checkpoint: bit for bit, with the loss of each micro-batch.
 
 toolkit replay RUN step=N
 

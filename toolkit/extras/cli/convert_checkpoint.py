@@ -1,4 +1,4 @@
-"""Convert a checkpoint in DeepSpeed's own files: of an older version or another program, to this toolkit's format.
+"""Convert DeepSpeed's own checkpoints: of another program or an older version, to resume from them.
 
 toolkit convert-checkpoint PATH output=DIR
 

@@ -1,4 +1,4 @@
-"""Print a table of what can be trained of a model directory, and how; without one, list the models of model=NAME.
+"""Show which methods can train the models in a directory; without one, list the models of model=NAME.
 
 toolkit models [PATH …] [max_length=1024] [--json]
 

@@ -1,4 +1,4 @@
-"""Train by rounds of sampled answers, rewards, and pairs or best answers; rerun the command to resume.
+"""Sample answers, score them and train on the best, in rounds; rerun the command to resume.
 
 toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prompts=FILE reward=… [rounds=3] [key=value]
 

@@ -1,4 +1,4 @@
-"""Verify that servers feed an export what it was trained on: prompts, logits, calls, stop tokens, config fields.
+"""Verify that servers give an export the prompts of training: also logits, calls, stop tokens, config fields.
 
 toolkit verify-serving PATH [programs=all|none|vLLM,SGLang,llama.cpp] [color=auto]
 
