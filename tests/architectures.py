@@ -118,6 +118,14 @@ WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
         {**TURNED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},  # no experts that are square
         {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     ),
+    "ernie4_5_vl_moe": lambda: wrapper(
+        "ernie4_5_vl_moe",
+        {
+            **{"moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2, "tie_word_embeddings": False},
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+        },
+    ),
     "llava": lambda: wrapper("llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "mistral3": lambda: wrapper("mistral3", {"model_type": "mistral"}),
     "ministral3": lambda: wrapper("mistral3", {"model_type": "ministral3"}),

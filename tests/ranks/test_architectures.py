@@ -54,6 +54,9 @@ NAMES: dict[str, dict[str, object]] = {
     "qwen3_vl": PACKED,
     "qwen3_5": RECOMPUTE,
     "qwen3_5_moe": {},
+    "qwen3_vl_moe": {},
+    "ernie4_5_vl_moe": {"optim.weight_decay": 0.1},
+    "llava": {},
     "mistral3": BF16,
     "ministral3": {},
     "llama4": {},
@@ -68,6 +71,9 @@ LATE = (
         "qwen2_5_vl",
         "qwen3_vl",
         "qwen3_5_moe",
+        "qwen3_vl_moe",
+        "ernie4_5_vl_moe",
+        "llava",
         "mistral3",
         "ministral3",
         "llama4",
@@ -117,17 +123,19 @@ def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     assert found[3] < found[0]
     assert again == found
     counted = [row["router_loss"] for row in rows_of(folder / "runs" / name) if "router_loss" in row]
-    assert len(counted) == (4 if name in ("mixtral", "gpt_oss", "qwen3_5_moe") else 0)
+    assert len(counted) == (4 if name in ("mixtral", "gpt_oss", "qwen3_5_moe", "qwen3_vl_moe") else 0)
     assert all(1.9 < value < 4 for value in counted)  # of the 4 experts each token goes to 2: 2 if balanced
 
 
 @pytest.mark.parametrize("name", by_tier(WRAPPERS, late=LATE))
 def test_what_takes_images_comes_out_as_it_was(name: str, folder: Path) -> None:
-    """Every tensor that came in, those beside the text model bit for bit, though weights decay; and the processor."""
+    """Every tensor that came in, in its shape, those beside the text model bit for bit, though weights decay; and the
+    processor.
+    """
     export = folder / "runs" / name / "export"
     before, after = (weights.read_tensors(place / "model.safetensors") for place in (folder / name, export))
-    assert before.keys() == after.keys()
-    beside = [key for key in before if "vis" in key or "projector" in key]
+    assert {key: value.shape for key, value in before.items()} == {key: value.shape for key, value in after.items()}
+    beside = [key for key in before if "vis" in key or "projector" in key or "resampler" in key]
     assert beside and all(torch.equal(before[key].to(after[key]), after[key]) for key in beside)
     text = [key for key in before if key not in beside]
     assert sum(not torch.equal(before[key].to(after[key]), after[key]) for key in text) > len(text) / 2

@@ -8,11 +8,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests import model_types
 from tests.architectures import CONFIGS, WRAPPERS, built, write
 from toolkit.config.schema import Attention, LossKernel
 from toolkit.messages import ModelError
 from toolkit.models import load_model
 from toolkit.models.attention import choose_attention
+from toolkit.models.fine_tuning import freeze_untrained
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
 from toolkit.models.loss import LossHead, token_loss_sum
@@ -90,6 +92,19 @@ def test_more_in_the_files_than_is_read(tmp_path: Path) -> None:
     assign_state(model, dict(values))
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, wanted(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "marian"])
+def test_what_a_class_holds_constant_is_not_trained(kind: str, tmp_path: Path) -> None:
+    """Biases of routers and sinusoidal positions, which transformers (5.23) loads as trained: weights decay."""
+    built_model = model_types.built(kind)
+    built_model.save_pretrained(tmp_path)
+    constants = {name for name, parameter in built_model.named_parameters() if not parameter.requires_grad}
+    model = load_model(tmp_path)
+    assert constants and all(model.get_parameter(name).requires_grad for name in constants)
+    freeze_untrained(model, tmp_path)
+    assert constants <= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert model.get_input_embeddings().weight.requires_grad
 
 
 def test_a_form_that_cannot_be_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from toolkit.export.write import ExportOptions, write_folder
 from toolkit.messages import ModelError
 from toolkit.models import load, save, stored_form
 
-ARCHITECTURES = ["qwen3_vl_moe", "qwen3_5_moe", "llava", "mixtral", "gpt_oss", "llama4"]
+ARCHITECTURES = ["qwen3_vl_moe", "qwen3_5_moe", "ernie4_5_vl_moe", "llava", "mixtral", "gpt_oss", "llama4"]
 TYPES = ["hrm_text", "inkling2_text", "olmo_hybrid"]
 """Joint matrices in one tensor, interleaved experts, and parts of unequal sizes."""
 

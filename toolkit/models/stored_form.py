@@ -161,28 +161,41 @@ class TransformersLayout(weights.Layout):
                 return _Target(tuple(self._convert(converter, name, empty)), ..., converter)
             except (ArithmeticError, LookupError, RuntimeError, ValueError):  # its shape does not fit
                 return _Target((parameter,))
-        # Supported: experts stacked along the first dimension, and parts (gate, up) concatenated along another.
-        steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
-        is_joint = ("MergeModulelist", 0) in steps
+        return self._part(name, parameter, pattern, converter)
+
+    def _part(self, name: str, parameter: str, pattern: str, converter: loading.WeightConverter) -> _Target:
+        """Return the part of a joint parameter that a stored tensor is: of experts stacked along the first dimension,
+        and of parts (gate, up) concatenated along another.
+        """
+        steps: list[tuple[str, Any]] = [
+            (type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations
+        ]
+        targets = converter.target_patterns
+        if steps == [("ErnieFuseAndSplitTextVisionExperts", None)]:  # the second half of the experts sees images
+            steps = [("MergeModulelist", 0), ("Concatenate", 1)][: len(converter.source_patterns)]
+        is_stacked = ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step in ("Concatenate", "_UnequalParts")]
-        if len(steps) != is_joint + len(joined) or len(joined) > 1 or not steps or (is_joint and "*" not in pattern):
+        if len(steps) != is_stacked + len(joined) or len(joined) > 1 or (is_stacked and "*" not in pattern):
             raise NotStreamable(
                 "{architecture} stores {name} in another form than it computes with, so that it can only be read "
                 "whole, not with zero.stage=3, parallel.pipeline, parallel.expert or tuning=qlora. Use zero=stage2.",
                 architecture=type(self._model).__name__,
                 name=name,
             )
-        index: list[Any] = [self._parts[parameter][pattern].index(name)] if is_joint else []
+        names = self._parts[parameter][pattern]
+        group, number = divmod(names.index(name), -(-len(names) // len(targets)))
+        index: list[Any] = [number] if is_stacked else []
         if joined:
-            axis = joined[0] - is_joint
-            start = sum(self._size(part, axis) for part in self._before(parameter, converter, name, is_joint))
+            axis = joined[0] - is_stacked
+            start = sum(self._size(part, axis) for part in self._before(parameter, converter, name, is_stacked))
             index += [slice(None)] * (joined[0] - len(index)) + [slice(start, start + self._size(name, axis))]
-        return _Target((parameter,), tuple(index) if joined else index[0])
+        target = parameter.replace(targets[0], targets[group])
+        return _Target((target,), tuple(index) if joined else index[0])
 
-    def _before(self, parameter: str, converter: loading.WeightConverter, name: str, is_joint: bool) -> list[str]:
-        """Return the parts that are concatenated before one; `is_joint`: within the same expert."""
+    def _before(self, parameter: str, converter: loading.WeightConverter, name: str, is_stacked: bool) -> list[str]:
+        """Return the parts that are concatenated before one; `is_stacked`: within the same expert."""
         parts = [self._parts[parameter][pattern] for pattern in converter.source_patterns]
-        if is_joint:
+        if is_stacked:
             number = next(names.index(name) for names in parts if name in names)
             parts = [names[number : number + 1] for names in parts]
         names = [name for names in parts for name in names]

@@ -1,9 +1,12 @@
 """Which models cannot be trained, checked before their weights are read; and which parts of a model are not trained."""
 
 import re
+from copy import deepcopy
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from toolkit.config.schema import Family, TaskKind
 from toolkit.messages import ModelError, read_table, say, translated
@@ -107,15 +110,32 @@ _TO_ENCODER = r"encoder_attn|encoder_attn_layer_norm"
 """Modules of decoder layers (BART and its kind) that attend to an encoder, which a causal language model lacks."""
 _CHOOSERS = "indexer"
 """Modules that choose what attention sees (DeepSeek-V3.2, GLM-5, Qwen4): a choice has no gradient."""
+_FOR_IMAGES = "vision_moe"
+"""Modules inside decoder layers that images alone go through (ERNIE 4.5 VL MoE)."""
 
 
 def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the name prefixes of modules to which the loss of text gives no gradient: those of `tower_prefixes`,
-    attention to an encoder that there is not, and indexers. Weight decay would still change them.
+    attention to an encoder that there is not, indexers and constants. Weight decay would still change them.
     """
-    kinds = _CHOOSERS if getattr(model.config, "is_encoder_decoder", False) else f"{_CHOOSERS}|{_TO_ENCODER}"
+    kinds = f"{_CHOOSERS}|{_FOR_IMAGES}"
+    if not getattr(model.config, "is_encoder_decoder", False):
+        kinds += f"|{_TO_ENCODER}"
     others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
-    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others))))
+    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others), *_constants(model))))
+
+
+def _constants(model: PreTrainedModel) -> list[str]:
+    """Return the names of parameters that a model's class creates without gradient: sinusoidal positions (Marian),
+    biases of routers (ERNIE 4.5 MoE, AFMoE). transformers (5.23) lets them have one as it loads them.
+    """
+    if hasattr(model, "code_files"):
+        return []
+    kind, config = type(model), deepcopy(model.config)
+    config._attn_implementation = "eager"
+    with no_init_weights(), torch.device("meta"):
+        fresh = kind(config)
+    return [name for name, parameter in fresh.named_parameters() if not parameter.requires_grad]
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
