@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 from ranks import forked, run
-from shared import STEADY, WORDS, WORKER, PlainOptimizer, losses, rows_of, tiny, trained
+from shared import LORA, STEADY, WORDS, WORKER, PlainOptimizer, losses, rows_of, tiny, trained
 
 STEPS, EVERY = 12, 7
 TOLERANCE = 5e-6
 """Measured: at most 4.1e-7."""
+PAIRS = ["data.sources=[{path: 'FOLDER/p.jsonl'}]", "data.validation=FOLDER/pv.jsonl", "data.shuffle_buffer=0"]
 CELLS: dict[str, list[str]] = {
     "alone": ["data.sources=[{path: 'FOLDER/a*.jsonl'}]"],
     "packed": [
         "data.sources=[{path: 'FOLDER/a*.jsonl'}, {path: 'FOLDER/b.parquet', weight: 0.1}]",
         *("data.packing=packed", "data.shuffle_buffer=4", "data.packing_window=4"),
     ],
+    "pairs": [*PAIRS, "preference=simpo", "optim.lr=0.001"],
+    "dpo": [*PAIRS, "preference=dpo", *LORA],
     # a pass of each lane is 5 or 6 rows, and the 22 rows are 5.5 steps, rounded to 6
     "epochs": ["data.sources=[{path: 'FOLDER/c.jsonl'}]", "train.max_steps=0", "train.epochs=2"],
 }
@@ -39,7 +42,7 @@ def words(folder: Path, name: str, cell: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path) -> Path:
     """Each cell on two ranks and on one, and again from a checkpoint."""
     import pyarrow.parquet
 
@@ -56,6 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
     for number in range(3):
         (folder / f"a{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(30, 2500)))
+    (folder / "p.jsonl").write_text(pairs_file.read_text())
+    (folder / "pv.jsonl").write_text("".join(pairs_file.read_text().splitlines(keepends=True)[:9]))
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(22, 20)))
     table = pyarrow.Table.from_pylist(rows(300, 5))
     pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=50)
@@ -75,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     return folder / "runs"
 
 
-def lanes_of_the_cache(folder: Path, overrides: list[str]) -> tuple[Any, Any, list[list[Any]]]:
+def lanes_of_the_cache(folder: Path, overrides: list[str], files: str) -> tuple[Any, Any, list[list[Any]]]:
     """Return the config, the tokenizer, and the samples of the tokenized cache of all files, of a quarter of the bytes
     each.
     """
@@ -86,7 +91,7 @@ def lanes_of_the_cache(folder: Path, overrides: list[str]) -> tuple[Any, Any, li
     prepared = load_data(cfg)
     begins: dict[str, int] = {}
     end = 0
-    for path in sorted(folder.glob("a*.jsonl")):
+    for path in sorted(folder.glob(files)):
         for line, content in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             begins[f"{path}:{line}"] = end
             end += len(content)
@@ -102,7 +107,7 @@ def test_losses_are_those_of_a_plain_loop(runs: Path) -> None:
     from toolkit.data.loader import collate
     from toolkit.models.load import create_model
 
-    cfg, prepared, lanes = lanes_of_the_cache(runs.parent, words(runs.parent, "plain", "alone"))
+    cfg, prepared, lanes = lanes_of_the_cache(runs.parent, words(runs.parent, "plain", "alone"), "a*.jsonl")
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
     optimizer, wanted = PlainOptimizer(model, cfg, STEPS), []
     for step in range(STEPS):
@@ -114,6 +119,30 @@ def test_losses_are_those_of_a_plain_loop(runs: Path) -> None:
     assert wanted[0] - wanted[-1] > 0.5, "losses that do not move prove nothing"
     for ranks in (1, 2):
         assert losses(runs / f"alone-{ranks}") == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_losses_of_pairs_are_those_of_a_plain_loop(runs: Path) -> None:
+    """SimPO's loss of a pair of each quarter of the data in each step, in the order of the cache."""
+    from toolkit.data.loader import collate
+    from toolkit.models.load import create_model
+
+    cfg, prepared, lanes = lanes_of_the_cache(runs.parent, words(runs.parent, "plain", "pairs"), "p.jsonl")
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+    optimizer, wanted = PlainOptimizer(model, cfg, STEPS), []
+    for step in range(STEPS):
+        pairs = [lane[begin : begin + 2] for lane in lanes for begin in [2 * step % len(lane)]]
+        batch = collate([[answer] for pair in pairs for answer in pair], prepared.pad_id)
+        logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
+        labels = batch["labels"][:, 1:]
+        negative = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none")
+        means = -negative.sum(1) / (labels != -100).sum(1)
+        margins = cfg.preference.beta * (means[::2] - means[1::2]) - cfg.preference.gamma
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        wanted.append(float(loss.detach()))
+        optimizer.step(loss)
+    assert wanted[0] - wanted[-1] > 0.5, "losses that do not move prove nothing"
+    for ranks in (1, 2):
+        assert losses(runs / f"pairs-{ranks}") == pytest.approx(wanted, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -141,7 +170,7 @@ def test_a_resumed_run_is_the_run(cell: str, runs: Path) -> None:
     """From the middle of a file, bit for bit; on another number of ranks as near as that number makes it."""
     saved = json.loads((runs / f"{cell}-2/checkpoints/step-{EVERY}/state.json").read_text())["stream"]
     assert len(saved["lanes"]) == 4
-    assert cell == "epochs" or any(
+    assert cell not in ("alone", "packed") or any(
         offset > 0 and epoch == 0 for lane in saved["lanes"] for epoch, _, offset, *_ in lane
     )
     assert cell != "packed" or all(lane[1] != [0] * 5 for lane in saved["lanes"]), "both sources are read"
@@ -165,12 +194,13 @@ def test_epochs_become_steps(runs: Path) -> None:
 
 
 def test_training_data_are_not_cached(runs: Path) -> None:
-    """Of the validation file alone there is a cache, but for the one that the comparison makes."""
+    """Of the validation files alone there is a cache, but for those that the comparisons make."""
     from toolkit.data.store import read_manifest
 
     files = [read_manifest(store)["files"] for store in (runs.parent / "cache" / "stores").glob("[0-9a-f]*[0-9a-f]")]
-    assert [Path(listed[0]["path"]).name for listed in files if len(listed) == 1] == ["v.jsonl"]
-    assert len(files) <= 2
+    names = [Path(listed[0]["path"]).name for listed in files if len(listed) == 1]
+    assert sorted({*names} - {"p.jsonl"}) == ["pv.jsonl", "v.jsonl"]
+    assert len(files) <= 4
 
 
 def test_other_files_are_named(runs: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import OnBadRow, Packing, RunConfig, SourceConfig
+from toolkit.config.schema import OnBadRow, Packing, PreferenceLoss, RowFormat, RunConfig, SourceConfig
 from toolkit.data import sources, stream
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ConfigError, DataError
@@ -310,7 +310,7 @@ WORDS = ["recipe=quickstart", "model=hf", "model.path=MODEL", "data.path=FILE", 
         (["train.max_steps=5", "data.validation_fraction=0", "data.packing=grouped"], "data.packing = grouped"),
         (["train.max_steps=5", "data.validation_fraction=0", "data.max_samples=9"], "data.max_samples = 9"),
         (["train.max_steps=5", "data.validation_fraction=0", "data.curriculum.steps=3"], "data.curriculum.steps = 3"),
-        (["train.max_steps=5", "data.validation_fraction=0", "preference=dpo"], "preference.loss = sigmoid"),
+        (["train.max_steps=5", "data.validation_fraction=0", "preference=kto"], "preference.loss = kto"),
         (["train.max_steps=5", "data.validation_fraction=0", "model=glm_tiny"], "model.init = random"),
     ],
 )
@@ -332,3 +332,38 @@ def test_what_sources_of_a_stream_cannot_be(tmp_path: Path) -> None:
     cfg.data.streaming = True
     with pytest.raises(ConfigError, match=r"set data.streaming=false"):
         build_caches(cfg, ByteEncoder())
+
+
+def preferences(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"p{n}", "chosen": "good" * (n % 3 + 1), "rejected": f"bad {n}"} for n in range(count)]
+
+
+@pytest.mark.parametrize("shuffle", [0, 7])
+def test_pairs_stay_together(shuffle: int, tmp_path: Path) -> None:
+    """A sequence of a lane is a row's chosen and rejected answer, also where it is shuffled or begins in the middle."""
+    cfg = run_config(tmp_path, write_rows(tmp_path / "a.jsonl", preferences(50)))  # type: ignore[arg-type]
+    cfg.data.sources[0].format, cfg.preference.loss = RowFormat.preference, PreferenceLoss.simpo
+    cfg.batch.global_size, cfg.data.shuffle_buffer = 2, shuffle
+    cache = build_caches(cfg, ByteEncoder()).train
+    data = opened(cfg)
+    passes = [one_pass(data, lane) for lane in range(2)]
+    assert all(len(pair) == 2 and pair[0].where == pair[1].where for pairs in passes for pair in pairs)
+    streamed = Counter(facts(sample) for pairs in passes for pair in pairs for sample in pair)
+    assert streamed == Counter((cache.where(n), tuple(cache[n][0]), tuple(cache[n][1])) for n in range(len(cache)))
+    assert data.steps_per_epoch == 25
+    straight = list(islice(data.steps(0, beginning(data)), 30))
+    again = list(islice(opened(cfg).steps(11, straight[10][1]), 19))
+    assert [[facts(pair[1]) for pair in pairs] for pairs, _ in again] == [
+        [facts(pair[1]) for pair in pairs] for pairs, _ in straight[11:]
+    ]
+
+
+@pytest.mark.parametrize("words", [["preference=dpo"], ["preference=dpo", "tuning=lora", "parallel=pipeline"]])
+def test_a_reference_of_all_data_is_rejected(words: list[str]) -> None:
+    cfg = load(["recipe=quickstart", "data.streaming=true", "data.validation_fraction=0", *words]).cfg
+    with pytest.raises(
+        ConfigError, match=r"preference.loss = sigmoid with data.streaming compares .*\nUse tuning=lora"
+    ):
+        check_stream(cfg)
+    check_stream(load(["recipe=quickstart", "data.streaming=true", "preference=dpo", "tuning=lora"]).cfg)
+    check_stream(load(["recipe=quickstart", "data.streaming=true", "preference=simpo"]).cfg)

@@ -33,7 +33,7 @@ def data_unit(cfg: RunConfig) -> tuple[str, int]:
 
 def shares_prompts(cfg: RunConfig) -> bool:
     """Whether the two answers of a pair share one copy of their prompt, where the model can be trained so."""
-    return cfg.preference.is_paired and cfg.data.share_prefixes
+    return cfg.preference.is_paired and cfg.data.share_prefixes and not cfg.data.streaming
 
 
 def has_reference_in_step(cfg: RunConfig) -> bool:

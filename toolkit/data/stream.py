@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.files import TABLE_SUFFIXES
+from toolkit.config.objective import data_unit
 from toolkit.config.schema import Packing, RowFormat, RunConfig
 from toolkit.data import packing, readers
 from toolkit.data.formats import reader_of
@@ -50,8 +51,10 @@ _ENDS_BYTES = 1 << 16
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 1 << 64
 """Multiples of the golden ratio, modulo 1, divide any stretch of numbers into shares that are off by one at most."""
 _NAMED_BAD_ROWS = 5
-_SAMPLED_PARTS = 32
-"""Equal parts of a source whose first blocks are tokenized to estimate what a pass over it holds."""
+_SAMPLED_PARTS, _SAMPLED_TABLE_PARTS = 32, 8
+"""Equal parts of a source whose first blocks are tokenized to estimate what a pass over it holds; of Parquet files,
+where a block is found by decoding the rows before it in its row group.
+"""
 _SAMPLED_FILES, _SAMPLED_BYTES = 4, 1 << 20
 """Files of a source that are not seekable which are read for it, and how much of each."""
 
@@ -343,6 +346,8 @@ class Stream:
     def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: Sequence[DataFile]) -> None:
         self.data, self.seed, self.lanes = cfg.data, cfg.run.seed, cfg.batch.global_size
         self.is_packed = cfg.data.packing is Packing.packed
+        self.unit = data_unit(cfg)[1]
+        """Samples that stay together: 2, a chosen and a rejected answer; else 1."""
         self.files = list(files)
         self.sources = [[file for file in files if file.source == n] for n in range(len(cfg.data.sources))]
         # A copy, as a tokenizer must not be used by two threads at once. Nothing is written to the folder.
@@ -392,8 +397,9 @@ class Stream:
         are not seekable the first blocks.
         """
         files, sizes, begun = self.sources[source], self.sizes[source], set[Path]()
-        for part in range(_SAMPLED_PARTS):
-            piece = pieces_of(files, sizes, part, _SAMPLED_PARTS)[0]
+        count = _SAMPLED_TABLE_PARTS if files[0].path.suffix.lower() == ".parquet" else _SAMPLED_PARTS
+        for part in range(count):
+            piece = pieces_of(files, sizes, part, count)[0]
             if not piece.is_seekable:
                 if piece.file.path in begun or len(begun) == _SAMPLED_FILES:
                     continue
@@ -418,7 +424,7 @@ class Stream:
     def say_estimate(self) -> None:
         """Say what the sampled rows became, and how long an epoch is by them."""
         lengths = sorted(len(sample.ids) for estimate in self.estimates for sample in estimate.samples)
-        samples = sum(estimate.times * len(estimate.samples) for estimate in self.estimates)
+        samples = sum(estimate.times * len(estimate.samples) for estimate in self.estimates) / self.unit
         say(
             "{rows} rows from all parts of the files, tokenized: {median} tokens in the median, {longest} at most. By "
             "them an epoch is about {samples} samples, {steps} steps (an estimate).",
@@ -510,11 +516,13 @@ class Stream:
 
     def sequences(self, samples: list[StreamSample], key: str) -> list[list[StreamSample]]:
         """Return the samples of a window as sequences, in the order in which they are trained."""
-        if self.data.shuffle_buffer and samples:
-            order = Permutation(len(samples), f"{self.seed} {key}")(np.arange(len(samples)))
-            samples = [samples[number] for number in order.tolist()]
+        units = [samples[begin : begin + self.unit] for begin in range(0, len(samples), self.unit)]
+        if self.data.shuffle_buffer and units:
+            order = Permutation(len(units), f"{self.seed} {key}")(np.arange(len(units)))
+            units = [units[number] for number in order.tolist()]
         if not self.is_packed:
-            return [[sample] for sample in samples]
+            return units
+        samples = [sample for [sample] in units]
         lengths = np.array([len(sample.ids) for sample in samples], np.int64)
         rows: dict[int, list[StreamSample]] = {}
         for row, sample in zip(packing.pack(lengths, self.data.max_length).tolist(), samples, strict=True):
@@ -524,8 +532,9 @@ class Stream:
     def is_full(self, samples: list[StreamSample]) -> bool:
         """Whether a window holds enough samples."""
         wanted = max(1, self.data.shuffle_buffer, self.data.packing_window if self.is_packed else 0)
-        if len(samples) < wanted or not self.is_packed or self.data.packing_window:
-            return len(samples) >= wanted
+        count = len(samples) // self.unit
+        if count < wanted or not self.is_packed or self.data.packing_window:
+            return count >= wanted
         return sum(len(sample.ids) for sample in samples) >= _LEAST_PACKED * self.data.max_length
 
 

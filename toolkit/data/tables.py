@@ -60,12 +60,11 @@ def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator
 
 
 def parquet_file(path: Path) -> Any:
-    """Open a Parquet file; of one behind a URL about a MiB of each column is in memory at a time."""
+    """Open a Parquet file, or one behind a URL. About a MiB of each column is in memory at a time, not a row group."""
     import pyarrow.parquet
 
-    is_local = os.path.exists(path)
-    source = path if is_local else path.open("rb")
-    return pyarrow.parquet.ParquetFile(source, buffer_size=0 if is_local else _BUFFER_BYTES, pre_buffer=False)
+    source = path if os.path.exists(path) else path.open("rb")
+    return pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:

@@ -23,7 +23,8 @@ def task_of(cfg: RunConfig) -> "LanguageTask":
     if cfg.task.kind is TaskKind.language and cfg.preference.is_on:
         is_single = cfg.preference.loss is PreferenceLoss.kto
         name = "preference.KtoTask" if is_single else "preference.PreferenceTask"
-    name = "stream.StreamTask" if cfg.data.streaming else name
+    if cfg.data.streaming:
+        name = "preference_stream.PreferenceStreamTask" if cfg.preference.is_on else "stream.StreamTask"
     if cfg.task.kind is TaskKind.distill and cfg.distill.on_policy:
         name = "on_policy.OnPolicyTask"
     module, _, kind = name.partition(".")

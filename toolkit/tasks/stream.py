@@ -15,6 +15,7 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
 from toolkit.checkpoint import directory
+from toolkit.config import objective
 from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data import packing, stream, tokenize
@@ -47,7 +48,7 @@ class SampledRows:
         """Of an epoch, as estimated."""
         for estimate, source in zip(of_stream.estimates, of_stream.data.sources, strict=True):
             times = source.weight * estimate.times
-            self.num_samples += round(times * len(estimate.samples))
+            self.num_samples += round(times * len(estimate.samples) / of_stream.unit)
             self.num_tokens += round(times * sum(len(sample.ids) for sample in estimate.samples))
             self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in estimate.samples))
             self.samples += estimate.samples
@@ -83,6 +84,13 @@ def check_stream(cfg: RunConfig) -> None:
             raise ConfigError(
                 "{name}.{key} needs the number of rows: remove it, or set data.streaming=false.", name=name, key=key
             )
+    if cfg.preference.needs_reference and not objective.has_reference_in_step(cfg):
+        raise ConfigError(
+            "preference.loss = {loss} with data.streaming compares with a reference that would have to be computed for "
+            "all data before training.\nUse tuning=lora without parallel=pipeline, with which each step computes it, "
+            "or a loss without reference: preference=simpo, orpo or cpo.",
+            loss=cfg.preference.loss.value,
+        )
     if cfg.data.packing is Packing.packed and (reason := language_data.reason_not_to_pack(cfg)):
         raise ConfigError("data.packing = packed with data.streaming: {reason}. Use data.packing=none.", reason=reason)
 
@@ -248,7 +256,7 @@ class StreamTask(LanguageTask):
 
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
         sample = self.sampled.joined(max(2, int(share * self.cfg.data.max_length)))
-        batch = self._collated([[sample]] * rows)
+        batch = self._collated([[sample] * self.stream.unit] * rows)
         return language_data.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))
 
     def _size_of_data(self) -> str:
@@ -268,10 +276,14 @@ class StreamTask(LanguageTask):
         return {**super().summary(run, result), "passes": ends}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        return [*super().end_lines(summary), *self.read_lines(summary)]
+
+    def read_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        """Return what is printed of how the stream was read."""
+        lines = []
         dropped = dict(self.stream.counts.dropped)
         if self.stream.bad_rows:
             dropped[tr("cannot be used")] = self.stream.bad_rows
-        lines = super().end_lines(summary)
         for source, (least, most) in zip(self.cfg.data.sources, summary["passes"], strict=True):
             ends = {"least": f"{least:.2f}", "most": f"{most:.2f}"}
             lines.append(
@@ -301,6 +313,7 @@ def _validation(
         seed=cfg.run.seed,
         sources=[],
         most=cfg.evaluate.max_samples,
+        size=objective.data_unit(cfg)[1],
         cache_dir=Path(cfg.prepare.dir),
     )
     return cache, plan, report
