@@ -121,7 +121,10 @@ WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "ernie4_5_vl_moe": lambda: wrapper(
         "ernie4_5_vl_moe",
         {
-            **{"moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2, "tie_word_embeddings": False},
+            "moe_intermediate_size": [24, 16],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "tie_word_embeddings": False,
             "mlp_layer_types": ["dense", "sparse"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
         },

@@ -512,9 +512,9 @@ class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
     path: str = ""
-    """File, directory or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a directory of such files, or one that `datasets` has saved; relative to the directory where the command was typed, but the shipped files of examples/data are found from anywhere. Unused with format=docstrings."""
+    """File, directory or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a directory of such files, or one that `datasets` has saved; relative to the directory where the command was typed, but the shipped files of examples/data are found from anywhere. With `data.streaming` also a URL, or a .txt list of URLs (docs/data.md#urls). Unused with format=docstrings."""
     hub: str = ""
-    """Instead of `path`: name of a dataset on Hugging Face, such as owner/name; downloaded once into its own cache. `data=owner/name` and `data=owner/name:subset` are short for it."""
+    """Instead of `path`: name of a dataset on Hugging Face, such as owner/name; downloaded once into its own cache, or with `data.streaming` read from there. `data=owner/name` and `data=owner/name:subset` are short for it."""
     subset: str = ""
     """hub: the configuration of the dataset; "" its only one."""
     revision: str = ""
