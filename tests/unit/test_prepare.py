@@ -17,7 +17,7 @@ from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, Tr
 from toolkit.data.store import TRAINED, TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.messages import DataError
-from toolkit.tasks.language_data import _report
+from toolkit.tasks.language_data import _print_report
 
 
 def answers(store: TokenizedCache) -> list[str]:
@@ -252,7 +252,7 @@ def test_windows_end_with_answers_and_dropped_turns_are_counted(tmp_path: Path, 
     )
     report = build_caches(cfg, ByteEncoder()).report
     assert (report.truncated, report.turns_dropped) == (1, 3)
-    _report(report, cfg.data)
+    _print_report(report, cfg.data)
     assert any("1 samples were shortened, which took 3 oldest turns" in line for line in said)
 
 
@@ -473,7 +473,7 @@ def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp
     cfg = made(tmp_path, [{"messages": turns}] * 3)
     report = build_caches(cfg, ByteEncoder()).report
     assert report.message_keys == {"id": 6}
-    _report(report, cfg.data)
+    _print_report(report, cfg.data)
     assert "Keys of messages that are not read: id (6)." in said
     turns[1]["thoughts"] = "because"
     cfg = made(tmp_path, [{"messages": turns}])
