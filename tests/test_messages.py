@@ -286,9 +286,13 @@ def test_sentences_are_joined_by_a_space_where_the_language_has_one() -> None:
 
 def test_most_chinese_is_chinese() -> None:
     without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
-    assert set(without) <= {"{place}：", "{file}: {reason}", "{file}:{line}: {reason}", "{file}：{reason}。"} | {
-        text for text in without if "auto ->" in text
-    }
+    assert set(without) <= {
+        "{place}：",
+        "{file}: {reason}",
+        "{file}:{line}: {reason}",
+        "{file}：{reason}。",
+        "{place}：{reason}。",
+    } | {text for text in without if "auto ->" in text}
 
 
 def test_language_follows_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,3 +240,24 @@ def test_a_deadline_that_is_past(deadline: str, capsys: pytest.CaptureFixture[st
     code, said = check(capsys, f"run.deadline={deadline}")
     assert code == 2
     assert f"run.deadline = {deadline.strip(chr(39))} is past. Name a later time, or run.deadline= for none." in said
+
+
+def test_an_error_of_a_row_ends_in_chinese_as_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["check", *TINY, "data=chat.jsonl", "language=zh"]) == 2
+    said = capsys.readouterr().err
+    assert "chat.jsonl:1：没有键 'response'" in said and said.endswith("。\n") and "}." not in said
+
+
+# A path that is no directory -> what to do instead.
+NO_DIRECTORY = {
+    "quickstart": "It is a recipe: train it, `toolkit train quickstart run.name=NAME`, then type runs/NAME.\n",
+    "Qwen/Qwen3-8B": "Of a model on Hugging Face:  hf download Qwen/Qwen3-8B --local-dir DIR\n",
+}
+
+
+@pytest.mark.parametrize("path", NO_DIRECTORY)
+def test_what_is_no_directory_is_explained(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("chat", "export-model"):
+        assert main([command, path]) == 2
+        assert capsys.readouterr().err.endswith(NO_DIRECTORY[path])

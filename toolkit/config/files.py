@@ -278,7 +278,12 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
         return
     sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""
     sentence = sentence or tr("there is no directory {folder}", folder=path) + "."
-    raise error(joined(sentence, similar_path(path, Path.is_dir)))
+    advice = similar_path(path, Path.is_dir)
+    if str(path) in known_recipes():
+        advice = tr("It is a recipe: train it, `toolkit train {name} run.name=NAME`, then type runs/NAME.", name=path)
+    elif not advice and is_hub_name(str(path)) and path.parts[0] != "runs":
+        advice = tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
+    raise error(joined(sentence, advice))
 
 
 def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:

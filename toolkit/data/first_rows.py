@@ -80,7 +80,7 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
         try:
             parse_row(row) if reader is None else reader.read_all(parse_row(row))
         except RowError as error:
-            errors.append(DataError(f"{file.path}:{line}: {error}."))
+            errors.append(DataError("{place}: {reason}.", place=f"{file.path}:{line}", reason=error))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
     for wrong_row in errors[:_SHOWN_ERRORS]:

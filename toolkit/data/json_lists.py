@@ -123,4 +123,5 @@ class JsonListReader:
         if isinstance(error, json.JSONDecodeError):
             line = self._line_of(error.pos)
             error.colno += self.column if error.lineno == 1 else 0
-        raise DataError(f"{self.path}:{line or self._line_of(self.at)}: {json_error(error)}.")
+        place = f"{self.path}:{line or self._line_of(self.at)}"
+        raise DataError("{place}: {reason}.", place=place, reason=json_error(error))

@@ -118,7 +118,7 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
     try:
         row_format = detect_format(row, file.columns)
     except RowError as error:  # the whole file is meant, so skipping rows would not help
-        raise DataError(f"{file.path}:{line}: {error}.") from None
+        raise DataError("{place}: {reason}.", place=f"{file.path}:{line}", reason=error) from None
     return replace(file, row_format=row_format)
 
 
@@ -297,7 +297,8 @@ def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[
     """Yield (line number, row as a dict by the header's names) of a CSV file; a DataError if it is broken."""
     read, start = 0, file.peek(2)[:2]  # `read`: lines so far; a quoted value may take several
     if start in UTF16_MARKS:
-        raise DataError(f"{path}:1: {json_error(UnicodeDecodeError('utf-8', start, 0, 1, ''))}.")
+        error = json_error(UnicodeDecodeError("utf-8", start, 0, 1, ""))
+        raise DataError("{place}: {reason}.", place=f"{path}:1", reason=error)
 
     def lines() -> Iterator[str]:
         nonlocal read

@@ -24,7 +24,7 @@ from toolkit.data.sources import check_distinct, content_hash, locate_all, row_l
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
-from toolkit.messages import ConfigError, DataError, clauses, say, tr, warn
+from toolkit.messages import ConfigError, DataError, clauses, joined, say, tr, warn
 from toolkit.secrets import hide
 
 
@@ -100,7 +100,10 @@ class PrepareReport(workers.RowCounts):
             reason = tr("cannot be used")
             self.bad_rows += len(counts.bad)
             self.dropped[reason] = self.bad_rows
-            messages = (f"{_file_and_line(built_part, row)}: {why}." for row, why, _ in counts.bad)
+            messages = (
+                tr("{place}: {reason}.", place=_file_and_line(built_part, row), reason=why)
+                for row, why, _ in counts.bad
+            )
             self.examples.setdefault(reason, []).extend(messages)
         for listed in self.examples.values():
             del listed[workers.EXAMPLES :]
@@ -565,7 +568,8 @@ def check_part(data: DataConfig, built_part: BuiltPart, part: Part) -> None:
     if counts.bad and data.on_bad_row is OnBadRow.error:
         row, reason, _ = counts.bad[0]
         mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
-        raise DataError(f"{_file_and_line(built_part, row)}: {reason}. {mend}")
+        text = tr("{place}: {reason}.", place=_file_and_line(built_part, row), reason=reason)
+        raise DataError(joined(text, mend))
     if counts.too_long:
         row, length = counts.too_long[0]
         raise DataError(
