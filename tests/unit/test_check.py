@@ -40,6 +40,9 @@ MISTYPED = {
     "tuning=LoRA": "command line: unknown choice 'tuning=LoRA'. Did you mean 'lora'?",
     "zero=4": "command line: unknown choice 'zero=stage4'. Did you mean 'stage3'?",
     "hostfile=hosts": "command line: unknown key 'hostfile'. Other commands take it: toolkit launch hostfile=FILE",
+    "data.sources.path=a.jsonl": (
+        "command line: unknown key 'data.sources.path'. Did you mean 'data.sources=[{path: VALUE}]'?"
+    ),
     "num_gpus=2": "command line: unknown key 'num_gpus'. Other commands take it: toolkit launch --num_gpus N",
     "data=chat.json": "command line: data.sources[0].path = chat.json: there is no such file (looked in ",
 }

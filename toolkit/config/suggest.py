@@ -46,6 +46,9 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     if elsewhere := _ELSEWHERE.get(path):
         text = joined(text, tr("Other commands take it: {commands}", commands=elsewhere))
         meant = ()
+    elif meant == (path,):  # of the items of a list, without a position
+        section, _, name = path.rpartition(".")
+        text = joined(text, tr("Did you mean '{name}'?", name=f"{section}=[{{{name}: VALUE}}]"))
     elif meant:
         names = "' / '".join(meant[:_MOST_GUESSES])
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
