@@ -132,9 +132,12 @@ def test_what_takes_images_comes_out_as_it_was(name: str, folder: Path) -> None:
     """Every tensor that came in, in its shape, those beside the text model bit for bit, though weights decay; and the
     processor.
     """
-    export = folder / "runs" / name / "export"
+    export, merged = folder / "runs" / name / "export", folder / f"{name}-merged"
     before, after = (weights.read_tensors(place / "model.safetensors") for place in (folder / name, export))
-    assert {key: value.shape for key, value in before.items()} == {key: value.shape for key, value in after.items()}
+    shapes = {key: value.shape for key, value in before.items()}
+    assert {key: value.shape for key, value in after.items()} == shapes
+    export_verified(folder / "runs" / f"{name}-lora", merged, ExportOptions(merge=True))
+    assert {key: value.shape for key, value in stored_tensors(merged).items()} == shapes
     beside = [key for key in before if "vis" in key or "projector" in key or "resampler" in key]
     assert beside and all(torch.equal(before[key].to(after[key]), after[key]) for key in beside)
     text = [key for key in before if key not in beside]
