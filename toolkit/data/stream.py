@@ -194,7 +194,8 @@ class Piece:
         held: list[Any] = []
         if offset >= end:
             return
-        for rows, _ in table_rows(self.file.path, {*readers.FIELDS, *self.file.columns.values()}, offset):
+        names = {*readers.FIELDS, *self.file.columns.values()}
+        for rows, _ in table_rows(self.file.path, names, offset, _BLOCK_ROWS):
             for row in rows:
                 held.append(row)
                 number = offset + len(held)

@@ -23,7 +23,9 @@ _ROWS_OF_ANY_FILE = 1 << 20
 """A file may hold so many rows, or one for each of its bytes: constant columns pack into nothing."""
 
 
-def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def table_rows(
+    path: Path, columns: Collection[str], first: int = 0, most_rows: int = _TABLE_BATCH_ROWS
+) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Yield (rows, bytes of the file read so far) batch by batch from a Parquet or Arrow file. `columns` are read, the
     values of others are None. `first`: the number, from 0, of the first row of a Parquet file that is wanted; its row
     groups before that are not read.
@@ -40,9 +42,7 @@ def table_rows(path: Path, columns: Collection[str], first: int = 0) -> Iterator
             while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
                 done, group = done + file.metadata.row_group(group).num_rows, group + 1
             groups = range(group, file.num_row_groups)
-            for full_batch in (
-                file.iter_batches(_TABLE_BATCH_ROWS, row_groups=[*groups], columns=read) if groups else ()
-            ):
+            for full_batch in file.iter_batches(most_rows, row_groups=[*groups], columns=read) if groups else ():
                 batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))
                 done += full_batch.num_rows
                 for rows in _table_rows_of(batch, names):
