@@ -128,6 +128,7 @@ def test_what_is_printed(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureF
         ('{"model_type": "qwen3", "num_hidden_layers": 100000000}', "is not a whole number from 1 to 4,096"),
         ('{"model_type": "nothing"}', "cannot load the model"),
         ('{"model_type": "t5"}', "which is no causal language model"),
+        ('{"model_type": "pix2struct"}', "which is no causal language model"),
     ],
 )
 def test_mistakes(content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -323,9 +323,12 @@ def transformers_config(folder: Path) -> Any:
 
 
 def registered_class(config: Any) -> Any:
-    """Import and return transformers' class for a config, multimodal or of text; None if there is neither."""
+    """Import and return transformers' class for a config, multimodal or of text; None if there is neither, or if the
+    multimodal one writes text to what its encoder has seen alone (Florence-2, Pix2Struct, T5Gemma 2).
+    """
     multimodal, text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return multimodal.get(type(config), None) or text.get(type(config), None)
+    of_images = None if config.is_encoder_decoder else multimodal.get(type(config), None)
+    return of_images or text.get(type(config), None)
 
 
 def model_class(config: Any) -> Any:
