@@ -86,9 +86,8 @@ def check_stream(cfg: RunConfig) -> None:
             )
     if cfg.preference.needs_reference and not objective.has_reference_in_step(cfg):
         raise ConfigError(
-            "preference.loss = {loss} with data.streaming compares with a reference that would have to be computed for "
-            "all data before training.\nUse tuning=lora without parallel=pipeline, with which each step computes it, "
-            "or a loss without reference: preference=simpo, orpo or cpo.",
+            "preference.loss = {loss} needs a reference, which cannot be computed before training with data.streaming."
+            "\nUse tuning=lora without parallel=pipeline (each step computes it), or preference=simpo, orpo or cpo.",
             loss=cfg.preference.loss.value,
         )
     if cfg.data.packing is Packing.packed and (reason := language_data.reason_not_to_pack(cfg)):

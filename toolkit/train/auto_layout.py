@@ -11,6 +11,7 @@ from toolkit.checkpoint import directory
 from toolkit.config import mesh
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0, world_size
+from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, OutOfMemory, say, tr
@@ -147,8 +148,10 @@ def _next_rows(sizes: Sequence[int], before: RowsMemory, last: RowsMemory, limit
     return max(fitting, default=rows)
 
 
-def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
-    """Give an engine that was built with others `cfg`'s micro-batch and accumulation, before step 1 (0.19.8)."""
+def apply_settled(engine: DeepSpeedEngine, cfg: RunConfig, ds: DsConfig, total_steps: int) -> None:
+    """Give an engine that was built to find the micro-batch the settled config's micro-batch, accumulation and
+    schedule, before step 1 (0.19.8).
+    """
     rows, accumulation = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)
     # set_train_batch_size would divide by all ranks, also by those of one model that share their rows.
@@ -156,3 +159,6 @@ def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
     engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = accumulation
+    engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
+    settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+    engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}

@@ -105,7 +105,11 @@ class Trainer:
         schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
-        engine, guard = self._build_engine(cfg, ds, source) if built is None else self._apply_settled(built, ds)
+        if built is not None:
+            from toolkit.train import auto_layout
+
+            auto_layout.apply_settled(built[0], cfg, ds, total_steps)
+        engine, guard = built or self._build_engine(cfg, ds, source)
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
@@ -228,18 +232,6 @@ class Trainer:
         engine = start_engine(module, cfg, ds, self.task.total_steps, source.folder)
         self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
-
-    def _apply_settled(self, built: BuiltEngine, ds: ds_config.DsConfig) -> BuiltEngine:
-        """Apply the settled config to the engine that was built to find the micro-batch."""
-        from toolkit.train import auto_layout
-
-        engine, _ = built
-        cfg, total_steps = self.cfg, self.task.total_steps
-        auto_layout.set_micro_batch(engine, cfg)
-        engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
-        settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
-        engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}
-        return built
 
     def _record_start(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> directory.RunState:
         """Return the starting state, and write down what the run is. For rank 0 only."""
