@@ -2,6 +2,7 @@
 """Write the table of docs/model_types.md and its Chinese from the newest benchmarks/*-types.json."""
 
 import json
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ TEXTS = {
     "failed": ("**fails**", "**失败**"),
     "grouped": ("grouped", "grouped"),
     "source": (
-        "{count} types of transformers {transformers}; first losses within {loss:.0e} of a plain transformers loop, "
-        "gradient norms within {norm:.0e}, logits of exports within {logits:.0e} of their spread. "
+        "{count} types of transformers {transformers}; first losses within {loss} of a plain transformers loop, "
+        "gradient norms within {norm}, logits of exports within {logits} of their spread. "
         "DeepSpeed {deepspeed}, torch {torch}: `{command}`, ",
-        "transformers {transformers} 的 {count} 种类型；首步 loss 与普通 transformers 循环相差不超过 {loss:.0e}，"
-        "梯度范数不超过 {norm:.0e}，导出模型的 logits 与其标准差之比不超过 {logits:.0e}。"
+        "transformers {transformers} 的 {count} 种类型；首步 loss 与普通 transformers 循环相差不超过 {loss}，"
+        "梯度范数不超过 {norm}，导出模型的 logits 与其标准差之比不超过 {logits}。"
         "DeepSpeed {deepspeed}，torch {torch}：`{command}`，",
     ),
     "run": ("{count} types on {date} at commit {commit}", "{date} 在提交 {commit} 上运行 {count} 种"),
@@ -71,7 +72,7 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
             cells.append(text)
         lines.append(cells)
     figures = {
-        name: max(cell.get(name, 0) for row in types.values() for cell in row.values())
+        name: _bound(max(cell.get(name, 0) for row in types.values() for cell in row.values()))
         for name in ("loss", "norm", "logits")
     }
     source = TEXTS["source"][column].format(
@@ -90,6 +91,12 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
     return "\n".join(
         [*map(page_tables.row, lines), "", source, "", TEXTS["why"][column], "", *listed, "", not_built, ""]
     )
+
+
+def _bound(value: float) -> str:
+    """Return a number that is not below a value, with one digit."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / power) * power:.0e}"
 
 
 def _general(reason: str, kind: str) -> str:
