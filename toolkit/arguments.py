@@ -114,7 +114,7 @@ def named_recipe(word: str, following: str = "") -> str:
             next word, its value perhaps.
     """
     is_file = "=" not in word and word.endswith((".yaml", ".yml"))
-    if not is_file and word not in known_recipes():
+    if not is_file and ("=" in word or word not in known_recipes()):
         _check_equals(word, following)
     return f"recipe={word}" if is_file or re.fullmatch(_ALONE, word) else word
 

@@ -178,8 +178,7 @@ def _open_directory(
     architecture = directory.architecture_of(config)
     layout: weights.Layout
     if architecture is None:
-        layout = stored_form.TransformersLayout(model, files.shapes)
-        stored_form.record(model, files.shapes, layout)
+        layout = stored_form.record(model, files.shapes)
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
         from toolkit.models.chatglm.modeling import official_layout
@@ -381,9 +380,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
         files = weights.WeightFiles(folder)
-        layout = stored_form.TransformersLayout(model, files.shapes)
-        stored_form.record(model, files.shapes, layout)
-        record_extra_tensors(model, files, layout)
+        record_extra_tensors(model, files, stored_form.record(model, files.shapes))
     return _prepare_loaded(model, folder)
 
 

@@ -273,16 +273,16 @@ def as_stored(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch
     return stored
 
 
-def record(
-    model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]], layout: TransformersLayout | None = None
-) -> None:
-    """Let exports of a model have the form of the files that it came from, of which `stored` has names and shapes."""
-    if hasattr(model, "code_files"):
-        return  # transformers does not convert what a directory's own code loads
-    layout = layout or TransformersLayout(model, stored)
-    model._weight_conversions = layout.conversions()
-    if get_model_conversion_mapping(model, add_legacy=False):
-        model.stored_shapes = {name: [*shape] for name, shape in stored.items()}
+def record(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> TransformersLayout:
+    """Let exports of a model have the form of the files that it came from, of which `stored` has names and shapes.
+    Return how these files fill its parameters.
+    """
+    layout = TransformersLayout(model, stored)
+    if not hasattr(model, "code_files"):  # transformers does not convert what a directory's own code loads
+        model._weight_conversions = layout.conversions()
+        if get_model_conversion_mapping(model, add_legacy=False):
+            model.stored_shapes = {name: [*shape] for name, shape in stored.items()}
+    return layout
 
 
 def restore(model: PreTrainedModel, folder: Path) -> None:
