@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 from toolkit.secrets import hide
 
+_PLACE = re.compile(r"^(?:\S+:\d+|command line|命令行)[:：] ?")
+"""The place that a message may begin with: "recipes/x.yaml:12: "."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _FULL_WIDTH = ("。", "！", "？", "；", "：", "）")
 _language = ""
@@ -405,11 +407,22 @@ class Problems:
             text = str(part)
             if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
                 continue
-            if len(self.errors) < MOST:
-                self._texts.add(text)
-                self.errors.append(part)
+            unplaced = _PLACE.sub("", text)
+            for index, error_before in enumerate(self.errors):
+                if str(error_before) == unplaced != text:  # the same, found where its line was not known
+                    self.errors[index] = part
+                    self._texts.add(text)
+                    break
             else:
-                self.more += 1
+                self._keep(part, {text, unplaced})
+
+    def _keep(self, error: ToolkitError, texts: set[str]) -> None:
+        """Keep an error, or count it if as many as are shown are there already; `texts`: with and without its place."""
+        if len(self.errors) < MOST:
+            self._texts |= texts
+            self.errors.append(error)
+        else:
+            self.more += 1
 
     def settle(self) -> None:
         """From here on skip errors that mention a key which an error so far is about: its value is not known."""

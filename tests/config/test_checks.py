@@ -425,6 +425,13 @@ def test_independent_errors_are_reported_together(words: str, tmp_path: Path) ->
         assert found.count(sentence) == 1, found
 
 
+def test_one_error_that_two_checks_find_is_reported_once() -> None:
+    problems = Problems()
+    for text in ("r.yaml:5: size = 12", "size = 13", "size = 12", "r.yaml:6: size = 13", "r.yaml:7: size = 12"):
+        problems.add(ConfigError("{text}", text=text))
+    assert list(map(str, problems.errors)) == ["r.yaml:5: size = 12", "r.yaml:6: size = 13", "r.yaml:7: size = 12"]
+
+
 def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("defaults:\n  - zero1\n  - _self_\nbatch:\n  global_size: 12\n")

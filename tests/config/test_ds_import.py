@@ -358,6 +358,7 @@ def test_all_wrong_types_are_one_message(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 0}, "must be a whole number of at least 1."),
         ({"zero": {"stage": 3}}, "DeepSpeed has no key 'zero'"),
         ({"fp_16": {"enabled": True}}, "Did you mean 'fp16'?"),
+        ({"model_type": "llama", "architectures": []}, "none of its keys is DeepSpeed's; the first is 'model_type'."),
         ({"lr": 1}, "is in the wrong section"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "warmup_max_lr = 0.001, but the optimizer's lr"),
     ],

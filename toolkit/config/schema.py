@@ -991,8 +991,8 @@ class ZeroConfig:
     """Stages 1, 2: elements that are gathered at once."""
     round_robin_gradients: bool = False
     """Stages 1, 2 with CPU offload: spread the copying of gradients evenly over the ranks."""
-    sub_group_size: PositiveInt = 1000000000
-    """Stage 3: elements of one optimizer tile."""
+    sub_group_size: NonNegativeInt = 1000000000
+    """Stage 3: elements of one optimizer tile; 0: each parameter is one."""
     stage3_prefetch_bucket_size: NonNegativeInt = 50000000
     """Stage 3: elements fetched ahead of their use."""
     stage3_param_persistence_threshold: NonNegativeInt = 100000

@@ -43,8 +43,13 @@ WARMUP_DEFAULTS: dict[str, Any] = {
     "cos_min_ratio": 0.0001,
 }
 """Defaults of DeepSpeed's schedulers."""
-_HARMLESS = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.last_batch_iteration")
-"""Keys without effect that look like misspellings of others."""
+_HARMLESS = (
+    "zero_optimization.cpu_offload_use_pin_memory",
+    "scheduler.params.last_batch_iteration",
+    "comms_config",
+    "data_efficiency",
+)
+"""Keys without effect, in files for DeepSpeed nevertheless."""
 _SIMILARITY = 0.8
 """From this similarity on (difflib) an unknown name is a misspelling."""
 _DERIVED_TYPES: dict[str, type] = {
@@ -676,8 +681,10 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
         raise ConfigError("{path} is not JSON: {reason}", path=path, reason=reason_of(error)) from error
     if not isinstance(values, dict):
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
-    where, notes = _lines_of_keys(text, path), dict[str, str]()
+    where, notes, names = _lines_of_keys(text, path), dict[str, str](), list(values)
     values = _without_ignored(values, ds_keys.KEYS, "", where, notes)
+    if names and not values and not any(name in ds_keys.RENAMED or _is_harmless(name, name) for name in names):
+        raise ConfigError("{path}: none of its keys is DeepSpeed's; the first is '{key}'.", path=path, key=names[0])
     for key in ds_keys.wrong_keys(values):
         problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_keys.key_problem(key)}"), key)
     return values, where, notes
@@ -761,14 +768,18 @@ def _without_ignored(
     return result
 
 
-def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
-    """Whether an unknown name is no misspelling, but a comment, a removed feature, or another program's key."""
-    if (
-        key in ds_keys.REMOVED
-        or key in _HARMLESS
+def _is_harmless(key: str, name: str) -> bool:
+    """Whether a name that DeepSpeed does not know belongs in its files: a comment, or a removed feature."""
+    return (
+        key in {*ds_keys.REMOVED, *ds_keys.INSTEAD, *_HARMLESS}
         or name.startswith(("_", "#", "//"))
         or name.lower().startswith("comment")
-    ):
+    )
+
+
+def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
+    """Whether an unknown name is no misspelling, but a comment, a removed feature, or another program's key."""
+    if _is_harmless(key, name):
         return True
     elsewhere = {other.rpartition(".")[2] for other in ds_keys.json_keys()}
     close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY)

@@ -389,6 +389,8 @@ class _RankPlanner:
         self.largest_of_all = max(map(math.prod, outline.shapes.values()))
         self.rows = longest_rows(outline, cfg, on_cpu)
         zero = cfg.zero
+        # Elements that stage 3 updates at once: a tile is closed by the parameter with which it reaches its size.
+        self.tile = min(self.own_trained, max(zero.sub_group_size, self.part(self.largest)))
         self.offloads = zero.offload_optimizer.device is not schema.Device.none
         # What engine/bf16_adam.py computes at once: five tensors in float32.
         self.chunk = 4 * bf16_chunk_elements(self.own_trained) if has_bf16_states else 0
@@ -568,15 +570,14 @@ class _RankPlanner:
         if zero.offload_optimizer.device is schema.Device.cpu:
             parts["optimizer"] = int((self.master + self.states) * part)
         elif zero.offload_optimizer.device is schema.Device.nvme:
-            tile = min(part, zero.sub_group_size)
-            parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
+            parts["optimizer"] = 4 * self.tile * zero.offload_optimizer.buffer_count
         if self.offloads:
             parts["gradients"] = (4 + self.grad) * part if zero.stage == 3 else (4 + 2 * self.weight) * part
             if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
                 chosen = 2 * self.weight * int(self.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
                 parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
             if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
-                parts["gradients"] += 4 * min(part, zero.sub_group_size)
+                parts["gradients"] += 4 * self.tile
         if zero.offload_param.device is schema.Device.cpu:
             parts["weights"] = self.weight * self.own_all
         elif zero.offload_param.device is schema.Device.nvme:
@@ -728,7 +729,7 @@ def _stage3(rank: _RankPlanner) -> _StageMemory:
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
-        update={} if rank.offloads else {"gradients": rank.master * min(part, zero.sub_group_size) + rank.chunk},
+        update={} if rank.offloads else {"gradients": rank.master * rank.tile + rank.chunk},
     )
 
 
