@@ -152,7 +152,7 @@ def make_late(steps: int, number: int) -> None:
 
     def decide(deadline: Any, step: int) -> int:
         if step == number:
-            late_s = deadline.at - deadline.end_s() - (steps + 0.5) * deadline.costs.step - time.time()
+            late_s = deadline.deadline_at - deadline.end_s() - (steps + 0.5) * deadline.costs.step - time.time()
             # Both clocks: of one alone it would have been set.
             later = {name: partial(lambda real: real() + late_s, getattr(time, name)) for name in ("time", "monotonic")}
             module.time = SimpleNamespace(**{**vars(time), **later})

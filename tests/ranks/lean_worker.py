@@ -159,16 +159,16 @@ WAITS_OF_STEP = {0: 2, 1: 4, 2: 4, 3: 3}
 def check_waits_of_step(stage: int, dtype: str) -> None:
     """From the first forward pass to the end of the update a host waits for its device no more often than this."""
     engine, task, watch = build(stage, dtype), LanguageTask(), Watch()
-    guard, sizes = StepGuard(engine, TrainConfig()), task.sizes
+    guard, token_counts = StepGuard(engine, TrainConfig()), task.token_counts
     step.train_step(engine, task, window(0), 2, guard)
     with ExitStack() as stack:
 
-        def count_from_here(batches: list[dict[str, torch.Tensor]]) -> list[int]:
-            counts = sizes(batches)  # of batches on the host
+        def count_from_here(batches: list[dict[str, torch.Tensor]]) -> step.TokenCounts:
+            counts = token_counts(batches)  # of batches on the host
             stack.enter_context(watch.whole())
             return counts
 
-        task.sizes = count_from_here  # type: ignore[method-assign]
+        task.token_counts = count_from_here  # type: ignore[method-assign]
         step.train_step(engine, task, window(1), 2, guard)
     # With overflows of half precision stage 2 looks once more.
     expected = WAITS_OF_STEP[stage] + (stage == 2 and dtype == "bf16")

@@ -55,14 +55,14 @@ def test_an_amd_gpu_is_called_cuda(rocm: dict[str, str], monkeypatch: pytest.Mon
 def test_an_amd_gpu_needs_no_nvcc(rocm: dict[str, str]) -> None:
     tools = compilers.tools_for(["fused_adam"], rocm)
     assert "nvcc" not in tools and tools["hipcc"] is False
-    cfg, why = native_ops.with_optimizer(load(["recipe=quickstart", "optim.torch=auto"]).cfg, rocm)
+    cfg, why = native_ops.resolve_optimizer(load(["recipe=quickstart", "optim.torch=auto"]).cfg, rocm)
     assert cfg.optim.torch is True and "hipcc" in why and "nvcc" not in why
 
 
 @pytest.mark.parametrize("words", [[], ["optim=lion"]])
 def test_an_npu_needs_no_compiler_for_the_optimizer(words: list[str]) -> None:
     loaded = load(["recipe=quickstart", "optim.torch=auto", *words])
-    cfg, why = native_ops.with_optimizer(loaded.cfg, NPU)
+    cfg, why = native_ops.resolve_optimizer(loaded.cfg, NPU)
     assert (cfg.optim.torch, why) == (False, "DeepSpeed's accelerator npu brings its own")
     assert native_ops.needed_ops(cfg, NPU) == []
     native_ops.check_compiler(loaded, NPU)

@@ -206,7 +206,7 @@ def test_a_run_that_is_late_at_once_still_reaches_the_end_of_its_schedule(
             schedule.fit(end - step)
     assert step == 33, "the step after the decision's next one"
     assert rates[-1] == pytest.approx(rates[-2] / 2, rel=0.03)
-    assert run.at - clock.now == pytest.approx(100 - 60 - 3.3)
+    assert run.deadline_at - clock.now == pytest.approx(100 - 60 - 3.3)
 
 
 def test_time_for_everything_is_said_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +237,11 @@ def test_a_resumed_run_knows_its_pace_at_once(tmp_path: Path, monkeypatch: pytes
     kept = recorded_last_steps(tmp_path)
     second = until(tmp_path, at, start=30)
     assert recorded_last_steps(tmp_path) == {step: last for step, last in kept.items() if step <= 30}
-    assert second.last == kept[max(step for step in kept if step <= 30)]
+    assert second.end_step == kept[max(step for step in kept if step <= 30)]
     clock.now += 100  # it took its time to start again
     assert 31 < clock.run(second, 31, 3.0) < second.total_steps
     later = until(tmp_path, at + 3600, start=30)
-    assert later.last == later.total_steps, "another deadline is another plan"
+    assert later.end_step == later.total_steps, "another deadline is another plan"
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 365 * 86400.0, -365 * 86400.0])
@@ -259,7 +259,7 @@ def test_a_duration_does_not_follow_a_clock_that_is_set(
     clock.set_by = jump_s
     assert clock.run(run, 11, 1.0) == before, "as if nothing had happened"
     assert [line for line in lines if "the clock was set " + ("forward" if jump_s > 0 else "back") in line]
-    assert deadline_of(cfg, tmp_path) == at + jump_s == run.at, "kept for the next start"
+    assert deadline_of(cfg, tmp_path) == at + jump_s == run.deadline_at, "kept for the next start"
     clock.set_by = 0  # while no run was there
     assert deadline_of(cfg, tmp_path) == at
 

@@ -84,9 +84,13 @@ def test_hooks_hear_of_the_end_however_it_comes() -> None:
 
 
 def test_votes_add_up_by_name() -> None:
-    votes = [StepVote(stops=1, proven=1, last_step=70), StepVote(proven=1, lost_run_dir=1), StepVote(save_due=1)]
+    votes = [
+        StepVote(stops=1, save_verified=1, last_step=70),
+        StepVote(save_verified=1, lost_run_dir=1),
+        StepVote(save_due=1),
+    ]
     sums = [sum(numbers) for numbers in zip(*(vote.pack() for vote in votes), strict=True)]
-    assert StepVote.unpack(sums) == StepVote(stops=1, proven=2, lost_run_dir=1, save_due=1, last_step=70)
+    assert StepVote.unpack(sums) == StepVote(stops=1, save_verified=2, lost_run_dir=1, save_due=1, last_step=70)
 
 
 def test_nothing_keeps_a_loop_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_auto(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ: lacking)
-    cfg, why = native_ops.with_optimizer(load([*AUTO, *words]).cfg, environ)
+    cfg, why = native_ops.resolve_optimizer(load([*AUTO, *words]).cfg, environ)
     assert (cfg.optim.torch, why) == (expected, reason)
 
 
@@ -57,7 +57,7 @@ def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "fused_adam" / "fused_adam.so").touch()
     environ = {**GPU, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     loaded = load(AUTO)
-    assert native_ops.with_optimizer(loaded.cfg, environ)[0].optim.torch is False
+    assert native_ops.resolve_optimizer(loaded.cfg, environ)[0].optim.torch is False
     native_ops.check_compiler(loaded, environ)
 
 
@@ -132,7 +132,7 @@ def test_all_ranks_and_sessions_take_the_same(
     state = SimpleNamespace(config={"optim": {"torch": before}})
     monkeypatch.setattr(settle.directory, "read_run_state", lambda checkpoint: state)
     source = RunSource(Path("run"), None if before is None else Path("step-1"))
-    cfg = settle.with_optimizer(load(AUTO).cfg, source)
+    cfg = settle.agree_on_optimizer(load(AUTO).cfg, source)
     assert cfg.optim.torch is expected
 
 
@@ -162,7 +162,7 @@ def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ=None: [])
     given = load([*AUTO, *words]).cfg
-    return settle.with_ops(native_ops.with_optimizer(given)[0], given)
+    return settle.build_ops(native_ops.resolve_optimizer(given)[0], given)
 
 
 @pytest.mark.parametrize(("error", "told"), [(NO_CUDA, "CUDA_HOME does not exist"), (NINJA, r"x.cu\(1\): error: no")])
@@ -315,7 +315,7 @@ def test_missing_headers_are_an_error_or_another_optimizer(tmp_path: Path, monke
     (tmp_path / "bin/nvcc").touch()
     monkeypatch.setattr(compilers, "_include_folders", lambda environ: [])
     environ = {**GPU, "CUDA_HOME": str(tmp_path)}
-    assert native_ops.with_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
+    assert native_ops.resolve_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
     with pytest.raises(ConfigError, match=r"fused_adam.* cusolverDn\.h \(looked in .*/include\) .*CPATH.*torch=true"):
         native_ops.check_compiler(load([*AUTO, "optim.torch=false"]), environ)
 

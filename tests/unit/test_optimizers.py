@@ -17,7 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from peft.optimizers import create_loraplus_optimizer
 
 from toolkit.config.load import LoadedConfig, load
-from toolkit.config.native_ops import with_optimizer
+from toolkit.config.native_ops import resolve_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine import bf16_adam
@@ -304,7 +304,7 @@ def test_json_there_and_back(name: OptimizerName, tmp_path: Path, monkeypatch: p
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(values))
     again, _ = import_json(str(file), silent(), 8)
-    expected = with_optimizer(cfg)[0] if OPTIMIZERS[name].takes_adam else cfg  # else the JSON does not say
+    expected = resolve_optimizer(cfg)[0] if OPTIMIZERS[name].takes_adam else cfg  # else the JSON does not say
     assert again.cfg.optim == expected.optim
 
 

@@ -75,5 +75,5 @@ def test_a_folder_of_ops_of_another_user_is_named(tmp_path: Path, monkeypatch: p
     forbid(monkeypatch, tmp_path, os.W_OK)
     cfg = load(["recipe=quickstart", "zero=stage2_offload", "optim.torch=false"]).cfg
     with pytest.raises(LaunchError, match="TORCH_EXTENSIONS_DIR name a directory of yours") as error:
-        settle.with_ops(cfg, cfg)
+        settle.build_ops(cfg, cfg)
     assert "apt install" not in str(error.value) and str(tmp_path) in str(error.value)

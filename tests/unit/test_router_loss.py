@@ -17,7 +17,14 @@ from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
 from toolkit.models.loss import loss_head, token_loss_sum
-from toolkit.models.router_loss import Routers, balance_loss, expert_loads, load_metrics, routers_of, within_capacity
+from toolkit.models.router_loss import (
+    Routers,
+    balance_loss,
+    expert_load_metrics,
+    expert_loads,
+    routers_of,
+    within_capacity,
+)
 from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import train_step
 
@@ -243,10 +250,10 @@ def test_a_rate_needs_an_export_of_the_model() -> None:
 
 
 def test_metrics_of_loads() -> None:
-    assert load_metrics([[2, 2], [3, 3]]) == {"expert_load_max": 1, "expert_unused": 0, "router_entropy": 1}
-    found = load_metrics([[4, 0, 0, 0], [1, 1, 1, 1]])
+    assert expert_load_metrics([[2, 2], [3, 3]]) == {"expert_load_max": 1, "expert_unused": 0, "router_entropy": 1}
+    found = expert_load_metrics([[4, 0, 0, 0], [1, 1, 1, 1]])
     assert found == {"expert_load_max": 4, "expert_unused": 3 / 8, "router_entropy": 0.5}
-    assert load_metrics([[5]])["router_entropy"] == 1
+    assert expert_load_metrics([[5]])["router_entropy"] == 1
 
 
 def kept_by_hand(chosen: Any, weights: Any, is_real: list[bool], size: int, factor: float) -> list[list[bool]]:

@@ -28,7 +28,7 @@ _KINDS[schema.OptimizerName.lion] = "lion"
 """Optimizers that DeepSpeed has ops for; for Muon, the Adam of its other parameters."""
 
 
-def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
+def resolve_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
     """Return a config whose `optim.torch` is true or false, and why auto is that here; "" where it was given."""
     if cfg.optim.torch != schema.AUTO:
         return cfg, ""
@@ -58,7 +58,7 @@ def _optimizer_op(cfg: schema.RunConfig, kind: str) -> str:
 
 def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the ops that DeepSpeed uses for a recipe, by the names under which it builds them."""
-    cfg, _ = with_optimizer(cfg, environ)
+    cfg, _ = resolve_optimizer(cfg, environ)
     offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
     kind, ops = device_here(environ), []
     if not cfg.optim.torch and cfg.optim.name in _KINDS:

@@ -168,8 +168,14 @@ def _read_when(keys: str, condition: str, reason: str = "{key} is {value}", test
 
 @cache
 def expand(patterns: str) -> tuple[str, ...]:
-    """Return the keys of the schema that match patterns."""
-    return tuple(key for pattern in patterns.split() for key in dotted_keys.all_keys() if fnmatchcase(key, pattern))
+    """Return the keys of the schema that match patterns; ValueError for a pattern that matches none."""
+    expanded: list[str] = []
+    for pattern in patterns.split():
+        matching = [key for key in dotted_keys.all_keys() if fnmatchcase(key, pattern)]
+        if not matching:
+            raise ValueError(f"{pattern} matches no key")
+        expanded += matching
+    return tuple(expanded)
 
 
 READ_WHEN: tuple[ReadWhen, ...] = (

@@ -119,7 +119,9 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Yield an error for two keys that set the same thing, both in one file or both on the command line."""
+    """Yield an error for two lengths of the run if one place sets both (else the later one counts), and for two lengths
+    of the warm-up wherever they are from. A place is a file or the command line.
+    """
 
     def are_from_one_place(*keys: str) -> bool:
         return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1

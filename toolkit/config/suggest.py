@@ -79,14 +79,23 @@ def keys_meant(path: str) -> tuple[str, ...]:
 
 
 def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
-    """Return the keys whose last part is most like a name, ours or another program's; those of its section first."""
+    """Return the keys that a mistyped one is most like, ours or those for another program's name, by the first rule
+    that gives any: what is surest first, so that the order is what decides.
+
+    Args:
+        prefix: The section as typed, "" for none.
+        shown: The whole key as typed, without positions in lists.
+        name: Its last part.
+    """
     here = {sibling: (f"{prefix}.{sibling}" if prefix else sibling,) for sibling in members(_without_indices(prefix))}
     ours: dict[str, tuple[str, ...]] = {}
     for key in all_keys():
         leaf = key.rpartition(".")[2]
         ours[leaf] = (*ours.get(leaf, ()), key)
     theirs = {
-        name: keys for name, keys in foreign_names().items() if not any(f"{key}.".startswith(name) for key in REMOVED)
+        foreign: keys
+        for foreign, keys in foreign_names().items()
+        if not any(f"{key}.".startswith(foreign) for key in REMOVED)
     }
     if close := _most_similar(name, here, _LEAST_NAME) or (prefix and _with_words_of(name, here)):
         return here[close]

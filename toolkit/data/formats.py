@@ -47,7 +47,7 @@ class Conversation:
     """What the row says of its answer: 1 good, 0 bad; of a pair the margin."""
     label: str | None = None
     """What a classifier is to find."""
-    is_read: bool = False
+    is_input_only: bool = False
     """Whether the whole is read, and nothing of it is trained to be written."""
 
     @property

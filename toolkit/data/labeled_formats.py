@@ -182,7 +182,7 @@ class ClassReader(PairReader):
             raise RowError("'{key}' is empty: the row has no label", key=key)
         is_text = self.names["text"] in mapping
         conversation = self._read_as(RowFormat.text, mapping) if is_text else self._shared_conversation(mapping)
-        return [replace(conversation, messages=_without_loss_flags(conversation), label=label, is_read=True)]
+        return [replace(conversation, messages=_without_loss_flags(conversation), label=label, is_input_only=True)]
 
     def _keys_left_out(self, with_answer: bool) -> set[str]:
         """Return the row's keys that are not of the text to classify: an answer, if there is one, is part of it."""
@@ -206,7 +206,7 @@ class TextPairReader(PairReader):
         texts += [required_text({f"{key}[{index}]": text}, f"{key}[{index}]") for index, text in enumerate(items)]
         if texts[1] in texts[2:]:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
-        return [Conversation([plain_message(TEXT, text)], is_read=True) for text in texts]
+        return [Conversation([plain_message(TEXT, text)], is_input_only=True) for text in texts]
 
 
 def _without_loss_flags(conversation: Conversation) -> list[Message]:

@@ -39,10 +39,11 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
 
 
 def _common_prefix(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
-    """Return how many first tokens `ids` has in common with `before`, short of the token that predicts its first
-    trained one: that one is computed in each sample.
+    """Return how many first tokens `ids` has in common with `before`, at most those in front of the token that
+    predicts its first trained one, which is computed in each sample as its loss is. 0 if nothing is trained.
     """
-    most = max(0, min(len(before), len(ids), int(trained.argmax()) - 1))
+    first_trained = int(trained.argmax())  # 0 if nothing is
+    most = max(0, min(len(before), len(ids), first_trained - 1))
     is_equal = ids[:most] == before[:most]
     return most if is_equal.all() else int(is_equal.argmin())
 

@@ -320,7 +320,7 @@ class PartBuilder:
             ):
                 counts.systems += 1
             if len(texts) > 1 and texts[0] == texts[1]:
-                same = tr("both texts are the same") if texts[0].is_read else tr("both answers are the same")
+                same = tr("both texts are the same") if texts[0].is_input_only else tr("both answers are the same")
                 counts.drop(same, row)
                 continue
             if not conversations:
@@ -342,7 +342,7 @@ class PartBuilder:
         """Return the conversations that are trained for one of a row; itself if it is only read, as by a classifier,
         whose label is checked.
         """
-        if not conversation.is_read:
+        if not conversation.is_input_only:
             return self._with_loss_flags(conversation, counts)
         if self.labels and conversation.label is not None and conversation.label not in self.labels:
             raise RowError(
@@ -397,21 +397,23 @@ class PartBuilder:
                 counts.reject(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
-        """Return ids and mask of each conversation. Of those that are only read (`is_read`) a text ends as the
+        """Return ids and mask of each conversation. Of those that are only read (`is_input_only`) a text ends as the
         tokenizer ends it, a conversation without a last answer where one would begin; their mask marks only the last
         token, at which a classifier's score or an embedding is taken.
         """
         complete = [
             conversation
             for conversation in read
-            if not conversation.is_read or conversation.is_text or conversation.messages[-1]["role"] == "assistant"
+            if not conversation.is_input_only
+            or conversation.is_text
+            or conversation.messages[-1]["role"] == "assistant"
         ]
         encodings = iter(
             self.encoder.encode_many(
                 [conversation.messages for conversation in complete], [conversation.tools for conversation in complete]
             )
         )
-        if len(complete) == len(read) and not any(conversation.is_read for conversation in read):
+        if len(complete) == len(read) and not any(conversation.is_input_only for conversation in read):
             return list(encodings)
         encoded = []
         for conversation in read:
@@ -439,7 +441,7 @@ class PartBuilder:
             if not samples:
                 counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []
-        if conversation.is_read and samples:
+        if conversation.is_input_only and samples:
             return samples
         usable = [sample for sample in map(_trainable, samples) if sample]
         if not usable:
@@ -451,7 +453,7 @@ class PartBuilder:
         too long, without the end of that; of a text the beginning. [] where nothing that is trained is left.
         """
         (ids, trained), turns_dropped = encoded, 0
-        if conversation.is_read:
+        if conversation.is_input_only:
             end = self.encoder.after_text if conversation.is_text else ()
             ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
         elif not conversation.is_text:
@@ -461,7 +463,7 @@ class PartBuilder:
                 newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
             ids, trained = newest or encoded
             turns_dropped = len(parts) - max(num_turns, 1)
-        is_cut = conversation.is_read or len(ids) > self.limit
+        is_cut = conversation.is_input_only or len(ids) > self.limit
         ids, trained = ids[: self.limit], trained[: self.limit]
         if not any(trained):
             return []

@@ -186,7 +186,7 @@ def _initialize(
     ConfigError if DeepSpeed rejects the settings.
     """
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
-    deepspeed_patches.check_norms_without_waiting()
+    deepspeed_patches.patch_norm_masking()
     deepspeed_patches.end_optimizer_processes_with_rank()
     if ds_config["zero_optimization"]["stage"] == 3:
         from toolkit.engine import partitioned

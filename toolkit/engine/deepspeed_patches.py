@@ -74,7 +74,7 @@ def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0)
     input.masked_fill_(~input.isfinite(), val)
 
 
-def check_norms_without_waiting() -> None:
+def patch_norm_masking() -> None:
     """Replace the function by which DeepSpeed's optimizers mask a gradient norm that is not finite; see above."""
     for module in (utils, stage3, stage_1_and_2):
         module.mask_nan_or_inf_with_val_inplace = _mask_invalid

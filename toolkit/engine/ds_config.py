@@ -137,7 +137,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
         from toolkit.engine.ds_keys import check_extra
 
         check_extra(cfg.ds_extra, OWNED)
-    cfg, reason = native_ops.with_optimizer(cfg)
+    cfg, reason = native_ops.resolve_optimizer(cfg)
     ds = DsConfig()
     _write_batch(ds, cfg, world_size)
     _write_precision(ds, cfg)

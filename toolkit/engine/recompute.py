@@ -169,6 +169,9 @@ class _FlatLayer:
     """Structure of the last result, with what was written into each mapping."""
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Run the layer with `tensors` put back at `positions`. Returns the leaves of (its result, what it wrote into
+        each mapping); their structure is left in `returned`, by which the caller rebuilds both.
+        """
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor

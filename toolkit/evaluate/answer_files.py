@@ -112,8 +112,9 @@ class AnswerFile:
             raise ConfigError("{file} exists already: nothing was written. Name another file.", file=output)
         with self._writing(), contextlib.ExitStack() as stack:
             self.file = stack.enter_context(self.part.open("a+b"))
-            self.done = self._claim(json.loads(json.dumps(settings)), window)
-            stack.pop_all()
+            self.done = self._claim(json.loads(json.dumps(settings)), window)  # settings as they will be read back
+            """Lines that an earlier call has written."""
+            stack.pop_all()  # the file stays open, as claiming it did not fail
         if self.done:
             say("Resuming after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part)
 

@@ -168,7 +168,18 @@ def _model_directory(path: Path, scratch: Path, base: str) -> Iterator[Path]:
 
 
 def _modelfile(source: str, folder: Path, encoder: AnyChatEncoder, config: dict[str, Any], options: GgufOptions) -> str:
-    """Return the Modelfile of a model directory."""
+    """Return the Modelfile of a model.
+
+    Args:
+        source: The GGUF file's name, for its line FROM.
+        folder: The directory of the model, whose generation_config.json sets temperature and the like.
+        encoder: Renders the turns of its TEMPLATE, where it has a template.
+        config: The model's config.json, for the number of positions.
+        options: system, and context: where it is 0, a default, or the length that was trained on.
+
+    Raises:
+        ConfigError: If options.context is more than the model's positions.
+    """
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token or ""
     adds_bos = bool(bos) and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]

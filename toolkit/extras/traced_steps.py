@@ -32,7 +32,7 @@ from toolkit.plan.lookup import outline_of
 from toolkit.plan.outline import load_of_busiest_rank
 from toolkit.tasks import language
 from toolkit.train import schedule
-from toolkit.train.step import StepGuard, train_step
+from toolkit.train.step import StepGuard, TokenCounts, train_step
 
 _STEPS = 2
 """Steps that are run: the optimizer allocates its states in the first, the second is traced."""
@@ -52,13 +52,13 @@ class _Task(language.LanguageTask):
         super().__init__()
         self.tokens = tokens
 
-    def count(self, batch: attention.Batch) -> int:
+    def count_losses(self, batch: attention.Batch) -> int:
         """Return the trained tokens of a micro-batch."""
         return self.tokens
 
-    def sizes(self, batches: list[attention.Batch]) -> list[int]:
-        """Return total, computed, attended-pair and trained counts, which a trace does not need, as all tokens."""
-        return [self.tokens * len(batches)] * 4
+    def token_counts(self, batches: list[attention.Batch]) -> TokenCounts:
+        """Return all tokens as every count, of which a trace needs none."""
+        return TokenCounts(*[self.tokens * len(batches)] * 4)
 
 
 def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:

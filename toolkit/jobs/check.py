@@ -59,7 +59,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
         say(note)
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
-        say(_rows(cfg, ranks))
+        say(_batch_sentence(cfg, ranks))
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
@@ -194,7 +194,7 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch:
     report.print_longer(cfg.data)
 
 
-def _rows(cfg: schema.RunConfig, world_size: int) -> str:
+def _batch_sentence(cfg: schema.RunConfig, world_size: int) -> str:
     """Return a sentence on how the global batch is divided over so many ranks."""
     size = cfg.batch.global_size
     if cfg.batch.micro_per_gpu == schema.AUTO:
@@ -204,11 +204,12 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
             world_size=world_size,
         )
     return tr(
-        "{size} sequences per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+        "{size} sequences per step = {micro} x {times} x {data_ranks} (micro-batch x accumulation x data-parallel "
+        "ranks).",
         size=size,
         micro=cfg.batch.micro_per_gpu,
         times=mesh.accumulation(cfg, world_size),
-        world_size=mesh.mesh_of(cfg, world_size).data_ranks,
+        data_ranks=mesh.mesh_of(cfg, world_size).data_ranks,
     )
 
 

@@ -62,42 +62,46 @@ class Ranks:
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Return rank, world size and launcher of this process, by the variables of the launcher that started it."""
-    for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
-        if rank not in environ:
+    """Return rank, world size and launcher of this process, by the first launcher in `VARIABLES` whose rank is set."""
+    for variables, (rank_name, local_name, size_name, local_size_name) in VARIABLES.items():
+        if rank_name not in environ:
             continue
-        if launcher == "mpich" and local_rank not in environ and "SLURM_PROCID" in environ:
+        if variables == "mpich" and local_name not in environ and "SLURM_PROCID" in environ:
             continue  # Slurm's PMI-2 sets PMI_RANK for all that srun starts; MPICH's launcher numbers local ranks, too
-        if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        if variables == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
-        if launcher == "torch":
-            # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `set_rank_variables` does.
-            set_by = (name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"])
-            launcher = next(set_by, "environment")
-            if "TORCHELASTIC_RUN_ID" in environ:
-                launcher = "torchrun"
-            elif "CROSS_SIZE" in environ:
-                launcher = "deepspeed"
-            elif launcher in VARIABLES:
-                local_world_size = VARIABLES[launcher][3]
+        launcher = _who_set_rank(environ) if variables == "torch" else variables
+        if launcher in MPI_LAUNCHERS:
+            local_size_name = VARIABLES[launcher][3]
         ranks = Ranks(
-            rank=_number(environ, rank),
-            local_rank=_number(environ, local_rank, "0"),
-            world_size=_number(environ, world_size),
-            local_world_size=_number(environ, local_world_size, "0"),
+            rank=_number(environ, rank_name),
+            local_rank=_number(environ, local_name, "0"),
+            world_size=_number(environ, size_name),
+            local_world_size=_number(environ, local_size_name, "0"),
             launcher=launcher,
         )
         if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.world_size):
             raise LaunchError(
                 "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. "
                 "Unset them, or start with deepspeed or torchrun.",
-                rank_name=rank,
+                rank_name=rank_name,
                 rank=ranks.rank,
-                size_name=world_size,
+                size_name=size_name,
                 size=ranks.world_size,
             )
         return ranks
     return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
+
+
+def _who_set_rank(environ: Mapping[str, str]) -> str:
+    """Return the launcher that set RANK: torchrun, deepspeed, openmpi, mpich, or "environment" for none of these."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    if "CROSS_SIZE" in environ:
+        return "deepspeed"
+    # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `set_rank_variables` does.
+    set_by = (name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"])
+    return next(set_by, "environment")
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -187,7 +187,7 @@ def within_capacity(
     return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
 
 
-def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
+def expert_load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
     """Return the metrics of the experts' tokens; `loads`: tokens of each expert, by layer."""
     layers = [torch.tensor(load, dtype=torch.float64) for load in loads]
     entropies = [

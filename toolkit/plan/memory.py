@@ -249,11 +249,15 @@ class _ChatGLM6BLayer(_Layer):
     """A layer of ChatGLM-6B."""
 
     def norm(self, name: str) -> None:
+        """Add what a LayerNorm saves for backward."""
         if self.has_gradient or self.trains(name):
             self.save("norms", self.width * self.size["hidden"] + 2 * _layernorm_statistic_bytes(self.rows, self.width))
             self.has_gradient = True
 
     def run(self) -> None:
+        """Add the layer's parts in forward order: each adds to `bytes` and may set `has_gradient`, which the next one
+        reads. Attention itself saves only what a trained part before it needs.
+        """
         hidden = self.size["hidden"]
         self.norm("input_layernorm")
         self.linear("attention", ("attention.query_key_value",), hidden)

@@ -22,7 +22,7 @@ class ClassifyTask(samples.ScoreTask):
     names = ("accuracy",)
     reported = ((schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]),)
 
-    def count(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: language_data.Batch) -> int:
         """Return the number of samples, 0 for the filler row of an empty micro-batch."""
         return len(batch["value"])
 

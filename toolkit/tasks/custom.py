@@ -35,7 +35,7 @@ from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr
 from toolkit.models import load, probe, save
 from toolkit.terminal import phase
 from toolkit.train import checkpointer, run_dir, schedule, task
-from toolkit.train.step import Samples
+from toolkit.train.step import Samples, TokenCounts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -156,7 +156,7 @@ class _MapSamples:
     def position_after(self, position: Position) -> Position:
         return next_position(position, self.size, self.cfg.batch.global_size)
 
-    def samples_at(self, position: Position) -> list[list[list[str]]]:
+    def names_at(self, position: Position) -> list[list[list[str]]]:
         """Return the names of a step's samples for messages, by rank and micro-batch."""
         by_rank = [self._sampler(rank, position, 1) for rank in range(self.ranks.world_size)]
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
@@ -276,7 +276,7 @@ class _StreamSamples:
     def position_after(self, position: Position) -> Position:
         return Position(0, position.row + self.cfg.batch.global_size)
 
-    def samples_at(self, position: Position) -> list[list[list[str]]]:
+    def names_at(self, position: Position) -> list[list[list[str]]]:
         ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
         times = mesh.accumulation(self.cfg, ranks)
         name = tr("sample {row}", row=f"{position.row} - {position.row + self.cfg.batch.global_size - 1}")
@@ -416,13 +416,13 @@ class CustomTask(task.Task):
     def next_position(self, position: Position) -> Position:
         return self.data.position_after(position)
 
-    def samples_at(self, position: Position) -> Samples:
+    def describe_samples_at(self, position: Position) -> Samples:
         """Return the names of a step's samples, without content, which only the program knows."""
 
         def shown(name: str) -> dict[str, Any]:
             return {"where": name, "tokens": 1, "trained_tokens": 1, "text": []}
 
-        return [[[shown(name) for name in names] for names in micro] for micro in self.data.samples_at(position)]
+        return [[[shown(name) for name in names] for names in micro] for micro in self.data.names_at(position)]
 
     # Model
 
@@ -482,13 +482,13 @@ class CustomTask(task.Task):
 
     # Steps
 
-    def count(self, batch: MicroBatch) -> int:
+    def count_losses(self, batch: MicroBatch) -> int:
         return batch.size
 
-    def sizes(self, batches: list[MicroBatch]) -> list[int]:
+    def token_counts(self, batches: list[MicroBatch]) -> TokenCounts:
         """Return samples for tokens, and no pairs."""
         samples = sum(batch.size for batch in batches)
-        return [samples, samples, 0, samples]
+        return TokenCounts(total_tokens=samples, computed_tokens=samples, pairs=0, trained_tokens=samples)
 
     def shape(self, batch: MicroBatch) -> tuple[int, ...]:
         return (batch.size,)
@@ -535,7 +535,7 @@ class CustomTask(task.Task):
             summary |= {f"last_{name}": value for name, value in result.state.evaluations[-1].items() if name != "step"}
         return summary
 
-    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, answers: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
             return []
         file = f"{run.display_folder}/export/{WEIGHTS}"

@@ -126,7 +126,7 @@ class EmbedTask(samples.ScoreTask):
         """Texts of a pair, its negatives included."""
         return objective.data_unit(self.cfg)[1]
 
-    def count(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: language_data.Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
         return int(loss.samples_in_rows(batch).sum()) // self._size
 
@@ -157,7 +157,7 @@ class EmbedTask(samples.ScoreTask):
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
-        return embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
+        return embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count_losses(batch)]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""

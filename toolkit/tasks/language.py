@@ -31,7 +31,7 @@ from toolkit.models import chat, directory, loss, probe, save, stages, structure
 from toolkit.models.loss import token_loss_sum
 from toolkit.tasks import language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task
-from toolkit.train.step import Samples
+from toolkit.train.step import Samples, TokenCounts
 
 if TYPE_CHECKING:
     from toolkit.evaluate.questions import ValidationQuestion
@@ -165,7 +165,7 @@ class LanguageTask(task.Task):
     def order_metrics(self, position: sampler.Position) -> dict[str, float]:
         return self._order.figures(position) if self._order else {}
 
-    def samples_at(self, position: sampler.Position) -> Samples:
+    def describe_samples_at(self, position: sampler.Position) -> Samples:
         """Return the samples of a step, with texts in which trained tokens are marked."""
         from toolkit.data import preview
 
@@ -273,18 +273,17 @@ class LanguageTask(task.Task):
 
     # Steps
 
-    def count(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: language_data.Batch) -> int:
         return loss.num_trained_tokens(batch)
 
-    def sizes(self, batches: list[language_data.Batch]) -> list[int]:
-        """Return tokens without padding and with it, pairs of tokens that attend, and trained tokens."""
-        # Position p of a sample, in a packed row too, attends to p + 1 tokens.
-        return [
-            sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
-            sum(batch["input_ids"].numel() for batch in batches),
-            sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in batches),
-            sum(map(loss.num_trained_tokens, batches)),
-        ]
+    def token_counts(self, batches: list[language_data.Batch]) -> TokenCounts:
+        return TokenCounts(
+            total_tokens=sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
+            computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
+            # Position p of a sample, in a packed row too, attends to p + 1 tokens.
+            pairs=sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in batches),
+            trained_tokens=sum(map(loss.num_trained_tokens, batches)),
+        )
 
     def shape(self, batch: language_data.Batch) -> tuple[int, ...]:
         return tuple(batch["input_ids"].shape)
@@ -311,7 +310,7 @@ class LanguageTask(task.Task):
 
     # End
 
-    def samples(self, run: task.RunContext) -> list[dict[str, str]]:
+    def answers(self, run: task.RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""
         cfg = run.cfg.evaluate
         samples = [
@@ -408,7 +407,7 @@ class LanguageTask(task.Task):
             )
         return lines
 
-    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, answers: list[dict[str, str]]) -> list[str]:
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
@@ -418,6 +417,6 @@ class LanguageTask(task.Task):
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
         else:
             what = tr("The model, for any program that uses transformers: {folder}/export", folder=folder)
-        prompt = samples[0]["prompt"] if samples else "Hello"
+        prompt = answers[0]["prompt"] if answers else "Hello"
         command = shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"])
         return [what, tr("Ask it:  {command}", command=command)]

@@ -260,12 +260,19 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
 
 
 def _table_of_figures(figures: dict[str, float]) -> list[str]:
-    """Return the lines of a table of figures, with a column for each source if there are several."""
+    """Return the lines of a table of figures, with a column for each source if there are several.
+
+    Args:
+        figures: Value by eval_NAME (of all rows), and by eval_NAME/SOURCE; a source may lack some.
+    """
+
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+
     sources = sorted({name.partition("/")[2] for name in figures} - {""})
     rows = []
     for name in figures:
         if "/" not in name:
-            cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
-            shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
-            rows.append([name.removeprefix("eval_"), *shown])
+            cells = [shown(figures.get(key)) for key in (name, *(f"{name}/{source}" for source in sources))]
+            rows.append([name.removeprefix("eval_"), *cells])
     return terminal.text_table(["", tr("all"), *sources], rows)

@@ -51,6 +51,7 @@ from toolkit.models.loss import answer_log_probabilities, samples_in_rows
 from toolkit.tasks import language_data
 from toolkit.tasks.samples import SampleTask
 from toolkit.train import run_dir
+from toolkit.train.step import TokenCounts
 
 REFERENCE = "reference"
 """Directory in a run's for the reference's log-probabilities."""
@@ -210,14 +211,14 @@ class PreferenceTask(SampleTask):
 
     # Steps
 
-    def count(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: language_data.Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
         return _num_answers(batch) // 2
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
         losses, figures = self._pairs(engine, batch)
-        count = losses.new_full((), self.count(batch))
+        count = losses.new_full((), self.count_losses(batch))
         self._add({name: torch.stack((value, count)) for name, value in figures.items()})
         return losses
 
@@ -225,7 +226,7 @@ class PreferenceTask(SampleTask):
         """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
-        end = 2 * self.count(batch)
+        end = 2 * self.count_losses(batch)
         chosen, rejected = (
             Answers(*(column[offset:end:2] for column in (values, tokens, reference))) for offset in (0, 1)
         )
@@ -253,7 +254,7 @@ class PreferenceTask(SampleTask):
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
             for batch, (loss, figures) in stages.measure_each(engine, batches, self._pairs):
-                batch_sums = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
+                batch_sums = torch.stack((loss.new_tensor(self.count_losses(batch)), loss, *figures.values()))
                 sums += self._is_leader * batch_sums.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
@@ -278,8 +279,8 @@ class KtoTask(PreferenceTask):
     names = OF_ANSWERS
     _divergence: torch.Tensor
 
-    def sizes(self, batches: list[language_data.Batch]) -> list[int]:
-        return super().sizes([_every_second_row(batch, 0) for batch in batches])
+    def token_counts(self, batches: list[language_data.Batch]) -> TokenCounts:
+        return super().token_counts([_every_second_row(batch, 0) for batch in batches])
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Compute the step's divergence between model and reference, on mismatched answers. A collective."""
@@ -287,14 +288,14 @@ class KtoTask(PreferenceTask):
         with probe.evaluating(engine):
             passes = stages.measure_each(engine, others, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
-                sums += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
+                sums += torch.stack((ratios.sum(), ratios.new_full((), self.count_losses(batch))))
         self._divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device))
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of answers, and add up their figures."""
         answers = _every_second_row(batch, 0)
         ratios, values = self._ratios(engine, answers)
-        is_good = answers["value"].to(engine.device, non_blocking=True)[: self.count(batch)] > 0
+        is_good = answers["value"].to(engine.device, non_blocking=True)[: self.count_losses(batch)] > 0
         losses, figures = self._losses(ratios[: len(is_good)], values[: len(is_good)], is_good, self._divergence)
         self._add(figures)
         return losses.sum() if len(is_good) else 0 * ratios.sum()
@@ -330,7 +331,7 @@ class KtoTask(PreferenceTask):
 
         with probe.evaluating(engine):
             for batch, (ratios, values, mismatched) in stages.measure_each(engine, batches, measure):
-                count = self.count(batch)
+                count = self.count_losses(batch)
                 parts.append(
                     (ratios[:count].cpu(), values[:count].cpu(), _every_second_row(batch, 0)["value"][:count] > 0)
                 )

@@ -30,7 +30,7 @@ class RewardTask(PreferenceTask, samples.ScoreTask):
     def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
         scores = classifier.scores(engine, batch)[:, 0]
-        end = 2 * self.count(batch)
+        end = 2 * self.count_losses(batch)
         chosen, rejected = scores[0:end:2], scores[1:end:2]
         margins = batch["value"].to(scores)[0:end:2]
         losses = reward_losses(chosen, rejected, margins, self.cfg.task.center)

@@ -73,9 +73,9 @@ class SampleTask(language.LanguageTask):
 class ScoreTask(SampleTask):
     """Trains a model that does not generate text."""
 
-    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, answers: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
-            return super().next_steps(run, samples)
+            return super().next_steps(run, answers)
         folder = f"{run.display_folder}/export"
         if structure.has_adapter(run.engine.module):
             command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])

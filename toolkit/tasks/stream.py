@@ -196,7 +196,7 @@ class StreamTask(LanguageTask):
         lanes = {lane: position_in_lane for part in parts for lane, position_in_lane in part.items()}
         return {"files": self.stream.signatures, "lanes": [lanes[lane] for lane in range(self.stream.lanes)]}
 
-    def samples_at(self, position: Position) -> Samples:
+    def describe_samples_at(self, position: Position) -> Samples:
         """Return the samples of a step: those of this rank, read again; of others only which part of the data."""
         from toolkit.data import preview
 

@@ -272,11 +272,11 @@ class BackendQueue:
 
     def _work(self) -> None:
         """Begin, deliver the rows that an earlier session has not, then messages to the end: what the thread does."""
-        self._replaying = len(self._missing(self.rows))
+        self._replaying = len(self._missing(self.rows))  # as far as is known before it begins: `wait` may read it now
         while not self._attempt(self._begin):
             if self.ending.wait(BEGIN_AGAIN_S):
                 return
-        rows = self._missing(self.rows)  # what an earlier session did not deliver any more
+        rows = self._missing(self.rows)  # again: `_begin` learnt which steps the tracker has
         self._replaying = len(rows)
         for first in range(0, len(rows), self.backend.most_rows):
             batch = rows[first : first + self.backend.most_rows]

@@ -79,7 +79,7 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective."""
+    """All checkpoints of one run, in `folder`. Every method but `is_save_verified` is a collective."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, cfg: schema.RunConfig, described: ModelFiles) -> None:
         self.engine, self.folder, self.config, self.described = engine, folder, cfg.checkpoint, described
@@ -192,7 +192,7 @@ class Checkpointer:
             )
         self.newest = checkpoint
 
-    def is_proven(self) -> bool:
+    def is_save_verified(self) -> bool:
         """Whether this rank has proven its part of a save that is not published yet. No collective."""
         return self._pending is not None and not self._pending.thread.is_alive()
 

@@ -49,7 +49,7 @@ time is reserved for the end too.
 """
 _JUMP_S = 5.0
 """A difference of clocks from which on one was set: NTP slows or speeds them by less."""
-_TOLD = 0.1
+_LEAST_CHANGE = 0.1
 """Relative change of the last step from which on it is reported again."""
 
 
@@ -82,7 +82,7 @@ class Deadline:
         accumulation: int,
         sizes: tuple[int, int],
     ) -> None:
-        self.cfg, self.at, self.folder = cfg, at, folder
+        self.cfg, self.deadline_at, self.folder = cfg, at, folder
         self._offset = time.time() - time.monotonic()
         self.total_steps, self.accumulation = total_steps, accumulation
         self.costs = Costs()
@@ -90,12 +90,12 @@ class Deadline:
         rows = [row for row in run_dir.read_rows(folder / FILE) if row["step"] <= start]
         disk.write_atomically(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.log = MetricsLog(folder / FILE)
-        self.last = total_steps
+        self.end_step = total_steps
         if rows:
             self.costs = Costs(**rows[-1]["seconds"])
             if rows[-1]["at"] == at:
-                self.last = min(total_steps, rows[-1]["last"])
-        self._told: int | None = None
+                self.end_step = min(total_steps, rows[-1]["last"])
+        self._announced_end: int | None = None
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._is_first = True
 
@@ -120,22 +120,22 @@ class Deadline:
         self._follow_clock()
         if not self.costs.step:
             return 0
-        left = self._steps_left(self.at - time.time() - self.end_s())
+        left = self._steps_left(self.deadline_at - time.time() - self.end_s())
         # Not before the ranks have learnt of it, unless an earlier decision ends the run sooner.
-        last = min(self.total_steps, max(min(self.last, step + _HEARD_AFTER), step - 1 + left))
+        last = min(self.total_steps, max(min(self.end_step, step + _HEARD_AFTER), step - 1 + left))
         # A change of less than a hundredth of the steps left is ignored.
-        if self._told is not None and abs(last - self.last) * 100 < self.last - step:
-            return self.last
-        if last != self.last or self._told is None:
-            self.last = last
-            self.log.append({"step": step, "last": last, "at": self.at, "seconds": asdict(self.costs)})
-            self._tell(step)
-        return self.last
+        if self._announced_end is not None and abs(last - self.end_step) * 100 < self.end_step - step:
+            return self.end_step
+        if last != self.end_step or self._announced_end is None:
+            self.end_step = last
+            self.log.append({"step": step, "last": last, "at": self.deadline_at, "seconds": asdict(self.costs)})
+            self._announce(step)
+        return self.end_step
 
     def tell_end(self) -> float:
         """Print how long before the deadline the run has ended; return the seconds, below 0 if it was missed."""
         self._follow_clock()
-        spare_s = self.at - time.time()
+        spare_s = self.deadline_at - time.time()
         if spare_s >= 0:
             say("{spare} before run.deadline.", spare=clock(spare_s))
         else:
@@ -151,15 +151,15 @@ class Deadline:
         self._offset, typed = offset, self.cfg.run.deadline
         jump, way = clock(abs(jump_s)), tr("forward") if jump_s > 0 else tr("back")
         if rules.is_duration(typed):
-            self.at += jump_s
+            self.deadline_at += jump_s
             with suppress(OSError):  # a full disk: the next start uses the file as it was
-                _write_deadline(self.folder, typed, self.at)
+                _write_deadline(self.folder, typed, self.deadline_at)
             warn(
                 "the clock was set {way} by {jump}. run.deadline = {given} counts on: it is at {at} now.",
                 way=way,
                 jump=jump,
                 given=typed,
-                at=f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M}",
+                at=f"{datetime.fromtimestamp(self.deadline_at):%Y-%m-%d %H:%M}",
             )
         else:
             warn(
@@ -181,15 +181,15 @@ class Deadline:
             seconds -= costs.pause * (seconds // (60 * config.minutes))
         return max(0, int(seconds / each_s))
 
-    def _tell(self, step: int) -> None:
+    def _announce(self, step: int) -> None:
         """Print how many steps fit, unless that has hardly changed since it was printed last."""
-        before, left = self._told, self.last - step
-        if before is not None and abs(self.last - before) < _TOLD * before:
+        before, left = self._announced_end, self.end_step - step
+        if before is not None and abs(self.end_step - before) < _LEAST_CHANGE * before:
             return
-        self._told = self.last
-        at, each_s = f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M}", f"{self.costs.step:.3g}"
-        spare_s = self.at - time.time() - self.end_s() - left * self.costs.step
-        if self.last == self.total_steps:
+        self._announced_end = self.end_step
+        at, each_s = f"{datetime.fromtimestamp(self.deadline_at):%Y-%m-%d %H:%M}", f"{self.costs.step:.3g}"
+        spare_s = self.deadline_at - time.time() - self.end_s() - left * self.costs.step
+        if self.end_step == self.total_steps:
             say(
                 "run.deadline {at}: all {total} steps fit, at {seconds} s each; {spare} to spare.",
                 at=at,
@@ -204,7 +204,7 @@ class Deadline:
             "checkpoint, its evaluation and the export. The schedule ends with step {last}. All steps would take until "
             "{until}.",
             at=at,
-            last=f"{self.last:,}",
+            last=f"{self.end_step:,}",
             total=f"{self.total_steps:,}",
             seconds=each_s,
             end=clock(self.end_s()),
@@ -239,7 +239,7 @@ class DeadlineHook(Hook):
 
     def at_start(self, loop: "TrainLoop") -> None:
         """End the run with the step that an earlier start decided on. A collective."""
-        loop.end_at(process_group.on_rank0(lambda: self.deadline.last if self.deadline else 0))
+        loop.end_at(process_group.on_rank0(lambda: self.deadline.end_step if self.deadline else 0))
 
     def before_step(self, step: int, vote: StepVote) -> None:
         """Put rank 0's current decision on the last step into its vote."""

@@ -10,7 +10,7 @@ import torch
 from toolkit import disk
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
-from toolkit.models.router_loss import Routers, load_metrics
+from toolkit.models.router_loss import Routers, expert_load_metrics
 from toolkit.train.hooks import Hook
 from toolkit.train.step import StepResult
 
@@ -41,7 +41,7 @@ class ExpertFigures(Hook):
             content = json.dumps({"step": step, "loads": table}).encode() + b"\n"
             with suppress(OSError):  # a full disk has been reported by what has to be saved
                 disk.write_atomically(self.folder / "experts.json", content)
-        return load_metrics(table.values()) | self.routers.dropped(loads)
+        return expert_load_metrics(table.values()) | self.routers.dropped(loads)
 
     def at_rewind(self, step: int) -> None:
         """Forget the tokens of steps that are repeated after a rewind."""

@@ -36,8 +36,8 @@ class Hook:
     def at_last_step(self) -> None:
         """Called after all steps: write what is still in memory, or raise CheckpointError. On rank 0 only."""
 
-    def at_end(self, result: "FitResult", samples: list[dict[str, str]]) -> None:
-        """Called once the model is exported; `samples`: its answers to `evaluate.prompts`."""
+    def at_end(self, result: "FitResult", answers: list[dict[str, str]]) -> None:
+        """Called once the model is exported; `answers`: those to `evaluate.prompts`."""
 
     def before_done(self, summary: dict[str, Any]) -> None:
         """Called once the result is printed; may add to `summary`, which is written to DONE. On rank 0 only."""

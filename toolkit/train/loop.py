@@ -129,7 +129,7 @@ class TrainLoop:
                 self.is_stop_file_found = self.stop_file.exists()
         vote = StepVote(
             stops=int(bool(signals.received_signal()) or self.is_stop_file_found),
-            proven=int(self.checkpointer.is_proven()),
+            save_verified=int(self.checkpointer.is_save_verified()),
             lost_run_dir=int(run_dir.is_lost()),
             save_due=int(is_first_rank and self.saving.is_time(now)),
         )
@@ -143,7 +143,7 @@ class TrainLoop:
         vote = result.vote
         if vote.lost_run_dir:
             raise self.saving.rescue(self._state())
-        if vote.proven == process_group.world_size():
+        if vote.save_verified == process_group.world_size():
             self._publish_in_step()
         anomaly = self.guard.check()
         if not anomaly and not self.guard.skips_in_a_row:
@@ -257,7 +257,7 @@ class TrainLoop:
         from toolkit.train.bad_steps import warn_of_bad_step
 
         self.state.bad_steps += 1
-        logs, samples = self.run.folder / "logs", lambda: self.task.samples_at(self.step_position)
+        logs, samples = self.run.folder / "logs", lambda: self.task.describe_samples_at(self.step_position)
         what = warn_of_bad_step(logs, self.step, anomaly, result, samples)
         policy = self.cfg.train.on_bad_step
         if policy is schema.OnBadStep.skip:

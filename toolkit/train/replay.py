@@ -76,7 +76,7 @@ def _replay_in_group(trainer: Trainer, step: int, metrics_file: Path) -> Path:
         trainer.progress.close()
         run.watchdog.stop()
     file = run.folder / f"step-{step}.jsonl"
-    lines = step_lines(file, step, results, metrics_file, lambda: task.samples_at(loop.step_position))
+    lines = step_lines(file, step, results, metrics_file, lambda: task.describe_samples_at(loop.step_position))
     if run.ranks.rank == 0:
         say("\n".join(lines))
         run_dir.mark_done(run.folder, {"replayed_step": step, "loss": results[-1].loss})

@@ -21,7 +21,7 @@ def settle_config(
     """Return the config with nothing left that is `auto`, but for a micro-batch that an engine has to search. A
     collective. `vocab_size`: of the task, needed with `plan.auto`.
     """
-    cfg = with_ops(with_optimizer(cfg, source), cfg)
+    cfg = build_ops(agree_on_optimizer(cfg, source), cfg)
     if cfg.plan.auto:
         from toolkit.train import auto_layout
 
@@ -36,11 +36,11 @@ def settle_config(
     return cfg
 
 
-def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
+def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
     """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
     if cfg.optim.torch != schema.AUTO:
         return cfg
-    rank_cfg, reason = native_ops.with_optimizer(cfg)
+    rank_cfg, reason = native_ops.resolve_optimizer(cfg)
     choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
     checkpoint = source.checkpoint
     saved_optim = process_group.on_rank0(
@@ -55,7 +55,7 @@ def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.R
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
 
 
-def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig:
+def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig:
     """Build and load the DeepSpeed ops that `cfg` needs; return it, with PyTorch's optimizer if one cannot be built and
     `typed`, the config as the user wrote it, has optim.torch=auto; LaunchError otherwise. A collective.
     """

@@ -188,8 +188,8 @@ class StepVote:
 
     stops: int = 0
     """1 where the rank was told to stop: by a signal, or by the file `stop`."""
-    proven: int = 0
-    """1 where the rank has written and proven its part of the checkpoint that is under way."""
+    save_verified: int = 0
+    """1 where the rank has written and verified its part of the checkpoint that is under way."""
     lost_run_dir: int = 0
     """1 where the rank no longer finds the run directory."""
     save_due: int = 0
@@ -207,17 +207,27 @@ class StepVote:
         return cls(*map(int, sums))
 
 
-class StepCounts(NamedTuple):
-    """Counts of a step: of a rank's micro-batches, or summed over all ranks, in the order in which they are sent."""
+class TokenCounts(NamedTuple):
+    """Tokens of a rank's micro-batches of a step; of a task without tokens, its samples."""
 
-    losses: int
-    """N, of which the step's loss is the mean: trained tokens, samples or pairs of answers."""
     total_tokens: int
     """Tokens that are not padding."""
     computed_tokens: int
     """Tokens including padding."""
     pairs: int
     """Pairs of a token and one that it attends to (in its sample, not after it), for the FLOPs of attention."""
+    trained_tokens: int
+
+
+class StepCounts(NamedTuple):
+    """Counts of a step: of a rank's micro-batches, or summed over all ranks, in the order in which they are sent."""
+
+    losses: int
+    """N, of which the step's loss is the mean: trained tokens, samples or pairs of answers."""
+    # As in `TokenCounts`:
+    total_tokens: int
+    computed_tokens: int
+    pairs: int
     trained_tokens: int
 
 
@@ -280,12 +290,12 @@ def train_step(
         Diverged: fp16's loss scale cannot be lowered any more.
     """
     task.prepare_step(engine, micro_batches)
-    micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
+    micro_counts, tokens = list(map(task.count_losses, micro_batches)), task.token_counts(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     has_stages = stages.is_pipeline(engine)
     # A pipeline's last stage alone counts tokens and losses, so that each counts once.
     is_counted = not has_stages or engine.is_last_stage()
-    rank_counts = StepCounts(sum(micro_counts), *sizes) if is_counted else StepCounts(0, 0, 0, 0, 0)
+    rank_counts = StepCounts(sum(micro_counts), *tokens) if is_counted else StepCounts(0, 0, 0, 0, 0)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([*rank_counts, *(vote or StepVote()).pack()], engine.device)
     if has_stages:
@@ -297,7 +307,7 @@ def train_step(
     if result.router_loss is not None:
         result.router_loss /= world_size * len(micro_batches)
     result.grad_norm, result.micro_counts = guard.gate.grad_norm, micro_counts
-    result.rank_tokens = sizes[1]  # computed ones, padding included
+    result.rank_tokens = tokens.computed_tokens
     result.arrived, result.forward_s = arrived, forward.seconds()
     return result
 

@@ -19,7 +19,7 @@ from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.hooks import Hook
 from toolkit.train.schedule import Epoch
-from toolkit.train.step import Samples, StepGuard
+from toolkit.train.step import Samples, StepGuard, TokenCounts
 
 if TYPE_CHECKING:
     from toolkit.models.router_loss import Routers
@@ -137,7 +137,7 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def samples_at(self, position: Position) -> Samples:
+    def describe_samples_at(self, position: Position) -> Samples:
         """Return the samples of the step that begins at a position, as `toolkit show` prints them."""
 
     # Model
@@ -182,12 +182,12 @@ class Task(ABC):
     # Steps
 
     @abstractmethod
-    def count(self, batch: Any) -> int:
+    def count_losses(self, batch: Any) -> int:
         """Return of how many a micro-batch's loss is the sum: trained tokens, samples, or what the task learns from."""
 
     @abstractmethod
-    def sizes(self, batches: list[Any]) -> list[int]:
-        """Return of a rank's micro-batches: what is not padding, all of it, pairs of those that attend, and trained."""
+    def token_counts(self, batches: list[Any]) -> TokenCounts:
+        """Return the tokens of a rank's micro-batches of a step."""
 
     @abstractmethod
     def shape(self, batch: Any) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ class Task(ABC):
 
     # End
 
-    def samples(self, run: RunContext) -> list[dict[str, str]]:
+    def answers(self, run: RunContext) -> list[dict[str, str]]:
         """Return answers of the trained model, prompt and answer, as samples.jsonl holds them. A collective."""
         return []
 
@@ -237,5 +237,5 @@ class Task(ABC):
         return []
 
     @abstractmethod
-    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: RunContext, answers: list[dict[str, str]]) -> list[str]:
         """Return what can be done with the result. For rank 0 only."""

@@ -66,7 +66,7 @@ class Tracking(Hook):
         ):
             self.trackers.answers(step, backends.ANSWERS, [json.loads(line) for line in lines])
 
-    def at_end(self, result: "FitResult", samples: list[dict[str, str]]) -> None:
+    def at_end(self, result: "FitResult", answers: list[dict[str, str]]) -> None:
         """Send the answers to `evaluate.prompts`, and figures of the whole run under transformers' names."""
         if not self.trackers.is_on:
             return
@@ -77,7 +77,7 @@ class Tracking(Hook):
             "train_samples_per_second": result.steps * self.run.cfg.batch.global_size / seconds,
             "train_loss": _mean_loss(self.run),
         }
-        self.trackers.answers(result.state.step, backends.SAMPLES, samples)
+        self.trackers.answers(result.state.step, backends.SAMPLES, answers)
         self.trackers.summary(result.state.step, values)
 
     def at_exit(self, error: BaseException | None) -> None:

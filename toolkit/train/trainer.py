@@ -165,7 +165,7 @@ class Trainer:
     def finish(self, result: FitResult) -> None:
         """Answer, export, mark the run done and say what was achieved."""
         task, run = self.task, self.run
-        samples = task.samples(run)
+        answers = task.answers(run)
         if run.cfg.checkpoint.export:
             with _naming_what_was_trained(run, result):
                 task.export(run, result)
@@ -181,12 +181,12 @@ class Trainer:
             "steps_seconds": round(result.steps_s, 1),
         }
         for hook in run.hooks:
-            hook.at_end(result, samples)
+            hook.at_end(result, answers)
         process_group.barrier()
         process_group.on_rank0(lambda: run_dir.check_not_lost(run.folder))
         if self.ranks.rank:
             return
-        say("\n" + "\n".join(self._end_lines(result, summary, samples)))
+        say("\n" + "\n".join(self._end_lines(result, summary, answers)))
         for hook in run.hooks:
             hook.before_done(summary)
         run_dir.mark_done(run.folder, summary)
@@ -227,9 +227,19 @@ class Trainer:
         return engine, guard
 
     def _build_engine(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> BuiltEngine:
-        """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps."""
+        """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps.
+
+        Raises:
+            ConfigError: If the run is too short for its schedule.
+        """
         module = self.task.build_model(ds, source)
-        engine = start_engine(module, cfg, ds, self.task.total_steps, source.folder)
+        values = ds_config.with_flops_file(ds.values, source.folder)
+        make_schedule = schedule.make_schedule(cfg, self.task.total_steps)
+        recompute = cfg.train.activation_checkpointing
+        with terminal.phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
+            engine = build.initialize_engine(module, values, recompute, make_schedule, cfg.compile, cfg.optim)
+        # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
+        gc.collect()
         self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
 
@@ -248,7 +258,7 @@ class Trainer:
             (folder / "data.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return start
 
-    def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
+    def _end_lines(self, result: FitResult, summary: Mapping[str, Any], answers: list[dict[str, str]]) -> list[str]:
         """Return the lines that are printed at the end: steps, losses, skipped steps, answers, what to do next."""
         unit = self.task.loss_unit
         first, last = (f"{loss:.{3 if unit else 4}f}" for loss in (result.state.first_loss, result.state.last_loss))
@@ -276,22 +286,9 @@ class Trainer:
             "Everything is in {folder}: metrics.jsonl, config.yaml, ds_config.json, checkpoints/.",
             folder=self.run.display_folder,
         )
-        answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
-        next_steps = self.task.next_steps(self.run, samples)
-        return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
-
-
-def start_engine(
-    module: torch.nn.Module, cfg: schema.RunConfig, ds: ds_config.DsConfig, total_steps: int, folder: Path
-) -> DeepSpeedEngine:
-    """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
-    values = ds_config.with_flops_file(ds.values, folder)
-    make_schedule, recompute = schedule.make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
-    with terminal.phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
-        engine = build.initialize_engine(module, values, recompute, make_schedule, cfg.compile, cfg.optim)
-    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
-    gc.collect()
-    return engine
+        dialogs = [tr("  Q: {prompt}\n  A: {answer}", **answer) for answer in answers]
+        next_steps = self.task.next_steps(self.run, answers)
+        return [*lines, *self.task.end_lines(summary), *dialogs, everything, *next_steps]
 
 
 @contextmanager
