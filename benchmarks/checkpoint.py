@@ -21,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from benchmarks.step import build_bare_engine
 from toolkit.checkpoint.directory import RunState
-from toolkit.config.mesh import micro_rows
+from toolkit.config.mesh import Mesh, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.launch.environment import Ranks
@@ -54,7 +54,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
     guard = StepGuard(engine, cfg.train)
 
     def step() -> None:
-        train_step(engine, LanguageTask(), window, world_size(), guard)
+        train_step(engine, LanguageTask(), window, Mesh(world_size=world_size()), guard)
 
     step()  # optimizer states exist from here on
     files = non_weight_files(engine.module, prepared.encoder) if rank() == 0 else {}

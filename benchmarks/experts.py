@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from benchmarks.engines import build_engine
-from toolkit.config.mesh import accumulation
+from toolkit.config.mesh import Mesh, accumulation
 from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
@@ -81,14 +81,14 @@ def _compare(
             barrier()
             started = time.perf_counter()
             for window in windows:
-                train_step(engines[side], task, window, world_size(), guards[side])
+                train_step(engines[side], task, window, Mesh(world_size=world_size()), guards[side])
                 guards[side].check()
             barrier()
             if pair:
                 seconds[side].append((time.perf_counter() - started) / steps)
     with _counted() as sent:
         for window in windows:
-            train_step(engines["divided"], task, window, world_size(), guards["divided"])
+            train_step(engines["divided"], task, window, Mesh(world_size=world_size()), guards["divided"])
     tokens = sum(batch["input_ids"].numel() for window in windows for batch in window)
     # Whole under ZeRO-3, however it is divided.
     whole = Outline(weights.shapes_of(engines["zero3"].module), frozenset(), {"chosen": SHAPE["num_experts_per_tok"]})

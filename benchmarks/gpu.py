@@ -21,6 +21,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.load import load
+from toolkit.config.mesh import Mesh
 from toolkit.config.schema import RunConfig
 from toolkit.data.loader import collate
 from toolkit.data.packing import pack
@@ -182,7 +183,11 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
         if place in (0, WARM_UP):
             get_accelerator().synchronize()
             meter = ThroughputMeter(engine, account)
-        meter.add(train_step(engine, LanguageTask(), [next(batches) for _ in range(size.accumulation)], 1, guard))
+        meter.add(
+            train_step(
+                engine, LanguageTask(), [next(batches) for _ in range(size.accumulation)], Mesh(world_size=1), guard
+            )
+        )
         guard.check()
     get_accelerator().synchronize()
     row = meter.row(size.steps, 0.0, cfg.optim.lr, meter.pace())

@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.config.mesh import accumulation
+from toolkit.config.mesh import Mesh, accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather
 from toolkit.engine.memory import PeakMemory
@@ -55,7 +55,7 @@ def compare(
         engine.train()
         for _ in range(_STEPS):
             memory.restart()
-            train_step(engine, task, window(), world_size, guard)
+            train_step(engine, task, window(), Mesh(world_size=world_size), guard)
             guard.check()
             measured["step"] = memory.peak() - before
         memory.restart()
@@ -69,7 +69,7 @@ def compare(
         for _ in range(_TIMED_STEPS):
             barrier()
             started = time.perf_counter()
-            train_step(engine, task, window(), world_size, guard)
+            train_step(engine, task, window(), Mesh(world_size=world_size), guard)
             barrier()
             seconds.append(time.perf_counter() - started)
         estimate, measured_s = step_time(outline, cfg, _machine(ranks), rates).seconds, statistics.median(seconds)

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from toolkit.config.mesh import accumulation
+from toolkit.config.mesh import Mesh, accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config
@@ -107,7 +107,7 @@ def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Ca
     def block(windows: list[list[Batch]]) -> None:
         nonlocal done
         for window in windows:
-            meter.add(train_step(engine, LanguageTask(), window, world_size(), guard))
+            meter.add(train_step(engine, LanguageTask(), window, Mesh(world_size=world_size()), guard))
             guard.check()
             done += 1
             if done % cfg.train.log_every == 0:

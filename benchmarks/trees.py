@@ -21,7 +21,7 @@ from benchmarks.encode import joined
 from benchmarks.engines import build_engine
 from benchmarks.results import append_result, earlier
 from toolkit.arguments import parse
-from toolkit.config.mesh import accumulation
+from toolkit.config.mesh import Mesh, accumulation
 from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.prefixes import shared_prefixes
 from toolkit.data.sources import read_conversations
@@ -64,7 +64,9 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, pairs: int, fo
             barrier()
             started, trained[side] = time.perf_counter(), 0
             for window in windows:
-                trained[side] += train_step(engine, task, window, world_size(), guard).counts.trained_tokens
+                trained[side] += train_step(
+                    engine, task, window, Mesh(world_size=world_size()), guard
+                ).counts.trained_tokens
                 guard.check()
             barrier()
             if pair:

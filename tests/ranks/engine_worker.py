@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from toolkit.config.mesh import Mesh
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     DistributedConfig,
@@ -123,7 +124,7 @@ def check_skipped_steps(path: str) -> None:
     for number, bad in enumerate([False, False, False, True, False, True, True], start=1):
         poisoned[0] = bad
         rates.append(engine.get_lr()[0])
-        result = step.train_step(engine, LanguageTask(), [batch, batch], 2, guard)
+        result = step.train_step(engine, LanguageTask(), [batch, batch], Mesh(world_size=2), guard)
         anomaly = guard.check()
         assert (anomaly is not None and anomaly.kind is AnomalyKind.loss) == bad
         assert math.isinf(result.grad_norm) == bad

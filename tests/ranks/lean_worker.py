@@ -14,6 +14,7 @@ import transformers
 from deepspeed import DeepSpeedEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.config.mesh import Mesh
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, DistributedConfig, TrainConfig, When
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
@@ -61,6 +62,9 @@ class Watch(TorchDispatchMode):
 
                 patch.setattr(torch.Tensor, name, call)
             yield
+
+
+MESH = Mesh(world_size=2)
 
 
 def build(stage: int, dtype: str, compiling: CompileConfig | None = None, **extra: Any) -> DeepSpeedEngine:
@@ -125,7 +129,7 @@ def check_step(stage: int, dtype: str) -> None:
     engine = build(stage, dtype)
     assert loss_head(engine).path(engine) is LossPath.losses
     guard = StepGuard(engine, TrainConfig())
-    step.train_step(engine, LanguageTask(), window(0), 2, guard)
+    step.train_step(engine, LanguageTask(), window(0), MESH, guard)
     watched: list[Watch] = []
     forward_pass, backward = language.token_loss_sum, engine.backward
 
@@ -140,7 +144,7 @@ def check_step(stage: int, dtype: str) -> None:
 
     language.token_loss_sum, engine.backward = watched_loss, watched_backward
     try:
-        step.train_step(engine, LanguageTask(), window(1), 2, guard)
+        step.train_step(engine, LanguageTask(), window(1), MESH, guard)
     finally:
         language.token_loss_sum, engine.backward = forward_pass, backward
     reductions = [one.reductions for one in watched]
@@ -160,7 +164,7 @@ def check_waits_of_step(stage: int, dtype: str) -> None:
     """From the first forward pass to the end of the update a host waits for its device no more often than this."""
     engine, task, watch = build(stage, dtype), LanguageTask(), Watch()
     guard, token_counts = StepGuard(engine, TrainConfig()), task.token_counts
-    step.train_step(engine, task, window(0), 2, guard)
+    step.train_step(engine, task, window(0), MESH, guard)
     with ExitStack() as stack:
 
         def count_from_here(batches: list[dict[str, torch.Tensor]]) -> step.TokenCounts:
@@ -169,7 +173,7 @@ def check_waits_of_step(stage: int, dtype: str) -> None:
             return counts
 
         task.token_counts = count_from_here  # type: ignore[method-assign]
-        step.train_step(engine, task, window(1), 2, guard)
+        step.train_step(engine, task, window(1), MESH, guard)
     # With overflows of half precision stage 2 looks once more.
     expected = WAITS_OF_STEP[stage] + (stage == 2 and dtype == "bf16")
     assert sum(watch.waits.values()) == expected, (stage, dtype, watch.waits)
@@ -190,7 +194,9 @@ def check_compiled(stage: int) -> None:
     for compiling in (None, CompileConfig(enabled=True, dynamic=When.never)):
         engine = build(stage, "fp32", compiling)
         guard = StepGuard(engine, TrainConfig())
-        losses.append([step.train_step(engine, LanguageTask(), window(number), 2, guard).loss for number in range(4)])
+        losses.append(
+            [step.train_step(engine, LanguageTask(), window(number), MESH, guard).loss for number in range(4)]
+        )
     assert engine.is_compiled
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert losses[0][0] - losses[0][-1] > 0.01, losses

@@ -183,7 +183,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool, with_lora: bool) 
     for step in range(STEPS):
         mine = range(2 * place.data_rank, 2 * place.data_rank + 2)
         window = [batch_of(kind, step, range(row, row + 1)) for row in mine]
-        result = train_step(engine, LanguageTask(), window, world, guard, copies=place.copies)
+        result = train_step(engine, LanguageTask(), window, place, guard)
         assert result.counts.total_tokens == ROWS * LENGTH
         found, wanted = torch.tensor([result.loss, result.grad_norm]), torch.tensor([losses[step], norms[step]])
         seen.append((found, wanted))

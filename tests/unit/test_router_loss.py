@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.architectures import CONFIGS, built
 from toolkit.config.load import load
+from toolkit.config.mesh import Mesh
 from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
@@ -363,14 +364,14 @@ def test_a_step_counts_its_own_passes_and_moves_biases_unless_it_is_skipped() ->
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     loss_head(model).path(model)
     with pytest.raises(IndexError):  # as a step of a dry run fails, after its first micro-batch
-        train_step(engine, task, [batch, {**batch, "input_ids": batch["input_ids"] + 10**6}], 1, guard)
+        train_step(engine, task, [batch, {**batch, "input_ids": batch["input_ids"] + 10**6}], Mesh(world_size=1), guard)
     engine.skips = True
-    found = train_step(engine, task, [batch], 1, guard).expert_loads
+    found = train_step(engine, task, [batch], Mesh(world_size=1), guard).expert_loads
     assert found is not None
     assert found.tolist() == wanted.tolist()
     assert not bias.any()
     engine.skips = False
-    train_step(engine, task, [batch], 1, guard)
+    train_step(engine, task, [batch], Mesh(world_size=1), guard)
     assert bias.tolist() == (0.25 * torch.sign(wanted.double().mean() - wanted)).tolist()
     assert bias.any()
 
@@ -383,7 +384,7 @@ def test_the_routers_loss_is_a_mean_over_micro_batches() -> None:
         model.routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))
         loss_head(model).path(model)
         engine: Any = PlainEngine(model)
-        train_step(engine, LanguageTask(), [a_batch()] * times, 1, guard)
+        train_step(engine, LanguageTask(), [a_batch()] * times, Mesh(world_size=1), guard)
     for name, parameter in once.named_parameters():
         torch.testing.assert_close(twice.get_parameter(name).grad, parameter.grad, msg=name)
 

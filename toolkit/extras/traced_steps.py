@@ -98,7 +98,8 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(_STEPS):  # of which the last is traced
             watch.restart()
             at_rest = watch.now
-            train_step(engine, task, [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))], world_size, guard)
+            window = [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))]
+            train_step(engine, task, window, mesh.Mesh(world_size=world_size), guard)
             guard.check()
     return {
         "rank": rank,

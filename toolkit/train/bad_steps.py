@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from toolkit.checkpoint import directory
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import Diverged, tr, warn
 from toolkit.train.checkpointer import Checkpointer
+from toolkit.train.resume import resume_from, trim_metrics
 from toolkit.train.step import Anomaly, AnomalyKind, Samples, StepResult
+from toolkit.train.task import RunContext
 
 MOST_REWINDS = 3
 """Times that a run rewinds to one and the same checkpoint."""
@@ -78,7 +81,31 @@ def record_samples(
     return on_rank0(write)
 
 
-def checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
+def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path], what: str) -> directory.RunState:
+    """Load the weights and optimizer of a checkpoint, and cut metrics.jsonl to what it held then. A collective.
+
+    Args:
+        run: The run.
+        current: Its state at the bad step, whose counts of bad steps and rewinds are kept.
+        rewinds: Rewinds to each checkpoint so far; counted here.
+        what: The bad step, for messages.
+
+    Returns:
+        The state to continue from.
+
+    Raises:
+        Diverged: If there is no checkpoint, or none that helps.
+    """
+    checkpoint = _checkpoint_before(run.checkpointer, rewinds, what)
+    saved = directory.read_run_state(checkpoint)
+    state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
+    is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
+    on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
+    resume_from(run.checkpointer, checkpoint, state, run.ranks, run.cfg)
+    return state
+
+
+def _checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
     """Return the checkpoint to go back to, and count it in `rewinds`: the newest, or if that has not helped and no good
     step has followed it, the newest good one. Diverged if there is none, or it has not helped either; `what`: the bad
     step, for the message. A collective.

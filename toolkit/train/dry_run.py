@@ -370,7 +370,7 @@ def trial_step(
     try:
         for window in windows:
             engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)
-            train_step(engine, task, window, world_size(), guard)
+            train_step(engine, task, window, mesh.Mesh(world_size=world_size()), guard)
     finally:
         guard.gate.may_update = judge
     return StepMemory(before, max(memory.peak(), forward_backward), update)

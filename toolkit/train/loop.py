@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,14 +20,10 @@ from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import run_dir
 from toolkit.train.baseline import Baseline
 from toolkit.train.hooks import Hook
-from toolkit.train.resume import resume_from, trim_metrics
 from toolkit.train.saving import Saving, is_due
 from toolkit.train.step import Anomaly, StepResult, StepVote, train_step
 from toolkit.train.task import FitResult, RunContext, Task
 from toolkit.train.throughput import ThroughputMeter
-
-_LOOK_EVERY_S = 1.0
-"""Seconds between two checks for the file `stop`, as the run directory may be on a file server."""
 
 
 class TrainLoop:
@@ -40,7 +36,7 @@ class TrainLoop:
         self.total_steps = run.total_steps
         """The step that ends the run: earlier than planned where a hook decides so."""
         self.mesh = mesh.mesh_of(run.cfg, process_group.world_size())
-        self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
+        self.stop_file = run_dir.StopFile(run.folder)
         # Not a method of the loop: in a cycle of references, its batches would outlive it, and their threads the run.
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_log_to, run.hooks))
         self.steps, self.steps_s = 0, 0.0
@@ -100,16 +96,7 @@ class TrainLoop:
         self.meter.data_wait_s += time.perf_counter() - began
         vote = self._vote()
         self.watchdog.enter(watchdog.STEP, self.step, f"rows x tokens: {[self.task.shape(batch) for batch in window]}")
-        result = train_step(
-            self.engine,
-            self.task,
-            window,
-            process_group.world_size(),
-            self.guard,
-            vote,
-            copies=self.mesh.copies,
-            parts=self.mesh.sequence,
-        )
+        result = train_step(self.engine, self.task, window, self.mesh, self.guard, vote)
         self.step_position, self.position = self.position, self.task.next_position(self.position)
         self.meter.add(result)
         self.progress.advance()
@@ -123,12 +110,10 @@ class TrainLoop:
     def _vote(self) -> StepVote:
         """Return what this rank reports to the others with the next step's counts: stop, saves, lost directory."""
         is_first_rank, now = process_group.rank() == 0, time.monotonic()
-        if is_first_rank and not self.is_stop_file_found and now >= self.next_look:
-            self.next_look = now + _LOOK_EVERY_S
-            with suppress(OSError):  # a file server that does not answer
-                self.is_stop_file_found = self.stop_file.exists()
+        if is_first_rank:
+            self.stop_file.look(now)
         vote = StepVote(
-            stops=int(bool(signals.received_signal()) or self.is_stop_file_found),
+            stops=int(bool(signals.received_signal()) or self.stop_file.is_found),
             save_verified=int(self.checkpointer.is_save_verified()),
             lost_run_dir=int(run_dir.is_lost()),
             save_due=int(is_first_rank and self.saving.is_time(now)),
@@ -172,10 +157,8 @@ class TrainLoop:
                 for hook in self.hooks:
                     hook.between_steps(step)
         if stops:
-            by_file = ""
-            if self.is_stop_file_found:
-                self.stop_file.unlink(missing_ok=True)  # it has been obeyed, or the run could never be resumed
-                by_file = tr("the file 'stop'")
+            by_file = tr("the file 'stop'") if self.stop_file.is_found else ""
+            self.stop_file.obey()
             raise Stopped(
                 "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is "
                 "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
@@ -277,17 +260,12 @@ class TrainLoop:
         """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step, which
         `what` describes.
         """
-        from toolkit.train.bad_steps import checkpoint_before
+        from toolkit.train.bad_steps import rewind
 
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
-        checkpoint = checkpoint_before(self.checkpointer, self.rewinds, what)
+        state = rewind(self.run, self.state, self.rewinds, what)
         self.metrics.forget()
-        run, saved, current = self.run, directory.read_run_state(checkpoint), self.state
-        state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
-        is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
-        process_group.on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
-        resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg)
         self.progress.back_to(state.step)
         for hook in self.hooks:
             hook.at_rewind(state.step)

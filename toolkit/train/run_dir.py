@@ -33,6 +33,8 @@ from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFol
 NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
 """A file by which a run is stopped where no signal can be sent."""
+_LOOK_EVERY_S = 1.0
+"""Seconds between two checks for it, as the run directory may be on a file server."""
 STARTS = "starts.jsonl"
 LOCK = "run.lock"
 RECORDED_PACKAGES = (
@@ -393,6 +395,28 @@ def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
 _HEARTBEAT_WAIT_S = 3.0
 """Ranks write a heartbeat once a second: one that does not within this time is dead."""
 _CHECK_EVERY_S = 1.0
+
+
+class StopFile:
+    """The file `stop` in a run directory, by which a user ends the run; looked for on rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / STOP
+        self.is_found = False
+        self._next_look = 0.0
+
+    def look(self, now: float) -> None:
+        """Set `is_found` if the file is there, but look no more than once a second; `now`: as time.monotonic()."""
+        if self.is_found or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_EVERY_S
+        with suppress(OSError):  # a file server that does not answer
+            self.is_found = self.path.exists()
+
+    def obey(self) -> None:
+        """Remove a file that was found, as the run ends: or it could never be resumed."""
+        if self.is_found:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
+from toolkit.config.mesh import Mesh
 from toolkit.config.schema import TrainConfig
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
@@ -265,11 +266,9 @@ def train_step(
     engine: DeepSpeedEngine,
     task: "Task",
     micro_batches: list[Any],
-    world_size: int,
+    mesh: Mesh,
     guard: StepGuard,
     vote: StepVote | None = None,
-    copies: int = 1,
-    parts: int = 1,
 ) -> StepResult:
     """Do one optimizer step, whose loss is exactly sum(losses) / N over the global batch: N counts trained tokens (or
     what else the task's losses are of) and is summed over ranks before any backward pass. A collective.
@@ -278,12 +277,11 @@ def train_step(
         task: counts tokens, and computes the losses (`Task.loss_sum`).
         micro_batches: this rank's accumulation window, of `Task.batches`, on the CPU; the same on all stages of a
             pipeline.
+        mesh: this rank's position. N includes the copies of a token on ranks that split matrices, as the engine
+            averages gradients over fewer ranks, and where it counts sequences those on ranks that split them; the
+            result includes neither.
         guard: judges loss and gradient, and vetoes the update if they are bad.
         vote: this rank's, sent with the counts.
-        copies: how many ranks compute the same tokens. N includes copies, as the engine averages gradients over fewer
-            ranks; the result does not.
-        parts: how many ranks have parts of the same sequences. N includes parts where it counts sequences; the result
-            does not.
 
     Raises:
         ValueError: no token is trained.
@@ -299,13 +297,13 @@ def train_step(
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([*rank_counts, *(vote or StepVote()).pack()], engine.device)
     if has_stages:
-        result = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
+        result = _pipeline_passes(engine, task, micro_batches, guard, counts, mesh.copies)
     else:
-        result = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
-    losses, *others = (count // copies for count in result.counts)
-    result.counts = StepCounts(losses // parts if task.counted else losses, *others)
+        result = _data_parallel_passes(engine, task, micro_batches, guard, counts, mesh.world_size, forward)
+    losses, *others = (count // mesh.copies for count in result.counts)
+    result.counts = StepCounts(losses // mesh.sequence if task.counted else losses, *others)
     if result.router_loss is not None:
-        result.router_loss /= world_size * len(micro_batches)
+        result.router_loss /= mesh.world_size * len(micro_batches)
     result.grad_norm, result.micro_counts = guard.gate.grad_norm, micro_counts
     result.rank_tokens = tokens.computed_tokens
     result.arrived, result.forward_s = arrived, forward.seconds()
