@@ -122,7 +122,8 @@ def named_recipe(word: str, following: str = "") -> str:
 def _check_equals(word: str, following: str) -> None:
     """Raise a ConfigError for a key without `=`, and for spaces around `=`."""
     has_value = bool(following) and "=" not in following and not following.startswith("--")
-    if following.startswith("=") or (word.endswith("=") and re.match(r"[./~]?/", following) and has_value):
+    is_recipe = following in known_recipes() or following.endswith((".yaml", ".yml"))
+    if following.startswith("=") or (word.endswith("=") and has_value and not is_recipe):
         raise ConfigError("'{words}': write key=value without spaces around the =.", words=f"{word} {following}")
     if "=" in word or os.sep in word:
         return

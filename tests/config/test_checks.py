@@ -215,7 +215,7 @@ REFUSED = {
     ),
     "schedule.warmup_ratio=0 schedule.warmup_steps=9 train.max_steps=5": (
         "schedule.warmup_steps = 9 is more than train.max_steps = 5: the run would end while the learning rate "
-        "still rises."
+        "still rises. For so few steps add schedule.warmup_steps=0."
     ),
     "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
     "track=csv track.patience_s=-1": "track.patience_s = -1.0 must be at least 0.",

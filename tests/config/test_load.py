@@ -113,6 +113,9 @@ IN_A_FILE = {
         ":3: unknown key 'train.activation_checkpointing.enable'. "
         "Did you mean 'train.activation_checkpointing.enabled'?"
     ),
+    "defaults: [_self_, quickstart]\noptim:\n  lr: 1e-4\n": (
+        ":1: 'quickstart' follows _self_, so that its keys would replace those of this file. Put _self_ behind it."
+    ),
     "train:\n  steps: 5\n": ":2: unknown key 'train.steps'. Did you mean 'train.max_steps'?",
     "train:\n  max_steps: 1:30\n": ":2: 'train.max_steps' = 1:30 must be a whole number.",
     "zero:\n  stage: three\n": ":2: 'zero.stage' = three must be a whole number.",
@@ -151,7 +154,7 @@ def message(*words: str) -> str:
 
 @pytest.mark.parametrize("word", COMMAND_LINE)
 def test_mistakes_on_the_command_line(word: str) -> None:
-    found = message("recipe=quickstart", word)
+    found = message(*([] if word.startswith("recipe=") else ["recipe=quickstart"]), word)
     expected = COMMAND_LINE[word]
     assert found.startswith(expected) if expected.endswith(": ") else found == expected
 
@@ -161,6 +164,11 @@ def test_mistakes_in_a_recipe(content: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(content)
     assert message("recipe=recipe.yaml") == f"recipe.yaml{IN_A_FILE[content]}"
+
+
+def test_two_recipes() -> None:
+    assert message("recipe=zero1", "recipe=zero1", "recipe=lora") == "command line: 2 recipes, zero1, lora: give one."
+    assert load(["recipe=zero1", "recipe=zero1"]).cfg.zero.stage == 1
 
 
 def test_no_recipe() -> None:

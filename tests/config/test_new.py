@@ -211,12 +211,13 @@ def test_mistakes_are_one_message(
 
 def test_a_terminal_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    answers = iter(["chatglm3_6b", "chat.jsonl", "8x80GB"])
+    answers = iter(["qwen3-8bb", "chatglm3_6b", "nofile.jsonl", "chat.jsonl", "", "8", "8x80GB"])  # with mistakes
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
     monkeypatch.setattr("toolkit.extras.new_recipe.this_machine", lambda: None)
     assert main(["new"]) == 0
-    assert [question.split()[0] for question in asked] == ["Model", "Data", "GPUs"]
+    expected = ["Model", "Model", "Data", "Data", "GPUs", "GPUs", "GPUs"]
+    assert [question.split()[0] for question in asked] == expected, "each mistake is asked again at once"
     assert written().model.name == "ChatGLM3-6B"
 
 

@@ -70,6 +70,7 @@ OPTIONS = {
     "zero1 model.pth /models/a": "ConfigError: 'model.pth' has no =. Write model.path=/models/a\n",
     "zero1 lr 1e-4": "ConfigError: 'lr' has no =. Write optim.lr=1e-4\n",
     "recipe = zero1": "ConfigError: 'recipe =': write key=value without spaces around the =.\n",
+    "zero1 optim.lr= 1e-4": "ConfigError: 'optim.lr= 1e-4': write key=value without spaces around the =.\n",
     "zero1 model.path= /models": "ConfigError: 'model.path= /models': write key=value without spaces around the =.\n",
 }
 

@@ -22,6 +22,7 @@ ONE: dict[str, Any] = {
     "nccl": "2.27",
     "code": {"commit": "abc", "files": {"run.py": "1", "toolkit/x.py": "2"}},
     "accelerator": "cuda",
+    "is_cpu_by_default": False,
     "gpus": {"driver": "570", "cards": [CARD, CARD], "late": False},
     "takes_secrets": True,
     "cores": 8,

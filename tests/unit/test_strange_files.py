@@ -310,6 +310,15 @@ def test_tools_without_a_place_are_counted(tmp_path: Path) -> None:
     assert made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows)), NoPlace()).report.systems == 3
 
 
+def test_rows_whose_roles_are_odd_are_counted(tmp_path: Path) -> None:
+    """A row that begins with the assistant trains it to speak unasked; a question at the end is not used."""
+    asked, answered = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows: list[dict[str, Any]] = [{"messages": [answered, asked]}, {"messages": [asked, answered, asked]}, *pairs(3)]
+    rows.append({"messages": [{"role": "system", "content": "s"}, answered, asked, answered]})
+    report = made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows)), ByteEncoder()).report
+    assert (report.unasked, report.unanswered) == (2, 2)
+
+
 def test_slices_of_a_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"`split` = train\[:10\] selects rows, which is not known here"):
         locate_source(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path)

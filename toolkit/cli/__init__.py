@@ -2,6 +2,7 @@
 
 import codecs
 import locale
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show("\n".join(import_module("toolkit.extras.completion").candidates(words[1], COMMANDS, module_of)))
         return 0
     _use_utf8()
+    # DeepSpeed's own warning that it found no GPU, in the middle of any output; `warn_without_gpu` is this toolkit's.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
     if words[:1] == ["--version"]:

@@ -60,6 +60,11 @@ def visible_variable(environ: Mapping[str, str] = os.environ) -> str:
     return _VISIBLE.get(device_here(environ), "CUDA_VISIBLE_DEVICES")
 
 
+def is_cpu_by_default(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks here compute on processors only because no accelerator is found: nobody has chosen that."""
+    return not environ.get("DS_ACCELERATOR") and device_here(environ) == "cpu"
+
+
 _OTHER_TOOLS = ("rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
 """Programs that come with the drivers of AMD, Ascend, Gaudi, Intel, Cambricon and Moore Threads."""
 

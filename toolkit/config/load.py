@@ -298,6 +298,13 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
     if not chosen:
         raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
+    names_chosen = list(dict.fromkeys(chosen))
+    if len(names_chosen) > 1:
+        raise ConfigError(
+            "command line: {count} recipes, {names}: give one.",
+            count=len(names_chosen),
+            names=", ".join(names_chosen),
+        )
     name = chosen[-1]
     is_yaml = name.endswith((".yaml", ".yml"))
     if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
@@ -461,6 +468,13 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
             if base is not None:
                 document.defaults.append(item)
             if base:
+                if "_self_" in defaults[:index]:
+                    raise ConfigError(
+                        "{place}: '{item}' follows _self_, so that its keys would replace those of this file. Put "
+                        "_self_ behind it.",
+                        place=location,
+                        item=item,
+                    )
                 if recipes[base].resolve() in (path.resolve(), *above):
                     raise _wrong_default(item, location)
                 waiting.append((base, recipes[base], (path.resolve(), *above)))

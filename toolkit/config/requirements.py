@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.config import dotted_keys, schema
-from toolkit.config.devices import is_cpu, is_rocm
+from toolkit.config.devices import is_cpu, is_cpu_by_default, is_rocm, torch_build
 from toolkit.config.load import LoadedConfig
-from toolkit.messages import ConfigError, LaunchError, raise_all, tr
+from toolkit.messages import ConfigError, LaunchError, raise_all, tr, warn
 
 DISTRIBUTION = "exacttune"
 """The name of this package on an index: what `pip` installs, and whose metadata name the packages that it needs."""
@@ -26,6 +26,16 @@ def _has_fp16(cpuinfo: Path) -> bool:
     if platform.machine() != "x86_64" or not cpuinfo.is_file():
         return True
     return bool(re.search(r"\b(avx512_fp16|avx_ne_convert)\b", cpuinfo.read_text(errors="replace")))
+
+
+def warn_without_gpu(model: schema.ModelConfig) -> None:
+    """Warn if a published model is to be trained on processors only because no GPU is found."""
+    if model.init is schema.Init.pretrained and is_cpu_by_default():
+        warn(
+            "no GPU is found, so this trains on CPUs. A GPU must be listed by nvidia-smi, and PyTorch be a build for "
+            "it (here {version}). If CPUs are meant: export DS_ACCELERATOR=cpu",
+            version=torch_build("__version__"),
+        )
 
 
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")

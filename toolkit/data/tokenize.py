@@ -109,7 +109,7 @@ class PrepareReport(workers.RowCounts):
             del listed[workers.EXAMPLES :]
 
     def print_dropped(self) -> None:
-        """Print how many rows are skipped for each reason, with the first ones' file:line."""
+        """Print how many rows are skipped for each reason, with the first ones' file:line, and what of rows is odd."""
         for reason, count in self.dropped.items():
             say(
                 "Skipped {count} rows: {reason}. First: {examples}",
@@ -117,6 +117,14 @@ class PrepareReport(workers.RowCounts):
                 reason=reason,
                 examples=clauses(self.examples.get(reason, [])),
             )
+        if self.unasked:
+            warn(
+                "{count} rows begin with the assistant: it learns to speak before anything is asked. If that is not "
+                "meant, check their roles.",
+                count=f"{self.unasked:,}",
+            )
+        if self.unanswered:
+            say("The last turn of {count} rows has no answer, and is not used.", count=f"{self.unanswered:,}")
 
     def longer_rows(self, data: DataConfig) -> str:
         """Return a sentence on the rows longer than `data.max_length` and what became of them; "" if there are none."""

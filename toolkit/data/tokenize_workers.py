@@ -79,7 +79,7 @@ class ChatEncoder(Protocol):
         ...
 
 
-CODE_VERSION = 7
+CODE_VERSION = 8
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
@@ -102,6 +102,11 @@ class RowPosition(NamedTuple):
     """Its line minus the first of the block."""
     ordinal: int
     """Rows of the block before it; several items of a JSON array can share a line."""
+
+
+_SUMMED = ("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems")
+_SUMMED += ("unasked", "unanswered")
+"""Fields of `RowCounts` that `add` sums."""
 
 
 @dataclass(slots=True)
@@ -129,6 +134,10 @@ class RowCounts:
     divided_samples: int = 0
     systems: int = 0
     """Rows whose system message or tools were left out because the model's format has no place for them."""
+    unasked: int = 0
+    """Rows whose first turn is the assistant's, so that it learns to speak before anything is asked."""
+    unanswered: int = 0
+    """Rows that end with a turn which nobody answers, and which is not used."""
     unused: list[str] = field(default_factory=list)
     """Columns that were not read, no more than a hundred."""
     message_keys: dict[str, int] = field(default_factory=dict)
@@ -136,7 +145,7 @@ class RowCounts:
 
     def add(self, other: "RowCounts") -> None:
         """Add the counts of other rows to these."""
-        for name in ("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"):
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
         self.unused = list(dict.fromkeys([*self.unused, *other.unused]))[:100]
@@ -325,6 +334,10 @@ class PartBuilder:
                 continue
             if not conversations:
                 counts.drop(tr("no token the loss covers"), row)
+            elif not texts[0].is_input_only and not texts[0].is_text:
+                roles = [message["role"] for message in texts[0].messages if message["role"] != "system"]
+                counts.unasked += roles[0] == "assistant"
+                counts.unanswered += roles[-1] != "assistant"
             read += [(row, value, conversation) for conversation in conversations]
         return read
 

@@ -20,6 +20,13 @@ def number(visible: int, environ: MutableMapping[str, str]) -> int:
         # DeepSpeed wants these two equal (0.19.8, engine.py).
         environ.update({name: "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in environ})
         return 0
+    if not visible:
+        raise LaunchError(
+            "no GPU is visible ({variable}={value}): nvidia-smi must list one, and PyTorch be a build for it (here "
+            "{version}). To train on CPUs: export DS_ACCELERATOR=cpu",
+            version=torch.__version__,
+            **_visible(environ),
+        )
     if local_rank >= visible:
         raise LaunchError(
             "rank {rank} on {host} is number {local_rank} on its node, counted from 0, and {visible} GPUs are visible "

@@ -18,7 +18,7 @@ from toolkit.command_line import positive_int
 from toolkit.config import files, hub, load, mesh, schema
 from toolkit.config.context_length import position_limit
 from toolkit.config.dotted_keys import set_leaf
-from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
+from toolkit.config.schema import Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
 from toolkit.data.first_rows import (
     BYTES_PER_TOKEN,
     check_sources,
@@ -34,6 +34,7 @@ from toolkit.plan.layouts import Layout, gib
 from toolkit.plan.lookup import config_of, outline_of
 from toolkit.plan.machine import GIB, Machine, find_gpu, parse_machine, this_machine
 from toolkit.plan.search import fastest, layouts, overrides
+from toolkit.train.schedule import FEWEST_STEPS
 
 METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
 """The first that fits on the GPUs alone is chosen, else the first that fits with offloading."""
@@ -44,6 +45,8 @@ _CAUTIOUS_BYTES = 3
 _LONGER = 0.005
 """Share of the first rows that may be longer than the chosen length, so that no single row decides it."""
 _UNBOUNDED = 1 << 24
+_MOST_EPOCHS = 20
+"""Most passes over few samples, for a run of `FEWEST_STEPS` steps."""
 _SAMPLES = 16
 """Least `batch.global_size`, as in the recipe chatglm."""
 
@@ -59,25 +62,42 @@ class MethodPlan:
     layout: Layout
     machine: Machine
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether optimizer states are offloaded to host memory."""
-        return self.layout.cfg.zero.offload_optimizer.device is not Device.none
+
+def check_model(arguments: Arguments) -> None:
+    """Raise a ConfigError if the argument `model` names none."""
+    model, names = arguments["model"], load.group_choices()["model"]
+    if model not in names and not Path(model).is_dir() and not files.is_hub_name(model):
+        sentence = tr(
+            "model = {model} is no name of `toolkit models`, no directory here and not owner/name on Hugging Face.",
+            model=model,
+        )
+        raise ConfigError(joined(sentence, did_you_mean(model, names)))
+
+
+def check_data(arguments: Arguments) -> None:
+    """Raise a ConfigError if the argument `data` names no group, and no file that can be read here or from afar."""
+    data = arguments["data"]
+    columns = _columns(arguments)
+    if data not in load.group_choices()["data"] and isinstance(columns, dict):
+        problems = Problems()
+        source = schema.SourceConfig(path=data, columns=columns)
+        check_sources(schema.DataConfig(sources=[source]), (), problems)
+        problems.raise_all()
+
+
+def _columns(arguments: Arguments) -> Any:
+    """Return the argument `columns`, a map of our names to the file's, or what was typed in its place."""
+    return files.parse(f"columns: {arguments.get('columns', '{}')}", "columns=").values["columns"]
 
 
 def data_facts(arguments: Arguments) -> dict[str, Any]:
     """Return what the recipe's template needs to know of model and data: groups, sources, lengths, formats, counts of
     the first rows. ConfigError for a wrong model, data or length.
     """
+    check_model(arguments)
     groups, model, data = load.group_choices(), arguments["model"], arguments["data"]
     is_group = model in groups["model"]
-    if not is_group and not Path(model).is_dir() and not files.is_hub_name(model):
-        sentence = tr(
-            "model = {model} is no name of `toolkit models`, no directory here and not owner/name on Hugging Face.",
-            model=model,
-        )
-        raise ConfigError(joined(sentence, did_you_mean(model, groups["model"])))
-    columns = files.parse(f"columns: {arguments.get('columns', '{}')}", "columns=").values["columns"]
+    columns = _columns(arguments)
     if columns and data in groups["data"]:
         raise ConfigError(
             "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
@@ -158,7 +178,7 @@ def plan_methods(
         cfg = mesh.with_micro_batch(_planned(_compose({**facts, **method_facts})).cfg)
         outline = outline_of(cfg)
         planned = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
-        on_gpus = [layout for layout in planned if layout.cfg.zero.offload_optimizer.device is Device.none]
+        on_gpus = [layout for layout in planned if not layout.is_offloaded]
         if not machine.host_bytes:  # offloading is planned where the host's memory is known
             planned = on_gpus
         smallest = min(planned, key=lambda layout: layout.peak)
@@ -186,7 +206,7 @@ def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
     """Return the plan to use: the first that fits on GPUs alone, else the first that fits offloaded; None if nothing
     fits.
     """
-    return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.is_offloaded, default=None)
+    return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.layout.is_offloaded, default=None)
 
 
 def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
@@ -220,8 +240,10 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
     for word in overrides(RunConfig(), cfg):
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
-    epoch = estimated_samples(cfg.data, 10**12)
-    steps = cfg.train.over_epochs(math.ceil(epoch[1] / cfg.batch.global_size)) if epoch else 0
+    epoch, epochs = estimated_samples(cfg.data, 10**12), int(cfg.train.epochs)
+    epoch_steps = math.ceil(epoch[1] / cfg.batch.global_size) if epoch else 0
+    if epoch_steps:  # of few samples more passes
+        epochs = max(epochs, min(_MOST_EPOCHS, math.ceil(FEWEST_STEPS / epoch_steps)))
     plan_facts = {
         "method": plan.method.value,
         "dtype": cfg.precision.dtype.value,
@@ -232,7 +254,8 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "device": gib(layout.peak),
         "host": gib(layout.host_peak),
         "rows": f"{epoch[0]:,}" if epoch else "",  # more than can be counted in a second
-        "steps": steps,
+        "epochs": epochs,
+        "steps": epochs * epoch_steps,
         "commands": commands,
     }
     made = {**facts, **plan_facts}

@@ -56,6 +56,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     tried = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()
+    if not is_other:
+        requirements.warn_without_gpu(cfg.model)
     for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
         say(note)
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):

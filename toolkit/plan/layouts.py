@@ -39,6 +39,12 @@ class Layout:
         return self.peak > 0.95 * self.usable_bytes
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether optimizer states or parameters are in host memory."""
+        zero = self.cfg.zero
+        return {zero.offload_optimizer.device, zero.offload_param.device} != {Device.none}
+
+    @property
     def name(self) -> str:
         """Short name for users."""
         zero = self.cfg.zero

@@ -20,6 +20,8 @@ LAYOUTS = (
 )
 """ZeRO stage, where the optimizer's states are, where the parameters are. Never NVMe: it needs a directory."""
 MAX_MICRO_BATCH = 64
+_OFFLOAD_GAIN = 1.5
+"""Factor by which a layout that offloads must be faster, as the speeds of buses and hosts are assumed."""
 BEYOND = (
     "zero.zero_hpz_partition_size",
     "zero.zero_quantized_weights",
@@ -79,12 +81,16 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
 
 def fastest(layouts: Sequence[Layout]) -> Layout | None:
     """Return the fastest layout that fits, None if none does. Among those within 2 % of its time, the first (simplest)
-    that leaves 5 % of the memory free is taken, or else the first.
+    that leaves 5 % of the memory free is taken, or else the first. Offloading must be faster by more than the speeds of
+    buses and hosts, which are assumed, may be wrong.
     """
     fitting = [layout for layout in layouts if layout.fits]
     if not fitting:
         return None
     best = min(layout.time.seconds for layout in fitting)
+    resident = [layout for layout in fitting if not layout.is_offloaded]
+    if resident and (best_resident := min(layout.time.seconds for layout in resident)) <= _OFFLOAD_GAIN * best:
+        fitting, best = resident, best_resident
     fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
     return next((layout for layout in fast if not layout.is_tight), fast[0])
 

@@ -123,6 +123,14 @@ def _judge_losses(curves: Curves) -> Verdict:
         text = tr("Not enough yet: validation loss {losses}, above the unigram baseline ({unigram}).", **values)
         headline = tr("Not enough yet: the validation loss is above the unigram baseline.")
         return Verdict(SHORT, text, is_falling=is_falling, headline=headline)
+    if below and "bigram" in curves.baselines and len(below) == 1:
+        text = tr(
+            "Not enough yet: validation loss {losses}, below the unigram baseline ({unigram}), above the bigram one "
+            "({bigram}).",
+            **values,
+        )
+        headline = tr("Not enough yet: the validation loss is above the bigram baseline.")
+        return Verdict(SHORT, text, is_falling=is_falling, headline=headline)
     text, headline = tr("Learned: validation loss {losses}.", losses=losses), tr("Learned.")
     if len(below) == 2:
         text = tr(
@@ -130,12 +138,6 @@ def _judge_losses(curves: Curves) -> Verdict:
             **values,
         )
         headline = tr("Learned: the validation loss is below the unigram and bigram baselines.")
-    elif below and "bigram" in curves.baselines:
-        text = tr(
-            "Learned: validation loss {losses}, below the unigram baseline ({unigram}), not the bigram one ({bigram}).",
-            **values,
-        )
-        headline = tr("Learned: the validation loss is below the unigram baseline, not below the bigram one.")
     if curves.validation_tokens and _is_less(best, last, 0.0):  # less than `least`, else it were overfit
         lowest = tr(
             "It was lowest at step {step} ({best}); over {tokens} validation tokens that may be chance.",

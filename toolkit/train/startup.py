@@ -82,6 +82,7 @@ def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
     """Say what begins: on which ranks, in which batches."""
     cfg = arguments.loaded.cfg
+    requirements.warn_without_gpu(cfg.model)
     if line := files.notice(cfg.data):
         say(line)
     for note in [*arguments.notes, *environment.mpi_notes(ranks.launcher, ranks.local_world_size, os.environ)]:

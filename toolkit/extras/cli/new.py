@@ -18,11 +18,14 @@ Missing values are asked for on a terminal. No model is loaded; only the first r
 
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 
 from toolkit.command_line import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
 from toolkit.extras.new_recipe import (
     METHODS,
+    check_data,
+    check_model,
     choose,
     data_facts,
     gpus_here,
@@ -31,7 +34,7 @@ from toolkit.extras.new_recipe import (
     recipe_text,
     remedies,
 )
-from toolkit.messages import ConfigError, clauses, say, tr
+from toolkit.messages import ConfigError, ToolkitError, clauses, say, tr, warn
 from toolkit.plan.machine import Machine
 from toolkit.plan.summary import layout_table
 
@@ -47,9 +50,10 @@ def run(words: list[str]) -> None:
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
     if "gpus" not in arguments:
         arguments = {**gpus_here(), **arguments}
-    _ask(arguments, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
-    _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "))
-    _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
+    model = tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): ")
+    _ask(arguments, "model", model, check_model)
+    _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "), check_data)
+    _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "), machine_of)
     machine = machine_of(arguments)
     facts = data_facts(arguments)
     seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
@@ -95,15 +99,23 @@ def run(words: list[str]) -> None:
     say("\n".join(f"  {command}" for command in commands))
 
 
-def _ask(arguments: dict[str, str], name: str, question: str) -> None:
-    """Ask for a missing argument if on a terminal; ConfigError if it is still missing."""
-    if not arguments.get(name) and sys.stdin.isatty():
+def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[Mapping[str, str]], object]) -> None:
+    """Ask for a missing argument if on a terminal, until `check` raises nothing. ConfigError if it is missing, or
+    what `check` raises of the command line.
+    """
+    while not arguments.get(name) and sys.stdin.isatty():
         try:
             arguments[name] = input(question).strip()
+            if arguments[name]:
+                check(arguments)
         except EOFError:
-            arguments[name] = ""
+            break
+        except ToolkitError as error:
+            warn(str(error))
+            del arguments[name]
     if not arguments.get(name):
         raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
+    check(arguments)
 
 
 def _commands(recipe: str, machine: Machine) -> list[str]:

@@ -108,6 +108,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := version(d))), ""),
         "code": _code(),
         "accelerator": devices.device_here(environ),
+        "is_cpu_by_default": devices.is_cpu_by_default(environ),
         "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,

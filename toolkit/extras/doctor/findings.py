@@ -133,6 +133,8 @@ def _versions(facts: Facts) -> Iterable[Finding]:
 def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
     if not any(answer["gpus"]["cards"] or answer["gpus"]["late"] for answer in facts.values()):
         for host, answer in facts.items():
+            if answer["is_cpu_by_default"]:
+                yield finding("no GPU", host=host)
             if answer["accelerator"] == "cpu" and len(resources[host]) > answer["cores"]:
                 yield finding("too few cores", host=host, slots=len(resources[host]), cores=answer["cores"])
         return
