@@ -104,8 +104,10 @@ class RowPosition(NamedTuple):
     """Rows of the block before it; several items of a JSON array can share a line."""
 
 
-_SUMMED = ("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems")
-_SUMMED += ("unasked", "unanswered")
+_SUMMED = (
+    *("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"),
+    *("unasked", "unanswered"),
+)
 """Fields of `RowCounts` that `add` sums."""
 
 
