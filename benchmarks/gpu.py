@@ -36,8 +36,8 @@ from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
+from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import Batch
 from toolkit.train.baseline import measure_baseline
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import StepGuard, train_step

@@ -21,8 +21,8 @@ from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.speed import Rates, step_time
+from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import Batch
 from toolkit.train.step import StepGuard, train_step
 
 _STEPS = 2

@@ -21,8 +21,9 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import create_model
+from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import Batch, LanguageData, training_batches
+from toolkit.tasks.language_data import LanguageData, training_batches
 from toolkit.track.metrics import MetricsLog
 from toolkit.train.baseline import measure_baseline
 from toolkit.train.step import StepGuard, train_step

@@ -28,9 +28,9 @@ from toolkit.data.sources import read_conversations
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, world_size
 from toolkit.launch.environment import Ranks
+from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import (
-    Batch,
     LanguageData,
     build_encoder,
     epoch_steps,

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "toolkit"
 LAYERS = {
     "toolkit": 0,
     "toolkit.messages": 0,
+    "toolkit.sample_types": 0,
     "toolkit.secrets": 0,
     "toolkit.config": 0,
     "toolkit.launch": 1,

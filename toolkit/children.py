@@ -34,7 +34,7 @@ _GRACE_S = 5.0
 _POLL_S = 0.05
 _AHEAD = 2
 
-_Item = TypeVar("_Item", bound=tuple[Any, ...])
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _function: Callable[..., Any] | None = None
 """What a process of `in_order` calls."""
@@ -79,14 +79,14 @@ def workers(count: int, begin: Callable[..., None] | None = None, *arguments: An
 
 
 def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item]) -> Iterator[tuple[_Item, _Result]]:
-    """Yield each item with `function(*item)`, in the order of the items, which are taken a few ahead. It is computed
+    """Yield each item with `function(item)`, in the order of the items, which are taken a few ahead. It is computed
     here if `count` is 1, else in `count` new interpreters.
 
     Raises:
         BrokenProcessPool: one of them was killed.
     """
     if count == 1:
-        yield from ((item, function(*item)) for item in items)
+        yield from ((item, function(item)) for item in items)
         return
     from toolkit.messages import current_language
 
@@ -114,10 +114,10 @@ def _serve(function: Callable[..., Any], language: str) -> None:
     gc.freeze()  # of what is imported nothing becomes garbage; looking through it takes a third of a second each time
 
 
-def _called(item: tuple[Any, ...]) -> Any:
+def _called(item: Any) -> Any:
     """Call the function of this worker process."""
     assert _function is not None
-    return _function(*item)
+    return _function(item)
 
 
 def copied(function: Callable[..., Any], *arguments: Any) -> Any:

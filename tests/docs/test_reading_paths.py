@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 ROW = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| ?(\d*) \|", re.MULTILINE)
 CALLS_BY_INTERFACE = {
     ("cli/__init__.py", "cli/train.py"): "import_module(module_of(command))",
-    ("data/tokenize_workers.py", "models/chat_template.py"): "`TemplateChatEncoder` of models/chat_template.py",
+    ("data/tokenize_workers.py", "models/chat_template.py"): "self.encoder.encode_many(",
     ("train/trainer.py", "tasks/language.py"): "task.export(run, result)",
 }
 """Calls without an import: caller and called file -> what the caller's text has in its place."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data.formats import Message
-from toolkit.data.tokenize_workers import Encoded
 from toolkit.messages import RowError
+from toolkit.sample_types import Encoded, Message
 
 END = 1
 

@@ -18,12 +18,13 @@ from toolkit.config.schema import Attention, ModelConfig
 from toolkit.messages import ModelError
 from toolkit.models import attention, isolation, load_model, packable
 from toolkit.models.loss import token_loss_sum
+from toolkit.sample_types import Batch
 
 LENGTHS = [[9, 14, 7], [21, 6]]
 SIZE = 30
 
 
-def batch() -> attention.Batch:
+def batch() -> Batch:
     """Return two packed rows, each with padding at its end or none."""
     ids = torch.randint(5, 300, (2, SIZE), generator=torch.Generator().manual_seed(1))
     segments, positions, bounds = torch.zeros_like(ids), torch.zeros_like(ids), [0]
@@ -41,7 +42,7 @@ def batch() -> attention.Batch:
     return values | {"cu_seq_lens": torch.tensor(bounds, dtype=torch.int32)}
 
 
-def measured(model: Any, batches: list[attention.Batch]) -> list[float]:
+def measured(model: Any, batches: list[Batch]) -> list[float]:
     """Return the loss of batches and the norm of its gradient."""
     model.zero_grad()
     total = 0.0
@@ -53,7 +54,7 @@ def measured(model: Any, batches: list[attention.Batch]) -> list[float]:
     return [total, float(sum(squares)) ** 0.5]
 
 
-def alone(packed: attention.Batch) -> list[attention.Batch]:
+def alone(packed: Batch) -> list[Batch]:
     """Return each sample of packed rows in a batch of its own."""
     names = ("input_ids", "labels", "segment_ids", "position_ids")
     samples = []

@@ -19,7 +19,6 @@ from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.prefixes import shared_prefixes
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches
-from toolkit.data.tokenize_workers import Encoded
 from toolkit.layouts.sequence import local_part
 from toolkit.messages import ModelError
 from toolkit.models import attention
@@ -33,6 +32,7 @@ from toolkit.models.loss import (
     with_targets,
 )
 from toolkit.models.router_loss import routers_of
+from toolkit.sample_types import Encoded
 
 # fp32: what is left is the order of additions.
 TOLERANCE = 1e-5

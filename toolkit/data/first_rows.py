@@ -16,10 +16,10 @@ from toolkit.data.readers import DataFile, blocks, first_rows_of, rows_of, with_
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import files_of, local_files
 from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
+from toolkit.sample_types import ChatEncoder
 
 if TYPE_CHECKING:
     from toolkit.data.tokenize import PrepareReport
-    from toolkit.data.tokenize_workers import ChatEncoder
 
 _CHECKED_ROWS = 1000
 """Rows of each file that are checked before the model is loaded."""

@@ -28,13 +28,7 @@ from toolkit.data.rows import (
     unread_keys,
 )
 from toolkit.messages import RowError
-
-Message = Mapping[str, Any]
-"""One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object),
-`reasoning_content` and `metadata`, a tool's `tool_call_id`; `loss`, if there, says whether it is trained. Roles:
-system, user, assistant, tool; and text, a plain text that is a conversation's only message."""
-
-TEXT = "text"
+from toolkit.sample_types import TEXT, Message
 
 
 @dataclass(frozen=True, slots=True)

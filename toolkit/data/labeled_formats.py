@@ -13,15 +13,14 @@ from toolkit.data.formats import (
     PAIR_FIELDS,
     PREFERENCE_KEYS,
     ROLES,
-    TEXT,
     Conversation,
-    Message,
     RowReader,
     check_trainable,
     plain_message,
 )
 from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, required_text
 from toolkit.messages import RowError, tr
+from toolkit.sample_types import TEXT, Message
 
 _MARKS = PREFERENCE_KEYS | {"completion", "label", "kto_tag", "margin"}
 """These, and those of data for KTO and reward models."""

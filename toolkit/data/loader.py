@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from toolkit.data import packing, store
-
-Batch = dict[str, torch.Tensor]
-"""input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens, int32 [segments+1]
-over the B x S tokens, padding as segments of its own.
-
-Where samples share what they begin with, also `seen_until`, int64 [B, S], the last segment that sees each token, from
-its own on; `keys`, int64 [K], segment after segment the places in the B x S tokens that it sees; and `cu_seq_lens_k`,
-int32 [segments + 1], over these."""
+from toolkit.sample_types import UNTRAINED, Batch
 
 
 class Layout(Enum):
@@ -40,10 +33,6 @@ class Branch(NamedTuple):
     trained: NDArray[np.bool_]
     shared: int
     """How many first tokens are those of the sample before it, or of what that one shares."""
-
-
-UNTRAINED = -100
-"""Label of a token that the loss does not cover."""
 
 
 def collate(

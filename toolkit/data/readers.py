@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import ROW_FIELDS, RowFormat
@@ -70,10 +70,19 @@ class Block:
     """Number of the first among the items of a JSON array, several of which may share a line; 0 for other files."""
 
 
-def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[int, DataFile, Block]]:
-    """Yield (index in `files`, file, block of its rows), in order; a file's format `auto` is replaced by the detected
-    one. No more is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so
-    many rows were read from all limited files (0: no limit).
+class FileBlock(NamedTuple):
+    """A block of rows, and the file that it is of."""
+
+    file_number: int
+    """The index of the file among those that are read."""
+    file: DataFile
+    block: Block
+
+
+def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[FileBlock]:
+    """Yield the blocks of rows of all files, in order; a file's format `auto` is replaced by the detected one. No more
+    is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so many rows were
+    read from all limited files (0: no limit).
     """
     rows_read, read_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
     for number, file in enumerate(files):
@@ -91,7 +100,7 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
                 rows_read += count if limit else 0
             if with_known_format is None:
                 with_known_format = with_format(file, block)
-            yield number, with_known_format or file, block
+            yield FileBlock(number, with_known_format or file, block)
 
 
 def first_rows_of(block: Block, count: int) -> tuple[Block, int]:

@@ -38,8 +38,9 @@ from toolkit.data.remote import RemotePath
 from toolkit.data.sampler import Permutation
 from toolkit.data.tables import parquet_file, table_rows
 from toolkit.data.tokenize import TOLERATED_BAD_ROWS, PrepareReport, check_part
-from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowCounts
+from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowCounts
 from toolkit.messages import DataError, current_language, reading, say, set_language, tr, warn
+from toolkit.sample_types import ChatEncoder
 
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 16, 256
 """Size of a block: of JSONL, and of a Parquet file."""

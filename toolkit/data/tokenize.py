@@ -21,10 +21,11 @@ from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
 from toolkit.data.readers import DataFile
 from toolkit.data.sources import check_distinct, content_hash, locate_all, row_limits
-from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
+from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
 from toolkit.messages import ConfigError, DataError, clauses, joined, say, tr, warn
+from toolkit.sample_types import ChatEncoder
 from toolkit.secrets import hide
 
 
@@ -426,15 +427,15 @@ class _CacheBuilder:
                 if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
                     path.unlink()
 
-    def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
-        """Yield (file number, file, block of rows) of all files, within the limits of `max_samples`."""
+    def blocks(self) -> Iterator[readers.FileBlock]:
+        """Yield the blocks of rows of all files, within the limits of `max_samples`."""
         return readers.read_blocks(self.files, row_limits(self.data, self.files))
 
     def read(self, built_part: BuiltPart) -> Part:
         """Return a part from its file; if another build has deleted that, tokenize the block again."""
         part = read_part(built_part.path)
         if part is None:  # another build that has it too was finished, and removed it
-            part = read_part(self.maker.make(built_part.file_number, built_part.file, built_part.block)[0])
+            part = read_part(self.maker.make(readers.FileBlock(*built_part[:3]))[0])
         if part is None:
             raise DataError(
                 "{path} was changed or removed while it was being used. Start the same command again; what is "

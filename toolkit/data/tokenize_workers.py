@@ -8,13 +8,13 @@ import os
 import pickle
 import zipfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,62 +22,10 @@ from numpy.typing import NDArray
 from toolkit import children
 from toolkit.config.schema import DataConfig, RowFormat, TooLong
 from toolkit.data import readers
-from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, reader_of, turns
+from toolkit.data.formats import Conversation, RowReader, mark_trained, reader_of, turns
 from toolkit.data.rows import parse_row
 from toolkit.messages import DataError, RowError, current_language, tr
-
-Encoded = tuple[list[int], list[bool]]
-"""Ids of one conversation, and for each whether the loss covers it."""
-
-
-class ChatEncoder(Protocol):
-    """Messages to token ids and to the mask of what is trained: the only place where text becomes tokens for training.
-    `loss` at a message says whether it is trained, else the model family does; a plain text (role `text`) is trained
-    as a whole, with an end token. Implementations can be pickled: `TemplateChatEncoder` of models/chat_template.py and
-    those of models/chatglm/formats.py, of which `chat_encoder` of models/chat.py chooses.
-    """
-
-    vocab_size: int
-    """Every id is below it."""
-    only_last: bool
-    """Whether only the last message of a conversation can be trained."""
-    drops_system: bool
-    """Whether the format has no place for a system message and leaves it out."""
-    drops_tools: bool
-    """Whether it leaves out the tools that may be called."""
-    can_cut: bool
-    """Whether a piece from the middle of a sample's ids is a sample that the model can learn from."""
-    after_text: Sequence[int]
-    """What the tokenizer itself puts after a text; it stays where one is only read."""
-    text_key: Sequence[int]
-    """Part of the names of what is made of plain texts; () where their ids are what they always were."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever any ids or mask could change."""
-
-    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
-        ...
-
-    def divide(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-    ) -> Sequence[Sequence[Mapping[str, Any]]]:
-        """Return the conversation as several, if the template renders earlier answers otherwise in later turns, so that
-        each answer is trained as it is generated; mostly [messages] itself. Or raise a RowError.
-        """
-        ...
-
-    def encode_many(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Sequence[Any] | None] | None = None
-    ) -> list[Encoded]:
-        """Return `encode` of each; faster where the tokenizer works on batches."""
-        ...
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the token ids of a conversation up to where the assistant's next answer would begin."""
-        ...
-
+from toolkit.sample_types import ChatEncoder, Encoded, Message
 
 CODE_VERSION = 8
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
@@ -244,10 +192,11 @@ class PartBuilder:
         digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
-    def make(self, number: int, file: readers.DataFile, block: readers.Block) -> tuple[Path, bool]:
+    def make(self, file_block: readers.FileBlock) -> tuple[Path, bool]:
         """Tokenize a block into its part file, unless an undamaged one exists. Return (the file, whether it was made
-        now). `number`, of the data file, is not used: it comes with the other two in `make_parts`.
+        now).
         """
+        _, file, block = file_block
         path = self.path(file, block)
         if read_part(path) is not None:
             return path, False
@@ -653,16 +602,14 @@ class BuiltPart(NamedTuple):
     is_new: bool
 
 
-def make_parts(
-    blocks: Iterable[tuple[int, readers.DataFile, readers.Block]], maker: PartBuilder, num_workers: int
-) -> Iterator[BuiltPart]:
-    """Yield the part of each block of (file number, file, block), in order, made by `num_workers` processes unless its
+def make_parts(blocks: Iterable[readers.FileBlock], maker: PartBuilder, num_workers: int) -> Iterator[BuiltPart]:
+    """Yield the part of each block, in order, made by `num_workers` processes unless its
     file exists; a DataError if a process was killed.
     """
     maker.folder.mkdir(parents=True, exist_ok=True)
     try:
-        for (number, file, block), path_and_is_new in children.in_order(num_workers, maker.make, blocks):
-            yield BuiltPart(number, file, block, *path_and_is_new)
+        for file_block, path_and_is_new in children.in_order(num_workers, maker.make, blocks):
+            yield BuiltPart(*file_block, *path_and_is_new)
     except BrokenProcessPool:
         raise DataError(
             "A tokenizing process was killed, most likely by the system for lack of memory (see "

@@ -22,6 +22,7 @@ from toolkit.evaluate import checks
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, with_system
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr, warn
 from toolkit.models import chat
+from toolkit.sample_types import Message
 
 BATCHES_IN_WINDOW = 8
 """Batches in a window: its questions are sorted by length, and its answers are written together."""
@@ -33,7 +34,7 @@ class RowQuestion:
 
     where: str
     """file:line."""
-    messages: list[formats.Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     """The model's input; [] if the row cannot be used."""
     tools: list[Any] | None = None
     reference: str | None = None
@@ -87,7 +88,7 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
 
 def _question_of_row(where: str, conversation: formats.Conversation) -> RowQuestion:
     """Return a row as a question: its messages up to the last one of the assistant, which becomes the reference."""
-    messages: list[formats.Message] = [
+    messages: list[Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
     reference = None

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from toolkit.data import formats
 from toolkit.evaluate.generate import Sampling, check_length, check_system, decode_answer, generate, with_system
 from toolkit.messages import ConfigError, ModelError, RowError, did_you_mean, joined, printable, tr
 from toolkit.models import chat
+from toolkit.sample_types import Message
 
 COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
 
@@ -34,7 +34,7 @@ class ChatSession:
         self.system = ""
         self.asked = 0
         """Number of questions so far, undone ones too: each has its own seed."""
-        self.history: list[formats.Message] = []
+        self.history: list[Message] = []
         """Question, answer, question, answer …"""
 
     def talk(self) -> None:

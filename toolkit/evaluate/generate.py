@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from toolkit.config import context_length
-from toolkit.data import formats
 from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import chat, probe
+from toolkit.sample_types import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]
 
 
-def with_system(messages: Sequence[formats.Message], system: str) -> list[formats.Message]:
+def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     """Return a conversation with `system` as its system message, unless that is "" or the conversation has one."""
     if not system or (messages and messages[0]["role"] == "system"):
         return list(messages)

@@ -29,7 +29,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
-from toolkit.models import attention, directory, loss
+from toolkit.models import directory, loss
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan import memory
@@ -37,6 +37,7 @@ from toolkit.plan.flops import Work, causal_pairs, formula
 from toolkit.plan.lookup import config_of, outline_of
 from toolkit.plan.outline import Outline
 from toolkit.plan.speed import Rates
+from toolkit.sample_types import Batch
 
 _REPEATS = 7
 _ELEMENTS = 4_000_000
@@ -95,7 +96,7 @@ def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) 
     return first_s, layer_s, flops[0], flops[1] - flops[0]
 
 
-def _pass(model: torch.nn.Module, batch: attention.Batch) -> None:
+def _pass(model: torch.nn.Module, batch: Batch) -> None:
     """Run a micro-batch forward and backward."""
     loss.token_loss_sum(model, batch).backward()
     model.zero_grad()
@@ -137,7 +138,7 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
     return sent / max(zero3_layer_s - layer_s, 1e-6)
 
 
-def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> attention.Batch:
+def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
     """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token is trained."""
     rows = memory.longest_rows(outline, cfg)
     size = (rows.rows, rows.length)

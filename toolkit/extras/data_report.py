@@ -103,8 +103,9 @@ class Inspector:
         self.leftovers = re.compile("|".join(re.escape(text) for text in longest_first))
         self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
 
-    def inspect(self, number: int, file: readers.DataFile, block: readers.Block) -> Facts:
-        """Return the facts of a block of rows of the file with this `number`."""
+    def inspect(self, file_block: readers.FileBlock) -> Facts:
+        """Return the facts of a block of rows."""
+        number, file, block = file_block
         facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
         waiting: list[tuple[int, formats.Conversation]] = []
         size = 0

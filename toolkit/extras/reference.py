@@ -27,6 +27,7 @@ from toolkit.extras import shrink
 from toolkit.layouts import fp8
 from toolkit.models import fine_tuning, save
 from toolkit.models.load import TORCH_DTYPES, create_model
+from toolkit.sample_types import UNTRAINED
 from toolkit.tasks import language_data
 
 ROWS = 4
@@ -140,7 +141,7 @@ def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) 
         batch = loader.collate([[sample] for sample in samples[begin : begin + ROWS]], pad_id)
         logits, labels = _forward(model, batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(model.device)
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        part = functional.cross_entropy(logits, labels, ignore_index=loader.UNTRAINED, reduction="sum") / total
+        part = functional.cross_entropy(logits, labels, ignore_index=UNTRAINED, reduction="sum") / total
         part.backward()
         loss += float(part.detach())
     return loss

@@ -34,7 +34,7 @@ from toolkit.checkpoint import directory
 from toolkit.config import devices
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
-from toolkit.data.formats import Conversation, Message, mark_trained
+from toolkit.data.formats import Conversation, mark_trained
 from toolkit.export.verify import judge_logits, logits_of_directory
 from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
@@ -44,6 +44,7 @@ from toolkit.models import chat_template, extra_tensors, load, probe, served_tur
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
 from toolkit.models.shield import Shield
+from toolkit.sample_types import Message
 
 MOST_CONVERSATIONS = 100
 """Conversations of a run that are tried."""

@@ -30,6 +30,7 @@ from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.outline import load_of_busiest_rank
+from toolkit.sample_types import Batch
 from toolkit.tasks import language
 from toolkit.train import schedule
 from toolkit.train.step import StepGuard, TokenCounts, train_step
@@ -52,11 +53,11 @@ class _Task(language.LanguageTask):
         super().__init__()
         self.tokens = tokens
 
-    def count_losses(self, batch: attention.Batch) -> int:
+    def count_losses(self, batch: Batch) -> int:
         """Return the trained tokens of a micro-batch."""
         return self.tokens
 
-    def token_counts(self, batches: list[attention.Batch]) -> TokenCounts:
+    def token_counts(self, batches: list[Batch]) -> TokenCounts:
         """Return all tokens as every count, of which a trace needs none."""
         return TokenCounts(*[self.tokens * len(batches)] * 4)
 
@@ -134,7 +135,7 @@ def _assumed_rows(rows: int, most: float, counts: torch.Tensor, received: torch.
     return [rows // len(counts)] * len(counts), [math.ceil(most * rows / len(counts))] * len(counts)
 
 
-def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> attention.Batch:
+def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> Batch:
     """Return the largest micro-batch; a packed one holds _SAMPLES samples of the same length per sequence."""
     batch = calibration.longest_batch(cfg, outline, model)
     if cfg.data.packing is not schema.Packing.packed:

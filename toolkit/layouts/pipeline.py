@@ -25,10 +25,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, attention, fine_tuning, loss, probe, structure
+from toolkit.models import adapters, fine_tuning, loss, probe, structure
 from toolkit.plan import division
+from toolkit.sample_types import Batch
 
-Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
+Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
 Found = TypeVar("Found")
 
 
@@ -147,7 +148,7 @@ class PipelineStage(PipelineModule):
         # Not as submodules: the layers are that already, under their places in the sequence.
         self.__dict__["stage"], self.__dict__["full_model"] = model, full
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
-        self.batches: deque[attention.Batch] = deque()
+        self.batches: deque[Batch] = deque()
         self.finish: Finish | None = None
 
     def _partition_layers(self, method: str = "") -> None:
@@ -210,7 +211,7 @@ class PipelineStage(PipelineModule):
     def train_window(
         self,
         engine: PipelineEngine,
-        micro_batches: Sequence[attention.Batch],
+        micro_batches: Sequence[Batch],
         finish: Finish,
         before_update: Callable[[], None],
     ) -> None:
@@ -230,15 +231,15 @@ class PipelineStage(PipelineModule):
     def evaluate_window(
         self,
         engine: PipelineEngine,
-        micro_batches: Sequence[attention.Batch],
-        measure: Callable[[PreTrainedModel, attention.Batch], Found],
+        micro_batches: Sequence[Batch],
+        measure: Callable[[PreTrainedModel, Batch], Found],
     ) -> list[Found]:
         """Run micro-batches forward, as many on each rank; return what `measure` made, [] but on the last stage. A
         collective.
         """
         measurements: list[Found] = []
 
-        def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
+        def keep(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
             measurements.append(measure(model, batch))
             return torch.zeros((), device=engine.device)
 
@@ -247,7 +248,7 @@ class PipelineStage(PipelineModule):
         engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
         return measurements
 
-    def _hand_over(self, micro_batches: Sequence[attention.Batch], finish: Finish) -> Any:
+    def _hand_over(self, micro_batches: Sequence[Batch], finish: Finish) -> Any:
         """Take the batches; yield input and labels, which the first and the last stage want to see."""
         self.batches, self.finish = deque(micro_batches), finish
         return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])

@@ -22,7 +22,6 @@ from toolkit.config.schema import Attention
 from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
 from toolkit.messages import ModelError, tr
 from toolkit.models.attention import (
-    Batch,
     part_indices,
     placeholder_mask,
     sample_attention,
@@ -31,6 +30,7 @@ from toolkit.models.attention import (
 )
 from toolkit.models.isolation import evaluate_logits, isolation_rows
 from toolkit.models.loss import with_targets
+from toolkit.sample_types import Batch
 
 SEQUENCE = "sequence"
 """Rows whose tokens are divided over ranks."""

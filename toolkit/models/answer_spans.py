@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import nodes
 
 from toolkit.models.shield import BREAKS, SPLIT, Shield, any_of
+from toolkit.sample_types import Encoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Encoded = tuple[list[int], list[bool]]
 Span = tuple[int, int]
 """Index of an answer's first character in the text of a conversation, and of the one after its last, end included."""
 _MOST_FORMS = 1 << 16

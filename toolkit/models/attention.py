@@ -26,9 +26,9 @@ from toolkit.config.schema import Attention, Dtype, RunConfig
 from toolkit.distributed import accelerator
 from toolkit.distributed.accelerator import trains_on_gpu
 from toolkit.messages import ModelError, tr
+from toolkit.sample_types import Batch
 
 VARLEN = "varlen"
-Batch = dict[str, torch.Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _ADD_TO_MASK = ("doge",)
 """Model types whose attention adds to its mask (transformers 5.23), so that it needs one."""

@@ -11,24 +11,23 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, shortened, tr
-from toolkit.models.answer_spans import MERGED_CHARS, Encoded, Openings, Span, SpanTokenizer
+from toolkit.models.answer_spans import MERGED_CHARS, Openings, Span, SpanTokenizer
 from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
 from toolkit.models.shield import Shield, any_of
+from toolkit.sample_types import Encoded, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CODE_VERSION = 9
 """Part of the fingerprint; increase it when ids or masks change."""
-
-Message = Mapping[str, Any]
 
 _ADDITIONAL = "additional_special_tokens"
 _RENDERING_S = 10
@@ -209,7 +208,7 @@ class TemplateChatEncoder:
         self.text_key: Sequence[int] = wrapped if wrapped != with_bos else ()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
+        """Return ids and mask of one conversation; see `toolkit.sample_types.ChatEncoder`."""
         return self.encode_many([messages], [tools])[0]
 
     def encode_many(

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit.messages import ModelError, json_object, reading
 from toolkit.models import attention, loss, probe
+from toolkit.sample_types import Batch
 
 FILE = "score.json"
 """In an adapter's directory: labels and padding token, which the config.json of a full model has."""
@@ -104,7 +105,7 @@ def _set_labels(config: Any, head: Head) -> None:
 _COLUMNS = ("input_ids", "inputs_embeds", "position_ids", "segment_ids", "cu_seq_lens", "part", "row_ids")
 
 
-def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def scores(engine: Any, batch: Batch) -> torch.Tensor:
     """Run forward and return the scores of each sample, row by row, float32 `[samples, labels]`."""
     inputs = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
     model: Any = getattr(engine, "module", engine)
@@ -134,7 +135,7 @@ def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     return attention.sum_over_row_parts(flat_scores.view(len(token_indices), -1).float(), batch)
 
 
-def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def token_scores(engine: Any, batch: Batch) -> torch.Tensor:
     """Return the scores at every token of rows, float32 `[B, S, labels]`; without gradients."""
     outputs: list[torch.Tensor] = []
     layer = _score_layer(getattr(engine, "module", engine))
@@ -156,7 +157,7 @@ def _score_layer(model: Any) -> Any:
     return model.get_submodule("score")
 
 
-def _last_token_indices(batch: attention.Batch, pad_token_id: int) -> torch.Tensor:
+def _last_token_indices(batch: Batch, pad_token_id: int) -> torch.Tensor:
     """Return the index in B x S tokens of each sample's last token that is no padding, int64 `[samples]`."""
     ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), attention.full_row_segments(batch).cpu()
     in_row = loss.samples_in_rows(batch)

@@ -6,8 +6,9 @@ import torch
 
 from toolkit.distributed import accelerator
 from toolkit.messages import ModelError, reason_of
-from toolkit.models.attention import Batch, attention_arguments
+from toolkit.models.attention import attention_arguments
 from toolkit.models.probe import evaluating
+from toolkit.sample_types import Batch
 
 _MOST_CHANGE, _MOST_IN_FLOAT32 = 0.06, 3e-4
 """Root mean square over the vocabulary by which the logits of a token may change, of the logits' spread (0.06 = 6 %).

@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
+from toolkit.sample_types import UNTRAINED, Batch
 
-UNTRAINED = -100
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
 
 
-def with_targets(batch: attention.Batch) -> attention.Batch:
+def with_targets(batch: Batch) -> Batch:
     """Return a batch with `target_indices`, int64 [T], of its trained tokens in the flattened rows, and `targets`,
     their ids [T]. They determine the shapes of the loss, so they are computed before the batch is copied to a device.
     """
@@ -34,7 +34,7 @@ def with_targets(batch: attention.Batch) -> attention.Batch:
     return {**batch, "target_indices": indices, "targets": batch["labels"].flatten()[indices]}
 
 
-def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     """Run forward and return the sum of the trained tokens' cross entropies, a float32 scalar of this rank.
 
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
@@ -48,7 +48,7 @@ def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
     return loss_head(engine).losses(engine, on_device(engine, batch)).sum()
 
 
-def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Run forward and return for each sample, row by row, the sum of its trained tokens' log-probabilities (nats),
     which has gradients, and the number of these tokens, both float32 [samples] on the engine's device. A sample without
     trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
@@ -67,13 +67,13 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     return sums_and_counts[0], sums_and_counts[1].detach()
 
 
-def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
+def samples_in_rows(batch: Batch) -> torch.Tensor:
     """Return how many samples each row of a batch holds, int64 [B]."""
     return attention.full_row_segments(batch).amax(dim=1).cpu()
 
 
 @torch.no_grad()
-def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
     inputs = on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
@@ -82,12 +82,12 @@ def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
     return everywhere.index_copy_(0, inputs["target_indices"] - 1, losses).view(inputs["input_ids"].shape)
 
 
-def num_trained_tokens(batch: attention.Batch) -> int:
+def num_trained_tokens(batch: Batch) -> int:
     """Return the number of tokens that `token_loss_sum` sums over, T."""
     return len(with_targets(batch)["target_indices"])
 
 
-def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
+def on_device(engine: Any, batch: Batch) -> Batch:
     """Return a batch with its targets, on the device of an engine or a model."""
     module = getattr(engine, "module", engine)
     moved = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_targets(batch).items()}
@@ -151,7 +151,7 @@ class LossHead:
             self._path = LossPath.all_logits if self.kernel is LossKernel.full else self._find_path(engine)
         return self._path
 
-    def losses(self, engine: Any, batch: attention.Batch, each: bool = False) -> torch.Tensor:
+    def losses(self, engine: Any, batch: Batch, each: bool = False) -> torch.Tensor:
         """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]. With
         gradients, unless `each` token's loss needs its own, it may be their sum [1].
         """
@@ -164,7 +164,7 @@ class LossHead:
         logits = self._picked_logits(engine, batch, indices, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
-    def scores(self, engine: Any, batch: attention.Batch, indices: torch.Tensor) -> Scores:
+    def scores(self, engine: Any, batch: Batch, indices: torch.Tensor) -> Scores:
         """Run forward on a batch from `on_device`; return the scores of the tokens at T indices of B x S."""
         path = self.path(engine)
         if path is not LossPath.losses:
@@ -173,7 +173,7 @@ class LossHead:
         states = self._run_with(engine, batch, indices, lambda states: states[:, None]).flatten(0, 1)
         return Scores(states, layer.weight, layer.bias)
 
-    def states(self, engine: Any, batch: attention.Batch, indices: torch.Tensor) -> torch.Tensor:
+    def states(self, engine: Any, batch: Batch, indices: torch.Tensor) -> torch.Tensor:
         """Run forward on a batch from `on_device`; return the output layer's inputs [T, H] at T indices of the B x S
         tokens. The layer's weight takes part with a factor of 0, so that it has a gradient, for which ZeRO waits.
         """
@@ -186,7 +186,7 @@ class LossHead:
         return self._run_with(engine, batch, indices + 1, with_weight).flatten(0, 1)
 
     def total(
-        self, engine: Any, batch: attention.Batch, indices: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
+        self, engine: Any, batch: Batch, indices: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
     ) -> torch.Tensor:
         """Run forward and return the scalar that `compute` returns for the scores of T tokens. If possible it is called
         inside the output layer's forward pass, while ZeRO-3 has gathered the layer's weight.
@@ -213,9 +213,7 @@ class LossHead:
         loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
         return loss[None, None, None]
 
-    def _picked_logits(
-        self, engine: Any, batch: attention.Batch, indices: torch.Tensor, path: LossPath
-    ) -> torch.Tensor:
+    def _picked_logits(self, engine: Any, batch: Batch, indices: torch.Tensor, path: LossPath) -> torch.Tensor:
         """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked`: no others."""
         if path is LossPath.all_logits:
             return logits_of(engine, batch).flatten(0, 1).index_select(0, indices - 1)
@@ -225,7 +223,7 @@ class LossHead:
     def _run_with(
         self,
         engine: Any,
-        batch: attention.Batch,
+        batch: Batch,
         indices: torch.Tensor,
         compute: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
@@ -297,12 +295,12 @@ class LossHead:
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
 
-def logits_of(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def logits_of(engine: Any, batch: Batch) -> torch.Tensor:
     """Run an engine or a model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
     return _forward_output(engine, batch)
 
 
-def _forward_output(engine: Any, batch: attention.Batch) -> torch.Tensor:
+def _forward_output(engine: Any, batch: Batch) -> torch.Tensor:
     """Run an engine or a model and return what its output layer returned: logits, or what `LossHead` puts there."""
     output: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
     return output
@@ -312,7 +310,7 @@ def _output_layer(engine: Any) -> Any:
     return getattr(engine, "module", engine).get_output_embeddings()
 
 
-def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
+def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """Run a transformers model without its output layer and return the states `[B, S, H]`. The batch of a later
     pipeline stage has `inputs_embeds`; one without `segment_ids` has no padding, as that of a probe.
     """
@@ -322,7 +320,7 @@ def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
     return states
 
 
-def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
+def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
     """Return the arguments of a model's forward for a batch on its device."""
     arguments: dict[str, Any] = {"use_cache": False}
     # ChatGLM-6B computes positions from the ids of special tokens, so it needs the ids even with embeddings.

@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import PreferenceLoss, RunConfig, TaskKind
 from toolkit.messages import ConfigError
-from toolkit.models import attention, experts
+from toolkit.models import experts
 from toolkit.models.structure import routers_in
+from toolkit.sample_types import Batch
 
 
 class Routers:
@@ -61,7 +62,7 @@ class Routers:
         for number, router in enumerate(self._routers):
             router.register_forward_hook(lambda router, _, output, number=number: self._observe(number, router, output))
 
-    def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
+    def begin(self, batch: Batch, device: torch.device, scale: float) -> None:
         """Observe the next micro-batch. A token counts once for each sample that it is in; those of a filler
         (loader.collate) do not count. `scale`: factor of the token loss, which the routers' loss gets too.
         """

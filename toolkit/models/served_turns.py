@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toolkit.messages import RowError
-from toolkit.models.chat_template import MODES, PROBE, WORD, Message, message_with_call
+from toolkit.models.chat_template import MODES, PROBE, WORD, message_with_call
 from toolkit.models.shield import any_of
+from toolkit.sample_types import Message
 
 if TYPE_CHECKING:
     from toolkit.models.answer_spans import Span

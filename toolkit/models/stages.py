@@ -10,7 +10,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from toolkit.models import attention, loss, probe
+from toolkit.models import loss, probe
+from toolkit.sample_types import Batch
 
 Measured = TypeVar("Measured")
 
@@ -31,8 +32,8 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def measure_each(
-    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Measured]
-) -> Iterator[tuple[attention.Batch, Measured]]:
+    engine: Any, micro_batches: Iterable[Batch], measure: Callable[[Any, Batch], Measured]
+) -> Iterator[tuple[Batch, Measured]]:
     """Yield each micro-batch with `measure(model, micro_batch)`; in a pipeline on the last stage only, where the model
     is its stage, else `engine`. A collective over the stages.
     """
@@ -44,9 +45,7 @@ def measure_each(
         yield from zip(window, engine.module.evaluate_window(engine, window, measure), strict=False)
 
 
-def forward_logits(
-    engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Run the same rows on every rank; return `pick` of the logits `[B, S, V]`, or of a classifier's scores at each
     token `[B, S, labels]`, float32 on the CPU. A collective.
     """

@@ -5,7 +5,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from toolkit.messages import ModelError, RowError, shortened, tr
-from toolkit.models.chat_template import EXCERPT_CHARS, MODES, Message, has_reasoning
+from toolkit.models.chat_template import EXCERPT_CHARS, MODES, has_reasoning
+from toolkit.sample_types import Message
 
 if TYPE_CHECKING:
     from toolkit.models.chat_template import TemplateChatEncoder

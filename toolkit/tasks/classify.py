@@ -12,7 +12,8 @@ from toolkit.distributed import process_group
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import tr
 from toolkit.models import classifier, probe, stages
-from toolkit.tasks import language_data, samples
+from toolkit.sample_types import Batch
+from toolkit.tasks import samples
 
 
 class ClassifyTask(samples.ScoreTask):
@@ -22,11 +23,11 @@ class ClassifyTask(samples.ScoreTask):
     names = ("accuracy",)
     reported = ((schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]),)
 
-    def count_losses(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: Batch) -> int:
         """Return the number of samples, 0 for the filler row of an empty micro-batch."""
         return len(batch["value"])
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the cross entropies of samples' labels, nats."""
         scores, labels = self._scores(engine, batch)
         right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()
@@ -34,7 +35,7 @@ class ClassifyTask(samples.ScoreTask):
         # Without samples the loss is 0, but has gradients, for which other ranks wait.
         return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()
 
-    def _scores(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, int64
         [N]. For an empty one there are no labels, but the filler's scores, from which the loss gets gradients.
         """
@@ -42,7 +43,7 @@ class ClassifyTask(samples.ScoreTask):
         scores = classifier.scores(engine, batch)
         return scores[: len(labels)] if len(labels) else scores, labels
 
-    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return loss, accuracy and macro F1 over the samples of this rank's batches and the others'. A collective."""
         size = len(self.data.report.labels)
         losses, confusion = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)

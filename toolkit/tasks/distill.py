@@ -37,6 +37,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
 from toolkit.models.packable import reason_not_to_pack
+from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_data
 from toolkit.tasks.distill_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
@@ -168,7 +169,7 @@ class DistillTask(language.LanguageTask):
         process_group.on_rank0(lambda: _make_empty(building, size))
         numbers, batches = sample_batches(cfg, self.data, split, ranks, samples)
 
-        def measure(model: Any, batch: language_data.Batch) -> StoredScores:
+        def measure(model: Any, batch: Batch) -> StoredScores:
             inputs = loss.on_device(model, batch)
             scores = loss.loss_head(model).scores(model, inputs, inputs["target_indices"])
             with weights.full_params([weight for weight in scores[1:] if weight is not None]):
@@ -200,7 +201,7 @@ class DistillTask(language.LanguageTask):
 
     # Dry run
 
-    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
+    def _with_any_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch with dummy scores of a teacher for all its tokens, which takes the most memory."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
         if not self.data.targets:
@@ -213,18 +214,18 @@ class DistillTask(language.LanguageTask):
 
     # Steps
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of trained tokens; add both parts to the step's figures."""
         total, losses, _ = self._distill_batch(engine, batch)
         self._add(self._figures_of(losses, batch))
         return total
 
-    def _figures_of(self, losses: Distilled, batch: language_data.Batch) -> dict[str, torch.Tensor]:
+    def _figures_of(self, losses: Distilled, batch: Batch) -> dict[str, torch.Tensor]:
         """Return sums and counts of a micro-batch's parts of the loss."""
         parts = {KL: losses.divergences, CE: losses.cross_entropies}
         return {name: torch.stack((values.sum(), values.new_full((), len(values)))) for name, values in parts.items()}
 
-    def _distill_batch(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
+    def _distill_batch(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
         """Return the sum of a micro-batch's losses, with gradients; the losses of each token; and the tokens' indices
         in the batch, [T], those with a teacher first.
         """
@@ -250,7 +251,7 @@ class DistillTask(language.LanguageTask):
         return total, results[0], indices
 
     def _teacher_scores(
-        self, engine: Any, batch: language_data.Batch, inputs: language_data.Batch, indices: torch.Tensor
+        self, engine: Any, batch: Batch, inputs: Batch, indices: torch.Tensor
     ) -> loss.Scores | StoredScores:
         """Return the teacher's scores of the tokens at `indices`, without gradients."""
         if "teacher_ids" in inputs:
@@ -270,7 +271,7 @@ class DistillTask(language.LanguageTask):
 
     # Evaluation
 
-    def _measure(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def _measure(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return each token's cross entropy as `token_losses` does; add divergences, and cross entropies of general
         samples, to the evaluation's sums.
         """
@@ -389,7 +390,7 @@ def weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schem
 
 def sample_batches(
     cfg: schema.RunConfig, prepared: language_data.LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
-) -> tuple[list[list[int]], Iterator[language_data.Batch]]:
+) -> tuple[list[list[int]], Iterator[Batch]]:
     """Return this rank's share of `samples` of a split, each in a row by itself: the samples of each micro-batch, and
     an iterator over the micro-batches. Every rank has as many; the last may be empty.
     """

@@ -25,14 +25,15 @@ from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import ModelError, tr
 from toolkit.models import attention, embedding_files, loss, probe, stages
-from toolkit.tasks import language_data, samples
+from toolkit.sample_types import Batch
+from toolkit.tasks import samples
 from toolkit.train import checkpointer, run_dir
 
 _ROWS = 1024
 """Queries whose similarities are in memory at once."""
 
 
-def embeddings(engine: Any, batch: attention.Batch, pooling: schema.Pooling) -> torch.Tensor:
+def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tensor:
     """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
     segments = attention.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
@@ -126,11 +127,11 @@ class EmbedTask(samples.ScoreTask):
         """Texts of a pair, its negatives included."""
         return objective.data_unit(self.cfg)[1]
 
-    def count_losses(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
         return int(loss.samples_in_rows(batch).sum()) // self._size
 
-    def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
+    def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
             own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]
@@ -146,7 +147,7 @@ class EmbedTask(samples.ScoreTask):
             self._pair_results.append((losses.detach()[pairs], gradients[begin:end], is_first[pairs]))
             begin = end
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs; its gradients are those of the global batch's loss."""
         texts = self._embed(engine, batch)
         losses, gradients, is_first = self._pair_results.popleft()
@@ -155,11 +156,11 @@ class EmbedTask(samples.ScoreTask):
         surrogate = (texts * gradients).sum()
         return surrogate + (losses.sum() - surrogate).detach()
 
-    def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def _embed(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
         return embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count_losses(batch)]
 
-    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
             own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]

@@ -29,6 +29,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import chat, directory, loss, probe, save, stages, structure
 from toolkit.models.loss import token_loss_sum
+from toolkit.sample_types import Batch
 from toolkit.tasks import language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples, TokenCounts
@@ -155,7 +156,7 @@ class LanguageTask(task.Task):
             },
         }
 
-    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
+    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[Batch]:
         self._figures = self._zeros()  # without those of a dry run that failed
         return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
@@ -242,17 +243,17 @@ class LanguageTask(task.Task):
 
     # Dry run
 
-    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+    def longest_batch(self, position: sampler.Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""
         batch = language_data.longest_batch(self.cfg, self.data, self.ranks.world_size)
         rows, tokens = self.shape(batch)
         name = tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
         return self._with_any_columns(batch), name
 
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+    def larger_batch(self, rows: int, share: float) -> Batch:
         return self._with_any_columns(language_data.repeated_batch(self.cfg, self.data, rows, share))
 
-    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
+    def _with_any_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch of the dry run with the further columns that the run's micro-batches have."""
         return batch
 
@@ -273,10 +274,10 @@ class LanguageTask(task.Task):
 
     # Steps
 
-    def count_losses(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: Batch) -> int:
         return loss.num_trained_tokens(batch)
 
-    def token_counts(self, batches: list[language_data.Batch]) -> TokenCounts:
+    def token_counts(self, batches: list[Batch]) -> TokenCounts:
         return TokenCounts(
             total_tokens=sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
             computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
@@ -285,10 +286,10 @@ class LanguageTask(task.Task):
             trained_tokens=sum(map(loss.num_trained_tokens, batches)),
         )
 
-    def shape(self, batch: language_data.Batch) -> tuple[int, ...]:
+    def shape(self, batch: Batch) -> tuple[int, ...]:
         return tuple(batch["input_ids"].shape)
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the cross entropies of trained tokens, nats."""
         return token_loss_sum(engine, batch)
 

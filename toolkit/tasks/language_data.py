@@ -26,6 +26,7 @@ from toolkit.distributed.process_group import check_alike, rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say, tr, warn
 from toolkit.models import attention, chat, directory, loss
+from toolkit.sample_types import Batch
 from toolkit.terminal import phase
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from toolkit.data.orders import Order
     from toolkit.data.targets import TokenTargets
     from toolkit.models.classifier import Head
-
-Batch = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True, slots=True)

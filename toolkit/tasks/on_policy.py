@@ -28,7 +28,8 @@ from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import completions, generate, questions
 from toolkit.messages import LaunchError, say, warn
 from toolkit.models import loss
-from toolkit.tasks import distill, language_data
+from toolkit.sample_types import Batch
+from toolkit.tasks import distill
 from toolkit.tasks.distill_losses import Distilled
 from toolkit.track.metrics import append_rows
 from toolkit.train import hooks, run_dir, task
@@ -96,19 +97,19 @@ class OnPolicyTask(distill.DistillTask):
 
     # Dry run
 
-    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+    def longest_batch(self, position: sampler.Position) -> tuple[Batch, str]:
         """Return the longest rows, of data or of the longest prompt with the longest answer."""
         batch, name = super().longest_batch(position)
         rows, tokens = self.shape(batch)
         longer = self._answered_batch(rows, 1.0)
         return (longer, name) if longer["input_ids"].size(1) > tokens else (batch, name)
 
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+    def larger_batch(self, rows: int, share: float) -> Batch:
         """Return a micro-batch of rows as long as data or answers make them."""
         of_data, answered = super().larger_batch(rows, share), self._answered_batch(rows, share)
         return max(of_data, answered, key=lambda batch: batch["input_ids"].size(1))
 
-    def _answered_batch(self, rows: int, share: float) -> language_data.Batch:
+    def _answered_batch(self, rows: int, share: float) -> Batch:
         """Return a micro-batch of the longest prompt and the longest answer, cut to a share of their tokens."""
         prompt = self._longest_prompt(float("inf"))
         length = min(self.cfg.data.max_length, len(prompt) + self.cfg.distill.rollouts.max_new_tokens)
@@ -137,7 +138,7 @@ class OnPolicyTask(distill.DistillTask):
 
     # Steps
 
-    def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
+    def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Put answers of the student in the place of some of the step's. A collective."""
         super().prepare_step(engine, batches)
         if "samples" not in batches[0]:
@@ -229,11 +230,11 @@ class OnPolicyTask(distill.DistillTask):
 
     def _with_answers(
         self,
-        batch: language_data.Batch,
+        batch: Batch,
         samples: list[int],
         written: Mapping[int, list[int]],
         prompts: Mapping[int, list[int]],
-    ) -> language_data.Batch:
+    ) -> Batch:
         """Return a micro-batch with the student's answers, trained alone, in the place of the data's; `own`, bool [T],
         says of each trained token whether it is of one.
         """
@@ -249,7 +250,7 @@ class OnPolicyTask(distill.DistillTask):
             batch = loader.collate_planned(rows, self.data.pad_id, self.data.layout)
         return {**loss.with_targets(batch), "own": torch.tensor(own, dtype=torch.bool)}
 
-    def _figures_of(self, losses: Distilled, batch: language_data.Batch) -> dict[str, torch.Tensor]:
+    def _figures_of(self, losses: Distilled, batch: Batch) -> dict[str, torch.Tensor]:
         """Return sums and counts: cross entropies are of labels, and the student's tokens are none."""
         is_own = batch.get("own", torch.zeros(len(losses.divergences), dtype=torch.bool)).to(losses.divergences)
         every = torch.ones_like(is_own)

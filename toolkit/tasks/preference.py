@@ -48,6 +48,7 @@ from toolkit.evaluate.loss import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
+from toolkit.sample_types import Batch
 from toolkit.tasks import language_data
 from toolkit.tasks.samples import SampleTask
 from toolkit.train import run_dir
@@ -211,18 +212,18 @@ class PreferenceTask(SampleTask):
 
     # Steps
 
-    def count_losses(self, batch: language_data.Batch) -> int:
+    def count_losses(self, batch: Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
         return _num_answers(batch) // 2
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
         losses, figures = self._pairs(engine, batch)
         count = losses.new_full((), self.count_losses(batch))
         self._add({name: torch.stack((value, count)) for name, value in figures.items()})
         return losses
 
-    def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _pairs(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
@@ -240,7 +241,7 @@ class PreferenceTask(SampleTask):
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
 
-    def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def _reference(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's answers, [answers]; zeros if none are needed."""
         if not self.cfg.preference.needs_reference:
             return torch.zeros(_num_answers(batch), device=engine.device)
@@ -249,7 +250,7 @@ class PreferenceTask(SampleTask):
         with probe.evaluating(engine), lora.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
-    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the means over the pairs of all ranks' batches. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
@@ -279,10 +280,10 @@ class KtoTask(PreferenceTask):
     names = OF_ANSWERS
     _divergence: torch.Tensor
 
-    def token_counts(self, batches: list[language_data.Batch]) -> TokenCounts:
+    def token_counts(self, batches: list[Batch]) -> TokenCounts:
         return super().token_counts([_every_second_row(batch, 0) for batch in batches])
 
-    def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
+    def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Compute the step's divergence between model and reference, on mismatched answers. A collective."""
         others, sums = [_every_second_row(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
@@ -291,7 +292,7 @@ class KtoTask(PreferenceTask):
                 sums += torch.stack((ratios.sum(), ratios.new_full((), self.count_losses(batch))))
         self._divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device))
 
-    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of answers, and add up their figures."""
         answers = _every_second_row(batch, 0)
         ratios, values = self._ratios(engine, answers)
@@ -300,7 +301,7 @@ class KtoTask(PreferenceTask):
         self._add(figures)
         return losses.sum() if len(is_good) else 0 * ratios.sum()
 
-    def _ratios(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _ratios(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the answers' log-probabilities minus the reference's, and without that, [answers] each."""
         reference = self._reference(engine, batch)
         values, _ = answer_log_probabilities(engine, batch)
@@ -320,12 +321,12 @@ class KtoTask(PreferenceTask):
         pairs.append(torch.stack((divergence * len(ratios), every.sum())))
         return losses, dict(zip(self.names, pairs, strict=True))
 
-    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the means over all ranks' answers, with the divergence over all of them. A collective."""
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)
 
-        def measure(model: Any, batch: language_data.Batch) -> tuple[torch.Tensor, ...]:
+        def measure(model: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
             mismatched, _ = self._ratios(model, _every_second_row(batch, 1))
             return *self._ratios(model, _every_second_row(batch, 0)), mismatched.sum()
 
@@ -355,11 +356,11 @@ _COLUMNS = (
 )
 
 
-def _num_answers(batch: language_data.Batch) -> int:
+def _num_answers(batch: Batch) -> int:
     return int(samples_in_rows(batch).sum())
 
 
-def _every_second_row(batch: language_data.Batch, first: int) -> language_data.Batch:
+def _every_second_row(batch: Batch, first: int) -> Batch:
     """Return a micro-batch of every second row: those with their own answers (`first` 0), or with mismatched ones (1).
     A filler, which is a single row, is returned unchanged.
     """

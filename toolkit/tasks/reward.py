@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from toolkit.models import classifier
-from toolkit.tasks import language_data, samples
+from toolkit.sample_types import Batch
+from toolkit.tasks import samples
 from toolkit.tasks.preference import FIGURES, PreferenceTask
 
 
@@ -27,7 +28,7 @@ class RewardTask(PreferenceTask, samples.ScoreTask):
 
     names = FIGURES[:4]
 
-    def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _pairs(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
         scores = classifier.scores(engine, batch)[:, 0]
         end = 2 * self.count_losses(batch)

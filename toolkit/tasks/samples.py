@@ -12,6 +12,7 @@ from toolkit.config import mesh
 from toolkit.messages import tr
 from toolkit.models import structure
 from toolkit.models.loss import samples_in_rows
+from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_data
 from toolkit.train import task
 
@@ -31,7 +32,7 @@ class SampleTask(language.LanguageTask):
 
     # Dry run
 
-    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
+    def _with_any_columns(self, batch: Batch) -> Batch:
         columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
         return {**batch, **{name: torch.zeros(int(samples_in_rows(batch).sum())) for name in columns}}
 
@@ -48,7 +49,7 @@ class SampleTask(language.LanguageTask):
         with language_data.evaluation_with_progress(run.cfg, self.data, run.ranks, alive) as batches:
             return self._evaluate(run.engine, batches)
 
-    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the figures over all ranks' batches. A collective."""
         raise NotImplementedError
 

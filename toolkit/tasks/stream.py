@@ -28,6 +28,7 @@ from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, clauses, say, tr
 from toolkit.models import chat
+from toolkit.sample_types import Batch
 from toolkit.tasks import language_data
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import run_dir
@@ -156,7 +157,7 @@ class StreamTask(LanguageTask):
         card = {**self.data_summary(), "files": len(self.stream.files)}
         return card if validation is None else {**card, "splits": {"validation": language_data.split_card(validation)}}
 
-    def batches(self, position: Position, num_steps: int) -> Iterator[language_data.Batch]:
+    def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
         self._figures = self._zeros()
         if position.row not in self.positions and position.row:
             raise CheckpointError(tr("the checkpoint holds no position in a stream: its run had no data.streaming."))
@@ -167,7 +168,7 @@ class StreamTask(LanguageTask):
         parts = map(partial(language_data.part_of, mesh=mesh), self._micro_batches(position.row, num_steps))
         return language_data.prefetch(parts, accumulation(self.cfg, self.ranks.world_size))
 
-    def _micro_batches(self, row: int, num_steps: int) -> Iterator[language_data.Batch]:
+    def _micro_batches(self, row: int, num_steps: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches of the steps from `row` on, and note where the lanes are after each step."""
         times = accumulation(self.cfg, self.ranks.world_size)
         steps = self.stream.steps(row // self.stream.lanes, self.positions[row])
@@ -180,7 +181,7 @@ class StreamTask(LanguageTask):
             for begin in range(0, len(sequences), size):
                 yield self._collated([[sample[:2] for sample in row] for row in sequences[begin : begin + size]])
 
-    def _collated(self, rows: list[list[Sample]]) -> language_data.Batch:
+    def _collated(self, rows: list[list[Sample]]) -> Batch:
         multiple = packing.pad_multiple(self.cfg.parallel.sequence)
         return collate_planned(rows, self.data.pad_id, self.data.layout, multiple)
 
@@ -247,13 +248,13 @@ class StreamTask(LanguageTask):
         if saved and not is_same:
             say(tr("The stream begins again with the first rows of its files."))
 
-    def longest_batch(self, position: Position) -> tuple[language_data.Batch, str]:
+    def longest_batch(self, position: Position) -> tuple[Batch, str]:
         """Return the largest micro-batch that may come: of samples of `data.max_length` tokens."""
         batch = self.larger_batch(micro_rows(self.cfg), 1.0)
         rows, tokens = self.shape(batch)
         return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
 
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+    def larger_batch(self, rows: int, share: float) -> Batch:
         sample = self.sampled.joined(max(2, int(share * self.cfg.data.max_length)))
         batch = self._collated([[sample] * self.stream.unit] * rows)
         return language_data.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))

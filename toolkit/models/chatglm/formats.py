@@ -7,20 +7,18 @@ A conversation becomes pieces: special tokens by id, and texts, each tokenized s
 import gc
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
 from toolkit.messages import RowError, tr
-from toolkit.models.answer_spans import Encoded
+from toolkit.sample_types import TEXT, Encoded, Message
 
 CODE_VERSION = 3
 """Part of the fingerprint; raise it when ids or masks change."""
 
-Message = Mapping[str, Any]
-TEXT = "text"
 SOP, EOP = "<|sop|>", "<|eop|>"
 """Names, in ChatGLM2's and 3's tokenizers, of what the original calls `sop` and `eop`. As added tokens, those would be
 found inside words (philosophy, people operations)."""
@@ -48,7 +46,7 @@ class Piece(NamedTuple):
 class FamilyChatEncoder:
     """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
     `original_labels` trains what the original trains; False only answers and the token that ends them, not
-    ChatGLM-6B's <sop> and observations. See `toolkit.data.tokenize_workers.ChatEncoder`.
+    ChatGLM-6B's <sop> and observations. See `toolkit.sample_types.ChatEncoder`.
     """
 
     stops: tuple[str, ...]
