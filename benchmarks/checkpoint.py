@@ -28,7 +28,8 @@ from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import non_weight_files
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import LanguageData, training_batches
+from toolkit.tasks.language_batches import training_batches
+from toolkit.tasks.language_data import LanguageData
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.step import StepGuard, train_step
 

@@ -28,7 +28,8 @@ from toolkit.data.sampler import Position
 from toolkit.data.sources import locate_all, read_conversations
 from toolkit.extras.data_report import alike, inspect_files
 from toolkit.launch.environment import Ranks
-from toolkit.tasks.language_data import build_encoder, epoch_steps, load_data_with, training_batches
+from toolkit.tasks.language_batches import epoch_steps, training_batches
+from toolkit.tasks.language_data import build_encoder, load_data_with
 
 FEW = 10_000
 """Rows of the small data set that the large one is compared with."""

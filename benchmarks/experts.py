@@ -27,7 +27,8 @@ from toolkit.models import weights
 from toolkit.plan.division import expert_parallel_bytes, expert_part
 from toolkit.plan.outline import Outline
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import LanguageData, training_batches
+from toolkit.tasks.language_batches import training_batches
+from toolkit.tasks.language_data import LanguageData
 from toolkit.train.step import StepGuard, train_step
 
 SHAPE = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts_per_tok": 2}

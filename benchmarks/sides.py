@@ -12,7 +12,8 @@ from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, tr
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.tasks.language_data import LanguageData, epoch_rows, load_data, rows_per_step, step_samples
+from toolkit.tasks.language_batches import epoch_rows, rows_per_step, step_samples
+from toolkit.tasks.language_data import LanguageData, load_data
 
 QUIET = (
     *("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1"),

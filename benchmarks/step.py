@@ -23,7 +23,8 @@ from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import create_model
 from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import LanguageData, training_batches
+from toolkit.tasks.language_batches import training_batches
+from toolkit.tasks.language_data import LanguageData
 from toolkit.track.metrics import MetricsLog
 from toolkit.train.baseline import measure_baseline
 from toolkit.train.step import StepGuard, train_step

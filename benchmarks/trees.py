@@ -30,13 +30,8 @@ from toolkit.distributed.process_group import barrier, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_data import (
-    LanguageData,
-    build_encoder,
-    epoch_steps,
-    load_data_with,
-    training_batches,
-)
+from toolkit.tasks.language_batches import epoch_steps, training_batches
+from toolkit.tasks.language_data import LanguageData, build_encoder, load_data_with
 from toolkit.train.step import StepGuard, train_step
 
 

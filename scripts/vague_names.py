@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VAGUE = {"found", "one", "given", "place", "known", "own", "mine", "whole", "said", "kept"}
-"""Say what the thing is instead: `checkpoint`, `parameter`, `overrides`, `position` (docs/architecture.md, Names)."""
+"""Say what the thing is instead: `checkpoint`, `parameter`, `overrides`, `position` (CONTRIBUTING.md, Layers)."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

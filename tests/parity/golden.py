@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.models import load_model
 from toolkit.models.chatglm.modeling import GlmLayout
+from toolkit.models.record import record_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chatglm"
 SETS = ["v1", "v2", "v3", "glm4"]
@@ -78,7 +79,7 @@ def official_grad_norms(model: PreTrainedModel, name: str) -> dict[str, float]:
     if name == "v1":
         return {key: norm([value]) for key, value in parameters.items()}
     layout = GlmLayout(model.config, interleaved=False)
-    keys = [key for key in model.origin.tensors if layout.parameters(key)]
+    keys = [key for key in record_of(model).origin.tensors if layout.parameters(key)]
     return {key: norm([parameters[part] for part in layout.parameters(key)]) for key in keys}
 
 

@@ -29,6 +29,7 @@ from toolkit.models.adapters import base_of_adapter, load_adapter, stored_names
 from toolkit.models.base_model import base_of
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora_init import BUFFERS, as_plain_state
+from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import trained_names
 from toolkit.plan.outline import shapes_of_config, with_tuning as plan
 
@@ -65,7 +66,7 @@ def written(model, folder: Path) -> Path:
     """Write an adapter's folder as a run does."""
     state = {stored: model.get_parameter_or_buffer(name).detach() for name, stored in stored_names(model).items()}
     ids = probe.spread_ids(model.config)
-    write_adapter(as_plain_state(state), model.tuned.exported.describe(), folder, probe.capture(model, ids))
+    write_adapter(as_plain_state(state), tuning_state(model).exported.describe(), folder, probe.capture(model, ids))
     return folder
 
 
@@ -528,8 +529,10 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     method: TuningMethod, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tuned("v2", method=method, num_tokens=3)
-    settings = model.tuned.settings | {"base_model_name_or_path": "/gone"}
-    model.tuned = replace(model.tuned, settings=settings, base=replace(model.tuned.base, path="/gone"))
+    settings = tuning_state(model).settings | {"base_model_name_or_path": "/gone"}
+    record_of(model).tuned = replace(
+        tuning_state(model), settings=settings, base=replace(tuning_state(model).base, path="/gone")
+    )
     adapter = written(model, tmp_path / "adapter")
     assert main(["verify", str(adapter)]) == 0
     assert "no forward" in capsys.readouterr().out
@@ -543,7 +546,7 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     assert "forward: the logits are those of the save" in capsys.readouterr().out
     assert json.loads((copy / "base.json").read_text()) == {
         "path": str(GOLDEN / "v2"),
-        "numbers": model.tuned.base.numbers,
+        "numbers": tuning_state(model).base.numbers,
     }
     assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == str(GOLDEN / "v2")
     assert torch.equal(logits(put("v2", copy), "v2"), logits(model, "v2"))

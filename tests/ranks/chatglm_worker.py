@@ -15,6 +15,7 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch import environment
 from toolkit.models import load_model, save_model
+from toolkit.models.record import record_of
 
 
 def check(folder: Path) -> None:
@@ -41,7 +42,7 @@ def check(folder: Path) -> None:
         assert torch.equal(engine(ids).logits, expected(ids).logits)
     if torch.distributed.get_rank() == 0:
         assert set(state) == set(wanted)
-        if hasattr(model, "origin"):
+        if record_of(model).origin:
             save_model(engine.module, folder.with_name(f"{folder.name}-back"), "official", state=state)
     torch.distributed.barrier()
 

@@ -310,7 +310,7 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
     """Yield the rows of each step: the places of their samples in `data.train`, those of a pair in order."""
     from toolkit.config import mesh
     from toolkit.data.sampler import GlobalBatchSampler
-    from toolkit.tasks.language_data import rows_per_step
+    from toolkit.tasks.language_batches import rows_per_step
 
     plan, size = data.train_plan, rows_per_step(mesh.with_micro_batch(cfg), data.packing)[0]
     sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.content}")

@@ -16,6 +16,7 @@ from toolkit.distributed import process_group
 from toolkit.evaluate.inference_engine import FAMILIES, split_inference
 from toolkit.launch.environment import strip_launcher_arguments
 from toolkit.messages import ModelError
+from toolkit.models.record import record_of
 
 SHAPE = {
     "vocab_size": 320,
@@ -76,7 +77,7 @@ def check_refusals() -> None:
     with pytest.raises(ModelError, match="1 heads of keys and values cannot be split over 2 ranks"):
         split_inference(model("glm", num_key_value_heads=1))
     adapted = model("glm")
-    adapted.tuned = SimpleNamespace(settings={"peft_type": "LORA"})
+    record_of(adapted).tuned = SimpleNamespace(settings={"peft_type": "LORA"})
     with pytest.raises(ModelError, match="Merge the adapter first"):
         split_inference(adapted)
 

@@ -21,6 +21,7 @@ from toolkit.export.load import load_any
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, WEIGHTS
 from toolkit.models.lora_init import BUFFERS
+from toolkit.models.record import tuning_state
 
 CELLS: dict[str, list[str]] = {
     "lora-zero0": ["tuning=lora", "zero=stage0", "tuning.save_modules=[lm_head]", "tuning.dropout=0.2"],
@@ -221,7 +222,7 @@ def test_everything_kept_proves_itself(
         assert difference <= tolerance
         assert not list((copy / "merged").glob("adapter*"))
     elif "freeze" not in name:
-        assert load_any(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
+        assert tuning_state(load_any(str(copy)).model).method.value == CELLS[name][0].removeprefix("tuning=")
 
 
 def test_the_command_evaluates_an_adapter_and_says_which(runs: Path, rows_file: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from toolkit.config.schema import PreferenceConfig, PreferenceLoss
 from toolkit.data.loader import collate
 from toolkit.models import classifier
 from toolkit.models.loss import LossHead, answer_log_probabilities
+from toolkit.models.record import record_of
 from toolkit.tasks import preference, reward
 
 TRL = "1.16.0"
@@ -124,7 +125,7 @@ def of_answers(folders: dict[str, str], rows: list[tuple[list[int], list[int]]])
     found: list[Any] = []
     for name in ("reference", "model"):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
-        model.loss_head = LossHead()
+        record_of(model).loss_head = LossHead()
         with torch.set_grad_enabled(name == "model"):
             found.append((model, *answer_log_probabilities(model, batch_of(rows))))
     (_, reference, _), (model, values, tokens) = found

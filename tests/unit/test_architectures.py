@@ -18,6 +18,7 @@ from toolkit.models.fine_tuning import freeze_untrained
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
 from toolkit.models.loss import LossHead, token_loss_sum
+from toolkit.models.record import record_of
 from toolkit.models.stored_form import TransformersLayout
 from toolkit.models.trainable import untrained_prefixes
 from toolkit.models.weights import assign_state
@@ -47,7 +48,7 @@ def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
     batch["position_ids"] = torch.arange(20).repeat(2, 1)
     found = []
     for kernel in (LossKernel.auto, LossKernel.full):
-        model.loss_head = LossHead(kernel)
+        record_of(model).loss_head = LossHead(kernel)
         model.zero_grad()
         torch.manual_seed(0)
         loss = token_loss_sum(model, batch)

@@ -18,7 +18,7 @@ from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError
-from toolkit.tasks.language_data import prefetch
+from toolkit.tasks.language_batches import prefetch
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:

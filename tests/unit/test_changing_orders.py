@@ -11,15 +11,8 @@ from toolkit.config.schema import Packing, RunConfig, WeightPoint
 from toolkit.data.packing import PackingPlan
 from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.messages import ConfigError
-from toolkit.tasks.language_data import (
-    LanguageData,
-    changing_order,
-    epoch_rows,
-    epoch_steps,
-    load_data_with,
-    rows_per_step,
-    step_samples,
-)
+from toolkit.tasks.language_batches import changing_order, epoch_rows, epoch_steps, rows_per_step, step_samples
+from toolkit.tasks.language_data import LanguageData, load_data_with
 
 
 def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, LanguageData]:

@@ -25,8 +25,9 @@ from toolkit.messages import DataError, ModelError
 from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
-from toolkit.tasks import language_data
-from toolkit.tasks.language_data import LanguageData, load_data, rows_per_step
+from toolkit.tasks import language_batches
+from toolkit.tasks.language_batches import rows_per_step
+from toolkit.tasks.language_data import LanguageData, load_data
 from toolkit.tasks.language_evaluation import Evaluation, choose_prompts
 
 WORDS = ["red", "green", "blue", "apple", "pear", "runs", "walks", "sleeps", "quickly", "today", "tomorrow", "never"]
@@ -295,12 +296,12 @@ def test_its_batches_come_from_page_locked_memory_ahead_of_time(folder: Path, mo
         return tensor
 
     cfg, prepared = read(folder)
-    plain = list(language_data.evaluation_batches(cfg, prepared, ALONE))
+    plain = list(language_batches.evaluation_batches(cfg, prepared, ALONE))
     assert len(plain) > 1 and not pinned
     npu = SimpleNamespace(device_name=lambda: "npu", current_device=lambda: 0, set_device=lambda device: None)
-    monkeypatch.setattr(language_data, "get_accelerator", lambda: npu)
+    monkeypatch.setattr(language_batches, "get_accelerator", lambda: npu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    found = list(language_data.evaluation_batches(cfg, prepared, ALONE))
+    found = list(language_batches.evaluation_batches(cfg, prepared, ALONE))
     assert len(pinned) == sum(map(len, found)) and all(name.startswith("batches") for name in pinned)
     for one, other in zip(plain, found, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

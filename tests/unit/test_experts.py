@@ -19,6 +19,7 @@ from toolkit.models.adapters import attach_adapter, in_stored_shape
 from toolkit.models.base_model import BaseModel, base_of
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora import ADAPTER, inject_lora, quantize, quantize_layer, without_adapter
+from toolkit.models.record import tuning_state
 from toolkit.models.structure import trained_names
 
 
@@ -211,7 +212,7 @@ def test_what_peft_would_put_at_the_experts(
     assert added == expected
     assert "such as model.layers.0.mlp.down_proj: peft takes them" in capsys.readouterr().out
     loaded = load_model(folder)
-    attach_adapter(loaded, model.tuned.settings, BaseModel("", {}))
+    attach_adapter(loaded, tuning_state(model).settings, BaseModel("", {}))
     assert trained_names(loaded) == trained_names(model)
     model = load_model(folder)
     words[-1] = "tuning.target_modules=[shared_experts.up_proj]"

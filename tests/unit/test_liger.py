@@ -13,6 +13,7 @@ from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
+from toolkit.models.record import record_of
 from toolkit.tasks.language_model import apply_liger
 
 
@@ -118,7 +119,7 @@ def test_loss() -> None:
     batch = {"input_ids": ids, "labels": labels, "position_ids": ids, "segment_ids": torch.ones_like(ids)}
     expected = token_loss_sum(model, batch)
     assert not CALLS
-    model.loss_head = LossHead(LossKernel.liger)
+    record_of(model).loss_head = LossHead(LossKernel.liger)
     assert loss_head(model).path(model) is LossPath.losses
     torch.testing.assert_close(token_loss_sum(model, batch), expected)
     assert CALLS == [("loss", (3, 4))]

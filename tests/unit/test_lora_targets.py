@@ -17,6 +17,7 @@ from toolkit.messages import ConfigError
 from toolkit.models import adapters, base_model, load_model, outline, probe
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora import choose_targets
+from toolkit.models.record import tuning_state
 from toolkit.models.structure import trained_names
 from toolkit.models.weights import assign_state
 from toolkit.plan.outline import with_tuning
@@ -92,7 +93,7 @@ def test_default_targets_are_what_peft_takes_and_the_plan_counts(name: str, tmp_
     logits = model.eval()(ids, use_cache=False).logits
     state = {stored: model.get_parameter(key).detach() for key, stored in adapters.stored_names(model).items()}
     folder = tmp_path / "adapter"
-    write_adapter(state, model.tuned.describe(), folder, probe.capture(model, probe.spread_ids(model.config)))
+    write_adapter(state, tuning_state(model).describe(), folder, probe.capture(model, probe.spread_ids(model.config)))
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     without = plain.eval()(ids, use_cache=False).logits
     assert (logits - without).abs().max() > 0.1 * without.std()

@@ -16,6 +16,7 @@ from toolkit.models import loss as loss_module
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
+from toolkit.models.record import record_of
 from toolkit.plan import memory
 
 SOP, PAD = 120, 3
@@ -174,7 +175,7 @@ def test_nothing_trained(name: str) -> None:
 def test_full_is_the_same() -> None:
     model, batch = build("glm"), make_batch()
     chunked = token_loss_sum(model, batch)
-    model.loss_head = LossHead(LossKernel.full)
+    record_of(model).loss_head = LossHead(LossKernel.full)
     torch.testing.assert_close(token_loss_sum(model, batch), chunked, rtol=1e-6, atol=0)
     assert loss_head(model).path(model) is LossPath.all_logits
 

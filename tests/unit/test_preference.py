@@ -34,6 +34,7 @@ from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
 from toolkit.models import loss as loss_module
 from toolkit.models.loss import LossHead, answer_log_probabilities
+from toolkit.models.record import record_of
 from toolkit.tasks.preference import Answers, answer_losses, pair_losses
 
 # Log-probabilities of chosen and rejected, tokens of both, and the reference's, of four pairs.
@@ -156,7 +157,7 @@ def test_log_probabilities_and_gradients_of_each_answer(trains_head: bool, monke
     model: Any = transformers.GlmForCausalLM(transformers.GlmConfig(**SIZES))
     model.lm_head.bias = torch.nn.Parameter(torch.randn(128))
     model.lm_head.requires_grad_(trains_head)
-    model.loss_head = LossHead()
+    record_of(model).loss_head = LossHead()
     batch, weights = batch_of([(9, 4), (5, 2), (7, 0)]), torch.tensor([0.3, -1.7, 5.0])
     logits = model(batch["input_ids"], attention_mask=batch["segment_ids"]).logits[:, :-1].log_softmax(-1)
     labels = batch["labels"][:, 1:]

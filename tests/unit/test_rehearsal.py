@@ -23,8 +23,9 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ModelError, OutOfMemory
 from toolkit.models import fine_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
+from toolkit.models.record import record_of, tuning_state
 from toolkit.models.save import non_weight_files
-from toolkit.tasks.language_data import longest_batch, repeated_batch
+from toolkit.tasks.language_batches import longest_batch, repeated_batch
 from toolkit.train.auto_layout import RowsMemory, _next_rows, choose_layout
 from toolkit.train.dry_run import (
     _num_saves,
@@ -94,11 +95,11 @@ def test_a_model_that_is_not_read_back_as_it_is_written_is_named_before_training
         check_exportable(model, non_weight_files(model, None), folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     fine_tuning.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
-    files = non_weight_files(model, None) | model.tuned.describe()
+    files = non_weight_files(model, None) | tuning_state(model).describe()
     check_adapter_exportable(model, files, folder)
-    model.tuned = replace(model.tuned, settings=model.tuned.settings | {"r": 4})
+    record_of(model).tuned = replace(tuning_state(model), settings=tuning_state(model).settings | {"r": 4})
     with pytest.raises(ModelError, match=r"could not be exported after training: .*lora_A"):
-        check_adapter_exportable(model, non_weight_files(model, None) | model.tuned.describe(), folder)
+        check_adapter_exportable(model, non_weight_files(model, None) | tuning_state(model).describe(), folder)
     assert not list(folder.parent.iterdir())
 
 

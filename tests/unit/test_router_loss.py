@@ -18,6 +18,7 @@ from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
 from toolkit.models.loss import loss_head, token_loss_sum
+from toolkit.models.record import record_of
 from toolkit.models.router_loss import (
     Routers,
     balance_loss,
@@ -357,7 +358,7 @@ class PlainEngine:
 
 def test_a_step_counts_its_own_passes_and_moves_biases_unless_it_is_skipped() -> None:
     model, batch = build("glm4_moe"), a_batch()
-    model.routers = routers_of(model, configured("model=hf", "model.router_bias_rate=0.25"))
+    record_of(model).routers = routers_of(model, configured("model=hf", "model.router_bias_rate=0.25"))
     engine: Any = PlainEngine(model)
     guard: Any = SimpleNamespace(judge_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
     wanted, task = chosen_by_formula(model, batch), LanguageTask()
@@ -381,7 +382,7 @@ def test_the_routers_loss_is_a_mean_over_micro_batches() -> None:
     guard: Any = SimpleNamespace(judge_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
     once, twice = build("qwen3_moe"), build("qwen3_moe")
     for model, times in ((once, 1), (twice, 2)):
-        model.routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))
+        record_of(model).routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))
         loss_head(model).path(model)
         engine: Any = PlainEngine(model)
         train_step(engine, LanguageTask(), [a_batch()] * times, Mesh(world_size=1), guard)

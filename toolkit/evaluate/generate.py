@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from toolkit.config import context_length
 from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import chat, probe
+from toolkit.models.record import record_of
 from toolkit.sample_types import Message
 
 
@@ -58,7 +59,7 @@ def generate(
     pad = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    if first := getattr(model, "first_position", 0):  # transformers (5.23) would count from 0, as its forward does not
+    if first := record_of(model).first_position:  # transformers (5.23) would count from 0, as its forward does not
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:  # not for greedy decoding, at which transformers would warn

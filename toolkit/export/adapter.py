@@ -22,6 +22,7 @@ from toolkit.messages import CheckpointError, ConfigError, say, tr
 from toolkit.models import adapters, base_model, classifier, extra_tensors, lora_init, probe, stored_form, weights
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import load_empty, load_model
+from toolkit.models.record import tuning_state
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
 from toolkit.models.stages import capture_probe, stage_model, unwrap_model
 
@@ -39,7 +40,8 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
         shell = load_empty(described)
-        adapters.attach_adapter(shell, model.tuned.settings, model.tuned.base)
+        tuned = tuning_state(model)
+        adapters.attach_adapter(shell, tuned.settings, tuned.base)
         shell_state = shell.state_dict(keep_vars=True)
         written = {(name, shapes[name]) for name in adapters.stored_names(model)}
         read = {(name, tuple(shell_state[name].shape)) for name in adapters.stored_names(shell)}
@@ -48,9 +50,9 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
 
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
-    """Write the adapter of a tuned model (`engine.module.tuned`) to `folder`, without its base. A collective."""
+    """Write the adapter of a tuned model (`ModelRecord.tuned`) to `folder`, without its base. A collective."""
     probed = capture_probe(engine, probe_ids)
-    state, tuned = _adapter_state(engine), engine.module.tuned
+    state, tuned = _adapter_state(engine), tuning_state(engine)
     files = {**files, **tuned.exported.describe()}
     on_rank0(lambda: write_adapter(state, files, folder, probed))
 
@@ -70,7 +72,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     """Compare an exported adapter with the adapter and base in memory; raises on every rank if they differ. A
     collective. No model is loaded: equal numbers, settings and base give the logits of the directory's probe.
     """
-    state, tuned = _adapter_state(engine), engine.module.tuned
+    state, tuned = _adapter_state(engine), tuning_state(engine)
     base_numbers = gather(base_model.base_numbers(stage_model(engine.module)))
 
     @aside_if_wrong(folder)

@@ -4,7 +4,6 @@ python -m toolkit.export.checkpoint CHECKPOINT DIRECTORY
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,12 +54,18 @@ def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | N
     files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
     is_adapter = part is not None and bool(part.settings) and not options.merge
     files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
-    if part is None:
-        _export_whole(checkpoint, folder, options, files)
-    else:
+    if part is not None:
         from toolkit.export.adapter import export_part
 
         export_part(checkpoint, part, folder, options, files, options.precision)
+        return
+    options.check_whole_model()
+    with scratch_directory(folder) as scratch:
+        model = load_empty(checkpoint / MODEL_DIR)
+        values = fragments.iter_weights(checkpoint)
+        state = assemble_state(checkpoint, model, values, scratch, options.precision)
+        files["config.json"] = with_config_keys(files["config.json"], {}, options.dtype)
+        write_folder(model, files, folder, options.format, probe.read(checkpoint), state, options.max_shard_size)
 
 
 def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
@@ -81,17 +86,6 @@ def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
     from toolkit.export.adapter import part_of_checkpoint
 
     return part_of_checkpoint(checkpoint, base)
-
-
-def _export_whole(checkpoint: Path, folder: Path, options: ExportOptions, files: Mapping[str, bytes]) -> None:
-    """Write the model of a checkpoint of a full model. `files`: path in the export -> content, but for the weights."""
-    options.check_whole_model()
-    with scratch_directory(folder) as scratch:
-        model = load_empty(checkpoint / MODEL_DIR)
-        values = fragments.iter_weights(checkpoint)
-        state = assemble_state(checkpoint, model, values, scratch, options.precision)
-        files = {**files, "config.json": with_config_keys(files["config.json"], {}, options.dtype)}
-        write_folder(model, files, folder, options.format, probe.read(checkpoint), state, options.max_shard_size)
 
 
 def main() -> None:

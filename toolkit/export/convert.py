@@ -58,22 +58,14 @@ def export_any(
     if not is_adapter and checkpoint is None:
         options.check_whole_model()
         _export_directory(path, folder, options, family, path)
-    elif not options.text_only:
-        _export_trained(path, checkpoint, folder, options, adapter, base, family)
-    else:
+    elif options.text_only:
         with scratch_directory(folder) as scratch:
-            exported = scratch / "exported"
-            _export_trained(path, checkpoint, exported, replace(options, text_only=False), adapter, base, family)
+            exported, all_parts = scratch / "exported", replace(options, text_only=False)
+            export_any(path, exported, all_parts, adapter=adapter, base=base, family=family)
             if adapters.is_adapter(exported):
                 raise ConfigError(tr("text_only=true needs merge=true: an adapter belongs to the whole model."))
             _export_directory(exported, folder, options, family, path)
-
-
-def _export_trained(
-    path: Path, checkpoint: Path | None, folder: Path, options: ExportOptions, adapter: str, base: str, family: str
-) -> None:
-    """Write a checkpoint's model or adapter; with `checkpoint` None an adapter's directory. As `export_any`."""
-    if checkpoint is None:
+    elif checkpoint is None:
         _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
     elif family != "auto":
         raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))

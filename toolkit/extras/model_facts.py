@@ -17,6 +17,7 @@ from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, extra_tensors, load, packable, quantized, structure, trainable
+from toolkit.models.record import record_of
 from toolkit.plan import kernels
 from toolkit.tasks.language_check import check_model
 
@@ -137,7 +138,8 @@ def _method(cfg: schema.RunConfig) -> Method:
     model, reason = _tried(cfg)
     if model is None:
         return Method(refused=reason)
-    settings = model.tuned.settings if hasattr(model, "tuned") else {}
+    tuned = record_of(model).tuned
+    settings = tuned.settings if tuned else {}
     targets = [*(settings.get("target_modules") or []), *(settings.get("target_parameters") or [])]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Method(trained=trained, targets=sorted({name.rpartition(".")[2] for name in targets}))

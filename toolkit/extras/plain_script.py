@@ -20,7 +20,7 @@ from toolkit.messages import ConfigError, tr
 from toolkit.models import fine_tuning
 from toolkit.models.load import load_empty
 from toolkit.plan.tuning_targets import tuning_of
-from toolkit.tasks import language_data
+from toolkit.tasks import language_batches
 from toolkit.tasks.language_data import LanguageData
 from toolkit.train.schedule import learning_rate
 
@@ -51,7 +51,7 @@ def check(cfg: schema.RunConfig) -> None:
 
 def write(cfg: schema.RunConfig, data: LanguageData, ranks: int, folder: Path) -> None:
     """Write the program for so many ranks, its JSON and its data to a new directory `folder`."""
-    steps = cfg.train.max_steps or math.ceil(cfg.train.epochs * language_data.epoch_steps(cfg, data))
+    steps = cfg.train.max_steps or math.ceil(cfg.train.epochs * language_batches.epoch_steps(cfg, data))
     # DeepSpeed's own schedules take some steps at other rates: the program has the rate of each step.
     constant = schema.ScheduleConfig(name=schema.ScheduleName.constant)
     ds = build_ds_config(replace(cfg, schedule=constant), ranks, steps)
@@ -179,12 +179,12 @@ def _samples(store: TokenizedCache) -> Iterator[Any]:
 
 def _epochs(cfg: schema.RunConfig, data: LanguageData, steps: int) -> Iterator[list[int]]:
     """Yield the samples' numbers of each epoch in the order of the recipe's steps."""
-    num_rows, size = language_data.epoch_rows(cfg, data), language_data.rows_per_step(cfg, data.packing)[0]
+    num_rows, size = language_batches.epoch_rows(cfg, data), language_batches.rows_per_step(cfg, data.packing)[0]
     position, order = sampler.BEGINNING, list[int]()
     for _ in range(math.ceil(steps / sampler.steps_per_epoch(num_rows, size))):
         epoch = position.epoch
         while position.epoch == epoch:
-            [micro_batches] = language_data.step_samples(cfg, data, 1, position)
+            [micro_batches] = language_batches.step_samples(cfg, data, 1, position)
             order += [number for micro_batch in micro_batches for number in micro_batch]
             position = sampler.next_position(position, num_rows, size)
         yield order

@@ -28,7 +28,7 @@ from toolkit.layouts import fp8
 from toolkit.models import fine_tuning, save
 from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.sample_types import UNTRAINED
-from toolkit.tasks import language_data
+from toolkit.tasks import language_batches, language_data
 
 ROWS = 4
 """Samples per forward pass, and samples whose logits are compared at the end."""
@@ -123,14 +123,14 @@ def _batches(
     cfg: schema.RunConfig, data: language_data.LanguageData, world_size: int, num_steps: int
 ) -> Iterator[list[store.Sample]]:
     """Yield the samples of the global batch of each step, those of all ranks of a run with `world_size` ranks."""
-    position, per_step = sampler.BEGINNING, language_data.rows_per_step(cfg, data.packing)[0]
+    position, per_step = sampler.BEGINNING, language_batches.rows_per_step(cfg, data.packing)[0]
     for _ in range(num_steps):
-        by_rank = language_data.step_samples(cfg, data, world_size, position)
+        by_rank = language_batches.step_samples(cfg, data, world_size, position)
         # Ranks of one copy of the model compute the same samples.
         parts = {mesh.mesh_of(cfg, world_size, rank).data_rank: samples for rank, samples in enumerate(by_rank)}
         numbers = [number for micro_batches in parts.values() for samples in micro_batches for number in samples]
         yield [data.train[number] for number in numbers]
-        position = sampler.next_position(position, language_data.epoch_rows(cfg, data), per_step)
+        position = sampler.next_position(position, language_batches.epoch_rows(cfg, data), per_step)
 
 
 def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> float:

@@ -28,6 +28,7 @@ from toolkit.layouts import experts
 from toolkit.messages import set_language
 from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
+from toolkit.models.record import record_of
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.outline import load_of_busiest_rank
 from toolkit.sample_types import Batch
@@ -122,7 +123,8 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
     )
     model.config.use_cache = False
     model.get_input_embeddings().padding_idx = None
-    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
+    record = record_of(model)
+    record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     if cfg.tuning.method is not schema.TuningMethod.full:
         fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 

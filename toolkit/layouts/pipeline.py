@@ -26,6 +26,7 @@ from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 from toolkit.models import adapters, fine_tuning, loss, probe, structure
+from toolkit.models.record import ModelRecord, record_of, set_record
 from toolkit.plan import division
 from toolkit.sample_types import Batch
 
@@ -103,7 +104,7 @@ def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) ->
     for name in names:
         if name not in own_parts:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))
-    model.begins = names[0] in own_parts
+    record_of(model).begins = names[0] in own_parts
 
 
 class PipelineStage(PipelineModule):
@@ -116,12 +117,11 @@ class PipelineStage(PipelineModule):
         full.to(dtype)
         if hasattr(model, "generation_config"):  # not what gives scores
             full.generation_config = model.generation_config
-        if hasattr(model, "origin"):
-            full.origin = model.origin
         names, self.bounds = part_names(model, num_stages), stage_bounds(full, num_stages)
         check_trained(model, self.bounds)
-        if (tuned := getattr(model, "tuned", None)) is not None:
-            full.tuned = self.__dict__["tuned"] = tuned
+        tuned = record_of(model).tuned
+        set_record(full, ModelRecord(origin=record_of(model).origin, tuned=tuned))
+        if tuned is not None:
             if tuned.settings:
                 adapters.attach_adapter(full, tuned.settings, tuned.base)
             trained = {*structure.trained_names(model)}
@@ -147,6 +147,7 @@ class PipelineStage(PipelineModule):
             parameter.model_parallel = not parameter.ds_pipe_replicated
         # Not as submodules: the layers are that already, under their places in the sequence.
         self.__dict__["stage"], self.__dict__["full_model"] = model, full
+        set_record(self, ModelRecord(tuned=tuned))
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
         self.batches: deque[Batch] = deque()
         self.finish: Finish | None = None

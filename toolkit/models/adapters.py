@@ -21,6 +21,7 @@ from toolkit.messages import ModelError, clauses, reading
 from toolkit.models import adapter_settings, classifier, directory, lora, lora_init, probe, prompt_tuning, weights
 from toolkit.models.base_model import BaseModel, check_base, find_base, read_base
 from toolkit.models.prompt_tuning import PTUNING_V2
+from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import trained_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -33,7 +34,7 @@ _SOFT_PROMPT = "soft_prompt.embedding.weight"
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """How a model was changed by a fine-tuning method; `model.tuned`."""
+    """How a model was changed by a fine-tuning method; `ModelRecord.tuned`."""
 
     method: TuningMethod
     """lora for qlora too, whose adapters are the same."""
@@ -72,7 +73,7 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     such as the biases of GLM's routers, without which peft does not load them; and for LoRA's initial factors, which
     `lora_init.as_plain_state` joins to the trained ones.
     """
-    names, method = trained_names(model), model.tuned.method
+    names, method = trained_names(model), tuning_state(model).method
     if method is TuningMethod.ptuning_v2:
         return {name: f"transformer.{name}" for name in names}
     if method is TuningMethod.prompt:
@@ -182,7 +183,7 @@ def attach_adapter(
             lora.inject_lora(model, LoraConfig(**supported | {"inference_mode": False}), ds_config)
             if starts_from_weights:
                 lora_init.attach(model, settings["init_lora_weights"].lower(), compute=not is_resumed)
-    model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
+    record_of(model).tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
 
 def load_adapter(

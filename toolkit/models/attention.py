@@ -26,6 +26,7 @@ from toolkit.config.schema import Attention, Dtype, RunConfig
 from toolkit.distributed import accelerator
 from toolkit.distributed.accelerator import trains_on_gpu
 from toolkit.messages import ModelError, tr
+from toolkit.models.record import record_of
 from toolkit.sample_types import Batch
 
 VARLEN = "varlen"
@@ -109,7 +110,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
     with `position_ids` if the model's first position is not 0.
     """
     arguments = _mask_arguments(module, batch)
-    if first := getattr(module, "first_position", 0):
+    if first := record_of(module).first_position:
         arguments["position_ids"] = batch["position_ids"] + first
     return arguments
 
@@ -138,7 +139,7 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
     seen_from, seen_until = segments[:, None, :], batch.get("seen_until", segments)[:, None, :]
     query_segments = segments[:, :, None]
     blocks = ((seen_from <= query_segments) & (query_segments <= seen_until) & causal)[:, None]  # [B, 1, S, S]
-    arguments = {"cu_seq_lens_q": bounds} if getattr(module, "has_delta_layers", False) else {}
+    arguments = {"cu_seq_lens_q": bounds} if record_of(module).has_delta_layers else {}
     if implementation == "eager":
         dtype = next(module.parameters()).dtype
         blocks = torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)

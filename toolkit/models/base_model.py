@@ -14,6 +14,7 @@ from toolkit import secrets
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ModelError, json_object, reading
 from toolkit.models import directory, weights
+from toolkit.models.record import tuning_state
 from toolkit.plan.tuning_targets import SCORE
 
 RUN_BASE = "base"
@@ -127,7 +128,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     """Return the fingerprints of the base model's frozen parameters in memory, by name, without quantised and divided
     ones. A collective under ZeRO-3.
     """
-    recorded, numbers = model.tuned.base.numbers, {}
+    recorded, numbers = tuning_state(model).base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "").replace(".token_adapter", "")
         is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)

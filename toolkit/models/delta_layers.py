@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.models.record import record_of
+
 _CLASS = "GatedDeltaNet"
 """How the names of transformers' classes of such layers end."""
 
@@ -18,7 +20,7 @@ def pack_delta_layers(model: PreTrainedModel) -> None:
     for layer in layers:
         layer.register_forward_pre_hook(_join_rows, with_kwargs=True)
         layer.register_forward_hook(_split_rows, with_kwargs=True)
-    model.has_delta_layers = bool(layers)
+    record_of(model).has_delta_layers = bool(layers)
 
 
 def _join_rows(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from toolkit.messages import say, tr
 from toolkit.models import weights
+from toolkit.models.record import record_of
 
 FILE = "extra_tensors.json"
 """File of a checkpoint that names the directory of such tensors, their types and shapes."""
@@ -21,21 +22,23 @@ _COMPUTED = re.compile(r"(bias|position_ids|position_index|inv_freq|num_batches_
 
 
 def record(model: PreTrainedModel, files: weights.WeightFiles, names: Iterable[str]) -> None:
-    """Record the tensors `names` of a model's files in `model.extra_tensors`, except for buffers."""
+    """Record the tensors `names` of a model's files in `ModelRecord.extra_tensors`, except for buffers."""
     names = [name for name in names if not _COMPUTED.search(name) or is_predicting(name, model.config)]
     tensors = {name: dtype_and_shape(files, name) for name in names}
     if tensors:
-        model.extra_tensors = {"folder": str(files.folder.absolute()), "tensors": tensors}
+        record_of(model).extra_tensors = {"folder": str(files.folder.absolute()), "tensors": tensors}
 
 
 def report(model: PreTrainedModel, *, copied: bool = True) -> None:
     """Report the extra tensors in one line; `copied`: whether exports will have them."""
-    names = list(model.extra_tensors["tensors"])
+    extra = record_of(model).extra_tensors
+    assert extra is not None
+    names = list(extra["tensors"])
     say(
         "{count} tensors in {folder} are not part of the model that transformers builds ({name}{more}), and are not "
         "trained: {what}.",
         count=len(names),
-        folder=model.extra_tensors["folder"],
+        folder=extra["folder"],
         name=names[0],
         more=", …" if len(names) > 1 else "",
         what=tr("exports of the whole model copy them") if copied else tr("exports do not have them"),

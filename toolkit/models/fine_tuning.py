@@ -21,6 +21,7 @@ from toolkit.models.adapters import (
     read_settings,
 )
 from toolkit.models.base_model import base_of
+from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import decoder_layers, decoder_layers_name
 from toolkit.models.trainable import untrained_prefixes
 from toolkit.plan.tuning_targets import check_matches, select_names
@@ -51,7 +52,7 @@ def freeze_untrained(model: PreTrainedModel, base: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.startswith(untrained):
                 parameter.requires_grad_(False)
-        model.tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
+        record_of(model).tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
 
 
 def apply_tuning(
@@ -63,7 +64,7 @@ def apply_tuning(
     ds_config: dict[str, Any] | None = None,
     is_resumed: bool = False,
 ) -> None:
-    """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `model.tuned`.
+    """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `ModelRecord.tuned`.
 
     Args:
         base: directory of the model.
@@ -105,7 +106,7 @@ def apply_tuning(
                 )
         elif method is TuningMethod.freeze:
             freeze(model, config)
-            model.tuned = AdapterState(method, {}, base_model)
+            record_of(model).tuned = AdapterState(method, {}, base_model)
         else:
             settings = new_settings(model, config, base_model.path)
             attach_adapter(
@@ -118,8 +119,8 @@ def apply_tuning(
 
 def _check_learns_tokens(model: PreTrainedModel, config: TuningConfig) -> None:
     """Report the rows of `model.add_tokens` that LoRA trains; ConfigError if no rows of such tokens are trained."""
-    ids, embedding = getattr(model, "added_token_ids", []), model.get_input_embeddings()
-    if ids and (tables := model.tuned.settings.get("trainable_token_indices")):
+    ids, embedding = record_of(model).added_token_ids, model.get_input_embeddings()
+    if ids and (tables := tuning_state(model).settings.get("trainable_token_indices")):
         say(
             "LoRA also trains the embedding rows of the added tokens: {count} in {tables}.",
             count=len(ids),

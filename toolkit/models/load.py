@@ -16,6 +16,7 @@ from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
 from toolkit.messages import ModelError, NotStreamable, reading, reason_of
 from toolkit.models import attention, directory, probe, save, stored_form, weights
+from toolkit.models.record import record_of
 
 if TYPE_CHECKING:
     from toolkit.models.classifier import Head
@@ -193,7 +194,7 @@ def _open_directory(
 def record_extra_tensors(
     model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout | None = None
 ) -> None:
-    """Record, in `model.extra_tensors`, the tensors in its files that the model does not have."""
+    """Record, in `ModelRecord.extra_tensors`, the tensors in its files that the model does not have."""
     if names := (layout or stored_form.TransformersLayout(model, files.shapes)).unread(files):
         from toolkit.models import extra_tensors
 
@@ -253,7 +254,7 @@ def create_model(
 
 def report_extra_tensors(model: PreTrainedModel, *, copied: bool = True) -> None:
     """Report the extra tensors in a model's files, and whether exports will have them (`copied`)."""
-    if hasattr(model, "extra_tensors"):
+    if record_of(model).extra_tensors:
         from toolkit.models import extra_tensors
 
         extra_tensors.report(model, copied=copied)
@@ -283,12 +284,13 @@ def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
-    model.first_position = attention.first_position(model)
+    record = record_of(model)
+    record.first_position = attention.first_position(model)
     save.load_origin(model, folder)
-    model.added_token_ids = [*directory.added_tokens(folder).values()]
-    model.processor_files = directory.processor_files(folder)
+    record.added_token_ids = [*directory.added_tokens(folder).values()]
+    record.processor_files = directory.processor_files(folder)
     if directory.is_trusted(folder):
-        model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
+        record.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
     stored_form.restore(model, folder)
     return model.eval()
 

@@ -23,6 +23,7 @@ from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, say, silent, warn
 from toolkit.models import adapter_settings, experts, linear_layers, structure
 from toolkit.models.base_model import fingerprint_of
+from toolkit.models.record import record_of
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
@@ -78,7 +79,7 @@ def trained_rows(model: PreTrainedModel, save_modules: list[str]) -> dict[str, l
     """Return peft's `trainable_token_indices` for the tokens that `model.add_tokens` gave to a model: the rows of its
     embedding and output layer; {} without such tokens, or if one of these layers is trained in full.
     """
-    ids = getattr(model, "added_token_ids", [])
+    ids = record_of(model).added_token_ids
     tables = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     if len(tables) == 2 and tables[0].weight is tables[1].weight:
         tables.pop()

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
+from toolkit.models.record import record_of
 from toolkit.sample_types import UNTRAINED, Batch
 
 CHUNK_BYTES = 128 * 2**20
@@ -131,7 +132,7 @@ class Scores(NamedTuple):
 
 
 class LossHead:
-    """Computes losses in place of a model's output layer, without all logits in memory; `model.loss_head`."""
+    """Computes losses in place of a model's output layer, without all logits in memory; `ModelRecord.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
@@ -263,7 +264,7 @@ class LossHead:
         labels = torch.where(positions < 3, UNTRAINED, ids)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
         batch = with_targets(batch)
-        if not getattr(module, "begins", True):  # the last stage of a pipeline
+        if not record_of(module).begins:  # the last stage of a pipeline
             shape = (1, 8, module.config.hidden_size)
             batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)
         layer_calls: list[tuple[torch.Tensor, torch.Tensor, int]] = []
@@ -338,11 +339,10 @@ def loss_head(engine: Any) -> LossHead:
     """Return the `LossHead` of an engine or a model: a run's is made by tasks/language_model.py (`adapt`), with
     `kernels.loss`; for a model without one it is made here.
     """
-    module = getattr(engine, "module", engine)
-    head = getattr(module, "loss_head", None)
-    if head is None:
-        head = module.loss_head = LossHead()
-    return head
+    record = record_of(engine)
+    if record.loss_head is None:
+        record.loss_head = LossHead()
+    return record.loss_head
 
 
 _FP16_SCALE = 2.0**12

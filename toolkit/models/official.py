@@ -10,14 +10,15 @@ from transformers import PreTrainedModel
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import weights
 from toolkit.models.chatglm.modeling import official_layout
+from toolkit.models.record import record_of
 from toolkit.models.save import Origin, copy_non_weight_files
 
 
 def write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
-    """Write a model in the official layout of `model.origin`: each tensor in its shard, in its official precision.
+    """Write a model in the official layout (`ModelRecord.origin`): each tensor in its shard, in its official precision.
     ModelError without an origin, CheckpointError if a value overflows. `state`: as in `save_model`.
     """
-    origin: Origin | None = getattr(model, "origin", None)
+    origin = record_of(model).origin
     if origin is None:
         raise ModelError(
             "this {architecture} did not come from an official ChatGLM directory, so there is no "

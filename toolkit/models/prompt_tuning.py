@@ -19,6 +19,7 @@ from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import weights
 from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
+from toolkit.models.record import record_of
 from toolkit.models.structure import decoder_layers
 
 _WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -82,7 +83,7 @@ class PrefixEncoder(nn.Module):
         cache = cache_of(kwargs)
         # ChatGLM-6B and parts of rows see from the number of keys that there is a prefix.
         if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
-            first = getattr(model, "first_position", 0)
+            first = record_of(model).first_position
             kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens, first)
         if not num_cached(kwargs):
             if cache is None:
@@ -157,7 +158,7 @@ class SoftPrompt(nn.Module):
         Returns:
             No positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass.
         """
-        kwargs, first = arguments_by_name(model, args, kwargs), getattr(model, "first_position", 0)
+        kwargs, first = arguments_by_name(model, args, kwargs), record_of(model).first_position
         ids = kwargs["input_ids"]
         if kwargs.get("in_parts"):
             positions, kwargs["learned"] = kwargs["position_ids"], self.num_tokens

@@ -32,7 +32,7 @@ from toolkit.sample_types import Batch
 
 
 class Routers:
-    """The routers of a model with experts, during training; `model.routers`.
+    """The routers of a model with experts, during training; `ModelRecord.routers`.
 
     Hooks observe the forward passes in training mode between `begin` and `collect`: they count each expert's tokens,
     and add the routers' loss, whose gradient enters at the chosen experts' weights, so that it reaches recomputed

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from toolkit.messages import ModelError
 from toolkit.models import chat, old_names, stored_form, weights
+from toolkit.models.record import record_of
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -76,11 +77,11 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
         if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
             old_names.add_to_tokenizer(folder)
-        if extra := getattr(model, "extra_tensors", None):
+        if extra := record_of(model).extra_tensors:
             (folder / "extra_tensors.json").write_text(json.dumps(extra), encoding="utf-8")
         else:
             _correct_prediction_layers(model)
-        if stored := getattr(model, "stored_shapes", None):
+        if stored := record_of(model).stored_shapes:
             (folder / stored_form.FILE).write_text(json.dumps(stored), encoding="utf-8")
         _remove_padding_token(model)
         # As `save_pretrained` sets them.
@@ -101,8 +102,8 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
                 reason=" ".join(str(error).split())[:300],
             ) from error
         write_origin(model, folder)
-        others = getattr(model, "processor_files", {}) | getattr(model, "code_files", {})  # the config names the code
-        for name, content in others.items():
+        record = record_of(model)
+        for name, content in (record.processor_files | (record.code_files or {})).items():  # the config names the code
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -148,8 +149,8 @@ class Origin:
 
 
 def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
-    """Record the official directory of a model in `model.origin`, unless `load_origin` has done so."""
-    if getattr(model, "origin", None) is not None:  # ChatGLM-6B looks official in either layout
+    """Record the official directory of a model in `ModelRecord.origin`, unless `load_origin` has done so."""
+    if record_of(model).origin is not None:  # ChatGLM-6B looks official in either layout
         return
     computed = {}
     for name in files:
@@ -159,7 +160,7 @@ def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weig
     names = {info.file.name for info in files.values()}
     is_safe = any(name.endswith(".safetensors") for name in names)
     single = "model.safetensors" if is_safe else "pytorch_model.bin"
-    model.origin = Origin(
+    record_of(model).origin = Origin(
         folder=str(files.folder),
         index="" if names == {single} else f"{single}.index.json",
         tensors={
@@ -172,7 +173,7 @@ def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weig
 
 
 def load_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Set `model.origin` from the `official/` of a saved model's directory, if there is one."""
+    """Set `ModelRecord.origin` from the `official/` of a saved model's directory, if there is one."""
     record = folder / ORIGIN_DIR / _RECORD
     if not record.is_file():
         return
@@ -191,12 +192,12 @@ def load_origin(model: PreTrainedModel, folder: Path) -> None:
             reason=error,
             folder=record.parent,
         ) from error
-    model.origin = origin
+    record_of(model).origin = origin
 
 
 def write_origin(model: PreTrainedModel, folder: Path) -> None:
     """Save a model's origin into `folder`/official, if it has one."""
-    origin: Origin | None = getattr(model, "origin", None)
+    origin = record_of(model).origin
     if origin is None:
         return
     target = folder / ORIGIN_DIR

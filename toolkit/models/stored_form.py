@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from toolkit.messages import ModelError, NotStreamable
 from toolkit.models import weights
 from toolkit.models.directory import read_object
+from toolkit.models.record import record_of
 
 FILE = "stored_form.json"
 """File of a checkpoint with name and shape of each tensor in the files that its model came from."""
@@ -278,10 +279,10 @@ def record(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Tra
     Return how these files fill its parameters.
     """
     layout = TransformersLayout(model, stored)
-    if not hasattr(model, "code_files"):  # transformers does not convert what a directory's own code loads
+    if record_of(model).code_files is None:  # transformers does not convert what a directory's own code loads
         model._weight_conversions = layout.conversions()
         if get_model_conversion_mapping(model, add_legacy=False):
-            model.stored_shapes = {name: [*shape] for name, shape in stored.items()}
+            record_of(model).stored_shapes = {name: [*shape] for name, shape in stored.items()}
     return layout
 
 
@@ -299,7 +300,7 @@ def publish(model: PreTrainedModel) -> None:
     """Let exports of a model that came from no files have the published form, which transformers (5.23) transposes as
     it loads it, and not as it saves.
     """
-    if getattr(model, "_weight_conversions", None) is not None or hasattr(model, "code_files"):
+    if getattr(model, "_weight_conversions", None) is not None or record_of(model).code_files is not None:
         return
     table = get_model_conversion_mapping(model, add_legacy=False)
     for entry in table:

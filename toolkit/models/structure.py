@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.messages import ModelError
+from toolkit.models.record import record_of
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -62,7 +63,8 @@ _PROJECTIONS = ("git.visual_projection",)
 
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether an adapter of a model is trained, and not its own parameters."""
-    return bool(getattr(getattr(model, "tuned", None), "settings", None))
+    tuned = record_of(model).tuned
+    return tuned is not None and bool(tuned.settings)
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

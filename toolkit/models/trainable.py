@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 from toolkit.config.schema import Family, TaskKind
 from toolkit.messages import ModelError, read_table, say, translated
 from toolkit.models import probe
+from toolkit.models.record import record_of
 from toolkit.models.structure import tower_prefixes
 
 
@@ -129,7 +130,7 @@ def _constants(model: PreTrainedModel) -> list[str]:
     """Return the names of parameters that a model's class creates without gradient: sinusoidal positions (Marian),
     biases of routers (ERNIE 4.5 MoE, AFMoE). transformers (5.23) lets them have one as it loads them.
     """
-    if hasattr(model, "code_files"):
+    if record_of(model).code_files is not None:
         return []
     kind, config = type(model), deepcopy(model.config)
     config._attn_implementation = "eager"

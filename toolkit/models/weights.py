@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from toolkit import disk, terminal
 from toolkit.messages import ModelError, reading, reason_of, tr
 from toolkit.models.directory import weight_files
+from toolkit.models.record import record_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -66,7 +67,7 @@ def prediction_layer_pattern(config: Any) -> str:
 
 def zeroes_padding_embedding(model: PreTrainedModel) -> bool:
     """Whether transformers sets the padding token's embedding to 0 when it loads such a model (5.23: Youtu)."""
-    if hasattr(model, "code_files"):
+    if record_of(model).code_files is not None:
         return False  # transformers does not initialize weights of a directory's own code
     row = torch.nn.Embedding(1, 1, padding_idx=0, _weight=torch.ones(1, 1))
     row.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded

@@ -38,7 +38,7 @@ from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.sample_types import Batch
-from toolkit.tasks import language, language_data
+from toolkit.tasks import language, language_batches, language_data
 from toolkit.tasks.distill_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
 from toolkit.train import run_dir, task
@@ -399,7 +399,7 @@ def sample_batches(
     numbers = [samples[share].tolist() for share in shares]
     everything = packing.PackingPlan(cache.num_numbers)
     rows = loader.build_loader(cache, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
-    return numbers, language_data.prefetch(iter(rows), 2)
+    return numbers, language_batches.prefetch(iter(rows), 2)
 
 
 def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:

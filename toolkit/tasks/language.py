@@ -29,8 +29,9 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import chat, directory, loss, probe, save, stages, structure
 from toolkit.models.loss import token_loss_sum
+from toolkit.models.record import record_of
 from toolkit.sample_types import Batch
-from toolkit.tasks import language_data, language_evaluation, language_model
+from toolkit.tasks import language_batches, language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples, TokenCounts
 
@@ -104,17 +105,17 @@ class LanguageTask(task.Task):
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = language_data.load_data_with(cfg, self.data.encoder)
         data, members = self.data, self.data.train_plan.members
-        self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
+        self.cfg, self.steps_per_epoch = cfg, language_batches.epoch_steps(cfg, data)
         self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
         # The tokenizer counts too: another one may give the same samples, but other tokens than the model has learned.
         self.identity = data.identity | chat.tokenizer_identity(data.tokenizer)
         self.has_validation = data.validation is not None
         self.epoch = schedule.Epoch(
             samples=len(data.train) if members is None else len(members),
-            sequences=language_data.epoch_rows(cfg, data),
-            per_step=language_data.rows_per_step(cfg, data.packing)[0],
+            sequences=language_batches.epoch_rows(cfg, data),
+            per_step=language_batches.rows_per_step(cfg, data.packing)[0],
         )
-        self._order = language_data.changing_order(cfg, data)
+        self._order = language_batches.changing_order(cfg, data)
 
     def data_summary(self) -> dict[str, Any]:
         def sizes(cache: TokenizedCache) -> dict[str, int]:
@@ -158,7 +159,7 @@ class LanguageTask(task.Task):
 
     def batches(self, position: sampler.Position, num_steps: int) -> Iterator[Batch]:
         self._figures = self._zeros()  # without those of a dry run that failed
-        return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
+        return language_batches.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
     def next_position(self, position: sampler.Position) -> sampler.Position:
         return sampler.next_position(position, self.epoch.sequences, self.epoch.per_step)
@@ -178,7 +179,7 @@ class LanguageTask(task.Task):
             counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
             return {"where": store.where(sample), **counts, "text": text}
 
-        by_rank = language_data.step_samples(self.cfg, self.data, self.ranks.world_size, position)
+        by_rank = language_batches.step_samples(self.cfg, self.data, self.ranks.world_size, position)
         return [[[describe(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
 
     # Model
@@ -196,7 +197,7 @@ class LanguageTask(task.Task):
         files: dict[str, bytes] = {}
         model = stages.unwrap_model(engine.module)
         process_group.on_rank0(lambda: files.update(save.non_weight_files(model, self.data.encoder)))
-        if tuned := getattr(engine.module, "tuned", None):
+        if tuned := record_of(engine).tuned:
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
@@ -245,13 +246,13 @@ class LanguageTask(task.Task):
 
     def longest_batch(self, position: sampler.Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""
-        batch = language_data.longest_batch(self.cfg, self.data, self.ranks.world_size)
+        batch = language_batches.longest_batch(self.cfg, self.data, self.ranks.world_size)
         rows, tokens = self.shape(batch)
         name = tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
         return self._with_any_columns(batch), name
 
     def larger_batch(self, rows: int, share: float) -> Batch:
-        return self._with_any_columns(language_data.repeated_batch(self.cfg, self.data, rows, share))
+        return self._with_any_columns(language_batches.repeated_batch(self.cfg, self.data, rows, share))
 
     def _with_any_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch of the dry run with the further columns that the run's micro-batches have."""
@@ -302,7 +303,7 @@ class LanguageTask(task.Task):
         return figures
 
     def routers(self, engine: DeepSpeedEngine) -> "Routers | None":
-        return getattr(engine.module, "routers", None)
+        return record_of(engine).routers
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate loss, answers and their scores; the answers are written to evaluations/."""

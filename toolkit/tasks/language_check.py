@@ -11,6 +11,7 @@ from toolkit.engine.recompute import check_recomputes
 from toolkit.messages import ConfigError, NotStreamable
 from toolkit.models import attention, directory, load, probe
 from toolkit.models.packable import reason_not_to_divide_rows
+from toolkit.models.record import record_of
 from toolkit.models.trainable import check_generates_text, check_trains, check_vocabulary
 from toolkit.tasks.language_model import adapt
 
@@ -57,10 +58,9 @@ def check_model(
     elif labels:
         from toolkit.models import classifier
 
-        extra = getattr(model, "extra_tensors", None)
+        extra = record_of(model).extra_tensors
         model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
-        if extra:
-            model.extra_tensors = extra
+        record_of(model).extra_tensors = extra
     if parts > 1:
         from toolkit.layouts.sequence import check_splits
 

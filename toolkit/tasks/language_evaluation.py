@@ -24,7 +24,7 @@ from toolkit.evaluate.loss import Measure, evaluate_loss
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import load, loss, stages
-from toolkit.tasks import language_data
+from toolkit.tasks import language_batches, language_data
 
 if TYPE_CHECKING:
     from toolkit.evaluate.questions import Answers, ValidationQuestion
@@ -106,7 +106,7 @@ class Evaluation:
         name with .json. `alive` is called after each batch.
         """
         cfg, prepared = self.cfg, self.prepared
-        with language_data.evaluation_with_progress(cfg, prepared, self.ranks, alive) as batches:
+        with language_batches.evaluation_with_progress(cfg, prepared, self.ranks, alive) as batches:
             figures = evaluate_loss(
                 self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
             )
@@ -134,7 +134,7 @@ class Evaluation:
         """Evaluate one batch and generate two tokens of answers; ModelError if that fails. A collective, after which
         everything is as before.
         """
-        batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
+        batches = islice(language_batches.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
         names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
         evaluate_loss(self.model, batches, names, device, copies, self.measure)
         if not self.questions:

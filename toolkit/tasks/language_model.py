@@ -16,6 +16,7 @@ from toolkit.distributed import accelerator, process_group
 from toolkit.engine import ds_config
 from toolkit.messages import ConfigError, say, tr
 from toolkit.models import load, loss, probe, save, stages, structure
+from toolkit.models.record import record_of, tuning_state
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -35,12 +36,13 @@ def adapt(
     """Apply a recipe's changes to a model: loss, routers, fine-tuning method, FP8, NEFTune. A collective if parameters
     are partitioned. `base`: the model's directory. ConfigError or ModelError for what this model does not support.
     """
-    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
+    record = record_of(model)
+    record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
     if structure.routers_in(model) or max(settings) > 0:
         from toolkit.models.router_loss import routers_of
 
-        model.routers = routers_of(model, cfg)
+        record.routers = routers_of(model, cfg)
     changes = cfg.tuning.method is not TuningMethod.full
     if not changes and cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
@@ -72,10 +74,10 @@ def build_model(
     """
     accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
-    model.without_liger = apply_liger(model, cfg.kernels)
+    record_of(model).without_liger = apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values, is_resumed=bool(source.checkpoint))
-    if hasattr(model, "tuned"):
+    if record_of(model).tuned:
         _check_base(model, cfg, base, source)
     if cfg.parallel.pipeline == 1:
         return model
@@ -121,8 +123,8 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
     _check_attention(engine, cfg, data)
     say(_describe_computation(engine, cfg))
     model = stages.stage_model(engine.module)
-    if model.routers is not None:
-        _report_routers(model.routers)
+    if routers := record_of(model).routers:
+        _report_routers(routers)
     if cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
 
@@ -188,7 +190,7 @@ def _check_base(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_
     """Raise ModelError if a checkpoint has another base; warn of an unmergeable adapter. A collective."""
     from toolkit.models import base_model
 
-    tuned = model.tuned
+    tuned = tuning_state(model)
     if source.checkpoint and (trained_base := base_model.read_base(source.checkpoint / save.MODEL_DIR)):
         base_model.check_base(trained_base, tuned.base, source.checkpoint)
     if cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
@@ -220,8 +222,9 @@ def _report_routers(routers: "Routers") -> None:
 def _describe_computation(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
     """Return a line about attention, loss, layers, compilation and optimizer of a run. A collective."""
     model = stages.stage_model(engine.module)
+    without_liger = record_of(model).without_liger
     descriptions = {
-        loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
+        loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=loss.loss_head(model).name),
         loss.LossPath.picked: tr("from the logits of trained tokens"),
         loss.LossPath.all_logits: tr("from all logits"),
     }
@@ -239,7 +242,7 @@ def _describe_computation(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
         attention=model.config._attn_implementation,
         loss=description,
-        liger=tr("no, {reason}", reason=model.without_liger) if model.without_liger else tr("yes"),
+        liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
     )

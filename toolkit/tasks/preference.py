@@ -49,7 +49,7 @@ from toolkit.messages import tr
 from toolkit.models import lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
 from toolkit.sample_types import Batch
-from toolkit.tasks import language_data
+from toolkit.tasks import language_batches
 from toolkit.tasks.samples import SampleTask
 from toolkit.train import run_dir
 from toolkit.train.step import TokenCounts
@@ -187,7 +187,7 @@ class PreferenceTask(SampleTask):
         stored = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
         if stored is not None and len(stored) == store.num_numbers:
             return stored
-        numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
+        numbers, batches = language_batches.answer_batches(self.cfg, self.data, split, self.ranks)
         values = np.zeros(store.num_numbers, np.float32)
         with (
             probe.evaluating(engine),

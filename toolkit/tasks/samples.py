@@ -13,7 +13,7 @@ from toolkit.messages import tr
 from toolkit.models import structure
 from toolkit.models.loss import samples_in_rows
 from toolkit.sample_types import Batch
-from toolkit.tasks import language, language_data
+from toolkit.tasks import language, language_batches
 from toolkit.train import task
 
 
@@ -39,14 +39,14 @@ class SampleTask(language.LanguageTask):
     def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and generate two tokens of an answer."""
         if self.has_validation:
-            self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
+            self._evaluate(run.engine, islice(language_batches.evaluation_batches(run.cfg, self.data, run.ranks), 1))
         super().check_evaluation(run)
 
     # Steps
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate the validation data."""
-        with language_data.evaluation_with_progress(run.cfg, self.data, run.ranks, alive) as batches:
+        with language_batches.evaluation_with_progress(run.cfg, self.data, run.ranks, alive) as batches:
             return self._evaluate(run.engine, batches)
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:

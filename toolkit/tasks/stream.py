@@ -29,7 +29,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, clauses, say, tr
 from toolkit.models import chat
 from toolkit.sample_types import Batch
-from toolkit.tasks import language_data
+from toolkit.tasks import language_batches, language_data
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import run_dir
 from toolkit.train.schedule import Epoch
@@ -165,8 +165,8 @@ class StreamTask(LanguageTask):
         lanes = range(mesh.data_rank, self.stream.lanes, mesh.data_ranks)
         before = self.positions.get(position.row, {})
         self.positions[position.row] = {lane: self.stream.position_of(lane, before) for lane in lanes}
-        parts = map(partial(language_data.part_of, mesh=mesh), self._micro_batches(position.row, num_steps))
-        return language_data.prefetch(parts, accumulation(self.cfg, self.ranks.world_size))
+        parts = map(partial(language_batches.part_of, mesh=mesh), self._micro_batches(position.row, num_steps))
+        return language_batches.prefetch(parts, accumulation(self.cfg, self.ranks.world_size))
 
     def _micro_batches(self, row: int, num_steps: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches of the steps from `row` on, and note where the lanes are after each step."""
@@ -257,7 +257,7 @@ class StreamTask(LanguageTask):
     def larger_batch(self, rows: int, share: float) -> Batch:
         sample = self.sampled.joined(max(2, int(share * self.cfg.data.max_length)))
         batch = self._collated([[sample] * self.stream.unit] * rows)
-        return language_data.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))
+        return language_batches.part_of(batch, mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank))
 
     def _size_of_data(self) -> str:
         return tr(

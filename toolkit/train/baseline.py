@@ -15,6 +15,7 @@ from toolkit.distributed.process_group import full_shape, gather
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
 from toolkit.models import load, stages
+from toolkit.models.record import record_of
 from toolkit.plan import machine, outline
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 
@@ -137,7 +138,7 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
     config, untrained = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
         config = model.config.get_text_config()
-        if hasattr(model, "tuned"):  # in others everything is trained
+        if record_of(model).tuned:  # in others everything is trained
             from toolkit.models.trainable import untrained_prefixes
 
             untrained = untrained_prefixes(model)
