@@ -5,11 +5,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.config import mesh, rules
+from toolkit.config import rules
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.validate import field_type
-from toolkit.engine.ds_config import OWNED, build_ds_config
+from toolkit.engine.ds_config import OWNED, check_ds_config
 from toolkit.messages import ConfigError, Problems, nearest, raise_all, set_language, tr
 
 _ALONE = r"\w[\w./-]*|[./~][\w./-]+"
@@ -163,6 +163,4 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
 
         problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
-        cfg = mesh.with_micro_batch(loaded.cfg)
-        # Only for what it refuses: the run makes its own once the config is settled (train/trainer.py).
-        problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
+        problems.attempt(check_ds_config, loaded.cfg, world_size)

@@ -127,6 +127,14 @@ def read_key(cfg: schema.RunConfig, key: str) -> Any:
     return getattr(value, "value", list(value) if isinstance(value, list) else value)
 
 
+def check_ds_config(cfg: schema.RunConfig, world_size: int | None) -> None:
+    """Raise ConfigError where no DeepSpeed JSON can be made of a config that a run has yet to settle (train/settle.py).
+    `world_size` None: the fewest ranks that its layout needs.
+    """
+    cfg = mesh.with_micro_batch(cfg)
+    build_ds_config(cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
+
+
 def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
     """Return a run's settings as DeepSpeed's JSON. ConfigError if ds_extra or the batch sizes are wrong.
 
@@ -137,7 +145,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
         from toolkit.engine.ds_keys import check_extra
 
         check_extra(cfg.ds_extra, OWNED)
-    cfg, reason = native_ops.resolve_optimizer(cfg)
+    cfg, reason = native_ops.resolve_optimizer(cfg)  # of a config that no run has settled, as in export-config
     ds = DsConfig()
     _write_batch(ds, cfg, world_size)
     _write_precision(ds, cfg)

@@ -491,12 +491,6 @@ class NotRun(Exception):
     """A server could not be asked; the message says why."""
 
 
-def _executable(name: str) -> str | None:
-    """Return the path of a program next to this Python or on PATH, None if it is not installed."""
-    python_folder = str(Path(sys.executable).parent)
-    return shutil.which(name, path=os.pathsep.join([python_folder, os.environ.get("PATH", "")]))
-
-
 @contextmanager
 def _server(command: Sequence[str]) -> Iterator[str]:
     """Start a server on a free port and yield its address once it is ready; NotRun if it ends before."""
@@ -550,7 +544,8 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
 
 def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Ask vLLM's server for the prompts of cases."""
-    if not (program := _executable("vllm")):
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]  # also next to this Python
+    if not (program := shutil.which("vllm", path=os.pathsep.join(folders))):
         raise NotRun(tr("it is not installed"))
     with _server([program, "serve", str(folder), "--served-model-name", "model"]) as url:
         return _prompts_of_server(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))

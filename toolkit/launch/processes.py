@@ -8,7 +8,6 @@ ranks get theirs one after another, 30 s apart, and are then killed (deepspeed 0
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,15 +19,13 @@ import psutil
 
 from toolkit import children
 from toolkit.launch.ancestors import FRONT_END, NODE_LAUNCHER
-from toolkit.launch.environment import STATUS_VARIABLE, VARIABLES, without_ranks
-from toolkit.messages import tr
+from toolkit.launch.environment import STATUS_VARIABLE, VARIABLES
 
 _POLL_S = 0.2
 _RESEND_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
 _LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_MODULE_S = 24 * 3600
 """Conversions of the largest checkpoints take hours."""
 
 
@@ -148,18 +145,6 @@ def _find_ranks(words: Sequence[str], status_file: str) -> list[psutil.Process]:
         for pid, parent in parent_of_rank.items()
         if parent not in parent_of_rank and psutil.pid_exists(pid)
     ]
-
-
-def run_module(module: str, *words: str) -> str:
-    """Run a module of this package as a program, which is no rank; return "" if it succeeded, else why not: the last
-    line that it wrote to stderr.
-    """
-    command = [sys.executable, "-m", module, *words]
-    try:
-        finished = children.run(command, capture_output=True, text=True, env=without_ranks(), timeout=_MODULE_S)
-    except subprocess.TimeoutExpired:
-        return tr("no answer within {seconds} s", seconds=_MODULE_S)
-    return last_line(finished.stderr) if finished.returncode else ""
 
 
 def last_line(text: str) -> str:

@@ -2,13 +2,19 @@
 are renamed first, so that a half-deleted one is never taken for a checkpoint.
 """
 
+import subprocess
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from toolkit import children
 from toolkit.checkpoint import directory
 from toolkit.config import schema
+from toolkit.launch.environment import without_ranks
 from toolkit.messages import CheckpointError, reason_of, warn
+
+_EXPORT_S = 24 * 3600
 
 
 class Rotation:
@@ -91,7 +97,12 @@ def export_in_background(checkpoint: Path, folder: Path) -> None:
     """Verify a checkpoint and export its weights to `folder`, in a child process, as writing holds Python's lock;
     CheckpointError if that fails.
     """
-    from toolkit.launch.processes import run_module
+    from toolkit.launch.processes import last_line
 
-    if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
-        raise CheckpointError(reason)
+    command = [sys.executable, "-m", "toolkit.export.checkpoint", str(checkpoint), str(folder)]
+    try:
+        finished = children.run(command, capture_output=True, text=True, env=without_ranks(), timeout=_EXPORT_S)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError("no answer within {seconds} s", seconds=_EXPORT_S) from None
+    if finished.returncode:
+        raise CheckpointError(last_line(finished.stderr))
