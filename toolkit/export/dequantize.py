@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils.hub import convert_file_size_to_int
 
-from toolkit.export.write import ExportOptions, atomic_directory, save_checked
+from toolkit.export.write import ExportOptions, atomic_directory, write_shards
 from toolkit.messages import ConfigError, ModelError, reading, tr
 from toolkit.models import directory, quantized
 from toolkit.terminal import phase
@@ -67,11 +67,11 @@ def write_dequantized(source: Path, folder: Path, options: ExportOptions) -> Non
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
         values = _in_16_bits(source, _KINDS[settings["quant_method"]], settings, dtype)
-        _write_shards(values, temporary, folder, convert_file_size_to_int(options.max_shard_size))
+        _write_weights(values, temporary, folder, convert_file_size_to_int(options.max_shard_size))
         for file in source.iterdir():
             if file.is_file() and not _NOT_COPIED.fullmatch(file.name):
                 shutil.copyfile(file, temporary / file.name)
-        for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for section in directory.sections_of(config):
             for key in ("quantization_config", "compression_config", "auto_map"):  # its code is not copied
                 section.pop(key, None)
         config = {key: value for key, value in config.items() if key != "torch_dtype"}
@@ -137,28 +137,15 @@ def _decoded(
     return value
 
 
-def _write_shards(values: Iterable[tuple[str, torch.Tensor]], folder: Path, final: Path, most: int) -> None:
-    """Write tensors to files of at most so many bytes, or of one tensor, with an index. `final`: see `save_checked`."""
-    groups: list[list[str]] = []
-    group: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def write() -> None:
-        groups.append(list(group))
-        save_checked(group, folder / f"{len(groups)}.safetensors", final)
-        group.clear()
-
-    for name, value in values:
-        if group and sum(each.nbytes for each in group.values()) + value.nbytes > most:
-            write()
-        group[name], total = value, total + value.nbytes
-    write()
-    shards: dict[str, str] = {}
-    for number, names in enumerate(groups, 1):
-        shard = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / shard)
-        shards |= dict.fromkeys(names, shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
+def _write_weights(values: Iterable[tuple[str, torch.Tensor]], folder: Path, final: Path, most: int) -> None:
+    """Write tensors to files of at most so many bytes, or of one tensor, with an index. `final`: see `write_shards`."""
+    shards, total = write_shards(values, folder, final, most, "{}.safetensors")
+    files = [*dict.fromkeys(shards.values())]
+    names = {file: f"model-{number:05}-of-{len(files):05}.safetensors" for number, file in enumerate(files, 1)}
+    for file, name in names.items():
+        (folder / file).rename(folder / name)
+    weight_map = {tensor: names[file] for tensor, file in sorted(shards.items())}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

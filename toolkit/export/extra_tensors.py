@@ -4,20 +4,20 @@ Where the directory that held them is gone, they are left out, and config.json s
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.hub import convert_file_size_to_int
 
-from toolkit.export.write import save_checked
+from toolkit.export.write import write_shards
 from toolkit.messages import ModelError, warn
-from toolkit.models import weights
+from toolkit.models import directory, weights
 from toolkit.models.extra_tensors import FILE, dtype_and_shape, predicting_keys
 
 _MOST_BYTES = 1 << 30
-"""Of one file that they are written to, as this much is held in memory."""
+"""Of one file that they are written to, as this much, and one tensor more, is held in memory."""
 
 
 def with_base(files: Mapping[str, bytes], base: Path) -> dict[str, bytes]:
@@ -43,14 +43,14 @@ def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict
             folder=record["folder"],
         )
         config = json.loads(others["config.json"])
-        for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for section in directory.sections_of(config):
             section.update(dict.fromkeys(predicting_keys(section), 0))
         return others | {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
-    _write_shards(source, list(record["tensors"]), folder, min(_MOST_BYTES, convert_file_size_to_int(max_shard_size)))
+    _add_weights(source, list(record["tensors"]), folder, min(_MOST_BYTES, convert_file_size_to_int(max_shard_size)))
     return others
 
 
-def _write_shards(source: weights.WeightFiles, names: Sequence[str], folder: Path, most: int) -> None:
+def _add_weights(source: weights.WeightFiles, names: Sequence[str], folder: Path, most: int) -> None:
     """Write tensors to files of at most so many bytes, or of one tensor, and list them in the index."""
     index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():  # with this name transformers would not look for an index
@@ -60,12 +60,10 @@ def _write_shards(source: weights.WeightFiles, names: Sequence[str], folder: Pat
         index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(stored, first.name)}
     else:
         index = json.loads(index_file.read_text(encoding="utf-8"))
-    for number, group in enumerate(_groups(source, names, most), 1):
-        file = folder / f"model-extra-{number:05}.safetensors"
-        values = {name: _read(source, name) for name in group}
-        save_checked(values, file, folder)
-        index["weight_map"] |= dict.fromkeys(values, file.name)
-        index["metadata"]["total_size"] += sum(value.nbytes for value in values.values())
+    values = ((name, _read(source, name)) for name in names)
+    shards, num_bytes = write_shards(values, folder, folder, most, "model-extra-{:05}.safetensors")
+    index["weight_map"] |= shards
+    index["metadata"]["total_size"] += num_bytes
     index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -73,16 +71,3 @@ def _read(source: weights.WeightFiles, name: str) -> torch.Tensor:
     """Return a copy of a tensor in memory."""
     with source.open(name) as value:
         return value.clone()
-
-
-def _groups(source: weights.WeightFiles, names: Sequence[str], most: int) -> Iterator[list[str]]:
-    """Yield names of tensors that have no more than `most` bytes together, or are alone."""
-    group: list[str] = []
-    size = 0
-    for name in names:
-        num_bytes = source[name].dtype.itemsize * torch.Size(source[name].shape).numel()
-        if group and size + num_bytes > most:
-            yield group
-            group, size = [], 0
-        group, size = [*group, name], size + num_bytes
-    yield group

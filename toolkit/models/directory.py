@@ -209,9 +209,14 @@ def added_tokens(folder: Path) -> dict[str, int]:
     return dict(read_json_or_empty(folder / ADDED_TOKENS).get("tokens", {}))
 
 
+def sections_of(config: Mapping[str, Any]) -> list[Any]:
+    """Return a config.json, and those of its values that are sections of it, such as text_config."""
+    return [config, *(value for value in config.values() if isinstance(value, Mapping))]
+
+
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantization_config of a config.json or of its text model's section, {} if there is none."""
-    for section in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+    for section in sections_of(config):
         if settings := section.get("quantization_config") or section.get("compression_config"):
             return settings if isinstance(settings, Mapping) else {"quant_method": settings}
     return {}
@@ -508,8 +513,7 @@ _MAX_GROWTH = 100
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Raise ModelError if a size in a config.json is not a number, or is out of range."""
-    sections = [config, *(value for value in config.values() if isinstance(value, dict))]
-    for section in sections:
+    for section in sections_of(config):
         for key, (least, most) in {**_SIZES, **_FRACTIONS}.items():
             value, is_size = section.get(key), key in _SIZES
             if value is None and (key not in section or key not in _REQUIRED_KEYS):

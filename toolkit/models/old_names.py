@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.messages import ModelError, json_object
+from toolkit.models.directory import sections_of
 
 _OLD_ROPE: dict[str, dict[str, str]] = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
@@ -26,7 +27,7 @@ def add_to_config(file: Path) -> None:
     rotary embeddings and the number of experts, and compute other logits.
     """
     config = json_object(file, ModelError)
-    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
+    for section in sections_of(config):
         kind, rope = section.get("model_type", ""), section.get("rope_parameters")
         if isinstance(rope, dict):
             for key, value in _old_rope(rope, _OLD_ROPE.get(kind)).items():
