@@ -8,7 +8,10 @@ from toolkit.messages import current_language, set_language
 TABLES: dict[str, Mapping[str, Key]] = {
     "chatglm": {name: key for name, key in keys_of("chatglm").items() if name not in keys_of("trainer")},
     "factory": {name: key for name, key in keys_of("factory").items() if name not in keys_of("trainer")},
-    **{program: {name: keys_of(program)[name] for name in own_names(program)} for program in ("axolotl", "swift")},
+    **{
+        program: {name: keys_of(program)[name] for name in own_names(program)}
+        for program in ("axolotl", "swift", "glm_demo", "fastchat", "firefly")
+    },
     "trainer": keys_of("hf"),
 }
 """Name of a table -> its keys; those of the Trainer are in its own table only."""

@@ -14,7 +14,7 @@ from translation_tables import fill_tables
 
 from toolkit.config.dotted_keys import get_value
 from toolkit.config.load import load
-from toolkit.config.program_keys import keys_of, sentence
+from toolkit.config.program_keys import keys_of, names_of, sentence
 from toolkit.config.schema import (
     TRACKERS,
     Decay,
@@ -261,7 +261,8 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sft.yaml:34: learnin_rate. Did you mean 'learning_rate'?" in said
     assert cfg.train.neftune_alpha == 5
     assert "ddp_timeout = 180000000: use distributed.timeout_s" in said
-    assert "template: conversations are rendered by the model's own" in said
+    assert "Not quite the same here:\n  cutoff_len: longer conversations lose" in said
+    assert "model_name_or_path:" not in said and "packed samples" not in said  # neat_packing is the same
     assert "is not a directory here" not in said  # a name on Hugging Face
     assert cfg.model.path == "Qwen/Qwen3-4B-Instruct-2507"
 
@@ -540,17 +541,17 @@ def test_scripts_of_trl_say_which_loss(capsys: pytest.CaptureFixture[str], scrip
 @pytest.mark.parametrize(
     ("options", "expected", "note"),
     [
-        ("", {"method": "full"}, "No DeepSpeed JSON"),
+        ("", {"method": "full"}, ""),
         ("--lora_r 4", {"method": "full"}, "lora_r = 4: has no effect there"),
         ("--use_peft", {"method": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.05}, "lora_target_modules: names"),
         (
             "--use_peft --lora_r 4 --lora_alpha 6 --lora_dropout 0 --lora_target_modules q_proj v_proj --use_rslora",
             {"rank": 4, "alpha": 6.0, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "rslora": True},
-            "lora_target_modules: names",
+            "",
         ),
         ("--use_peft true --lora_target_modules all-linear", {"target_modules": ["all-linear"]}, ""),
         ("--use_peft --lora_modules_to_save lm_head --use_dora", {"save_modules": ["lm_head"], "dora": True}, ""),
-        ("--use_peft --load_in_4bit", {"method": "qlora", "rank": 16}, "load_in_4bit: tuning=qlora uses"),
+        ("--use_peft --load_in_4bit", {"method": "qlora", "rank": 16}, ""),
         ("--use_peft --load_in_8bit", {"method": "lora"}, "load_in_8bit = True: 4 bits with LoRA"),
     ],
 )
@@ -762,14 +763,29 @@ def test_ranks_of_launchers(capsys: pytest.CaptureFixture[str], launcher: str, r
             "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu --gradient_clipping 2",
             "train.py",
             ("fp32", 3),
-            "--offload_optimizer_device, --gradient_clipping: of the options of accelerate launch those are not read",
+            "",
         ),
+        (
+            "--use_deepspeed --zero_stage 2 --offload_param_device nvme",
+            "train.py",
+            ("fp32", 2),
+            "--offload_param_device: of the options of accelerate",
+        ),
+        ("--use_fsdp --fsdp_sharding_strategy FULL_SHARD", "train.py", ("fp32", 3), ""),
+        ("--use_fsdp --fsdp_sharding_strategy 2", "train.py", ("fp32", 2), ""),
+        ("--config_file fsdp.yaml", "train.py", ("bf16", 2), ""),
+        ("--config_file zero.yaml", "train.py", ("fp32", 3), ""),
+        ("--config_file plain.yaml", "train.py", ("fp16", 2), "so nothing is split there"),
     ],
 )
 def test_options_of_accelerate(
     capsys: pytest.CaptureFixture[str], options: str, script: str, expected: tuple[str, int], said: str
 ) -> None:
     put("ds.json", {"train_batch_size": "auto", "zero_optimization": {"stage": 1}})
+    fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
+    put("fsdp.yaml", yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp}))
+    put("zero.yaml", yaml.safe_dump({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}))
+    put("plain.yaml", yaml.safe_dump({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}))
     line = f"accelerate launch --num_processes 8 {options} {script} --per_device_train_batch_size 4\n"
     cfg, told = imported(capsys, put("a.sh", line))
     assert (cfg.precision.dtype.value, cfg.zero.stage) == expected
@@ -823,9 +839,9 @@ def test_configs_of_trl(capsys: pytest.CaptureFixture[str], name: str, text: str
         (
             "--attn_implementation flash_attention_2",
             {"model.attention": "auto"},
-            "attn_implementation: sdpa; otherwise",
+            "attn_implementation = flash_attention_2: sdpa; otherwise",
         ),
-        ("--dtype bfloat16", {}, "dtype = bfloat16: precision=fp16 or bf16 keeps the model"),
+        ("--dtype bfloat16", {"precision.dtype": Dtype.bf16}, "dtype: bf16 with float32 master weights"),
     ],
 )
 def test_supervised_training_of_trl(
@@ -905,7 +921,8 @@ learning_rate: 1.0e-4
 
 def test_llama_factory_v1_is_named() -> None:
     message = refused(put("v1.yaml", FACTORY_V1), "world_size=2")
-    assert message.startswith("v1.yaml: a config of LLaMA-Factory v1 (model_class, kernel_config, dist_config")
+    assert message.startswith("v1.yaml: a config of LLaMA-Factory v1")
+    assert "(seen: model_class, kernel_config, dist_config" in message
 
 
 def test_what_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -927,7 +944,27 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "broken JSON": ("a.json", "{", "a.json is no JSON"),
     "twice": ("a.json", '{"seed": 1, "seed": 2}', "'seed' stands twice"),
     "strange file": ("a.toml", "x = 1", "files of this kind are not read"),
-    "nothing known": ("a.yaml", "colour: red\n", "none of its keys is known; the first is 'colour'"),
+    "nothing known": ("a.yaml", "colour: red\n", "0 of 1 are known to one of them, and not colour."),
+    "little known": (
+        "a.yaml",
+        "version: 3\nservices: {}\nnetworks: {}\nseed: 1\n",
+        "1 of 4 are known to one of them, and not version, services, networks.",
+    ),
+    "nothing trained": ("a.sh", "python expand.py --model_name_or_path m --output_dir o\n", "2 of 2 are known"),
+    "accelerate's": (
+        "a.yaml",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {}\nuse_cpu: false\n",
+        "a.yaml: a config of accelerate: give the training config",
+    ),
+    "Megatron's": ("a.sh", "megatron sft --model m --micro_batch_size 1\n", "a.sh:1: arguments of Megatron"),
+    "Megatron's keys": (
+        "a.yaml",
+        "stage: sft\nlearning_rate: 1.0e-5\ntensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\n",
+        "(seen: tensor_model_parallel_size, pipeline_model_parallel_size)",
+    ),
+    "GRPO": ("a.yaml", "learning_rate: 1.0e-6\nreward_funcs: [a]\nnum_generations: 8\n", "reinforcement learning"),
+    "GRPO's script": ("a.sh", "trl grpo --model_name_or_path m --dataset_name a/b\n", "reinforcement learning"),
+    "a sampler's": ("a.yaml", "sampler_engine: vllm\nnum_return_sequences: 4\n", "`swift sample`"),
     "DeepSpeed alone": ("a.json", DS_AUTO, "this is a DeepSpeed JSON alone"),
     "substitution": (
         "a.sh",
@@ -1059,13 +1096,18 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.track.enabled == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
 
 
+REMARKED = {"micro_means", "eight_bits", "demo_precision"}
+"""Sentences that depend on other keys than the one they are about."""
+
+
 def test_tables_name_keys_of_ours() -> None:
-    programs = ("factory", "chatglm", "hf", "axolotl", "swift")
+    programs = ("factory", "chatglm", "glm_demo", "hf", "axolotl", "swift", "fastchat", "firefly")
     tables = {name: key for program in programs for name, key in keys_of(program).items()}
     for name, key in tables.items():
         assert all(field_type(part) is not None for part in key.to.split(", ") if part), name
         assert key.to or key.says, f"{name}: neither mapped nor explained"
     said = {key.says for program in programs for key in keys_of(program).values()}
+    said |= {f"refused_{what}" for what in names_of("refused")} | REMARKED
     assert said == {"", *read_table("config/program_keys.yaml")["sentences"]}
     assert sentence("media") == "texts only"
     assert keys_of("hf")["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]

@@ -76,6 +76,7 @@ DPO = {
     "sample_packing": False,
     "datasets": [PAIRS, {"path": "o/intel", "type": "chatml.intel"}],
 }
+FSDP = {"adapter": None, "load_in_4bit": None}
 SWIFT = """nproc_per_node=2
 
 CUDA_VISIBLE_DEVICES=0,1 \\
@@ -146,9 +147,10 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "the dataset o/chats: train_on_eos has no counterpart." in said
     assert "the dataset json: type.format has no counterpart." in said
-    assert "the dataset o/chats: train[:20%] is read as a whole" in said
+    assert "the dataset o/chats: 20% of its rows are drawn; there they are the first." in said
+    assert [source.weight for source in cfg.data.sources] == [1.0, 0.2, 1.0, 1.0, 1.0]
+    assert "special_tokens" in said.partition("Not needed here:")[2]  # its padding token
     assert "the dataset o/odd is skipped: its type stepwise_supervised has no counterpart" in said
-    assert "special_tokens = {'pad_token': '<|end_of_text|>'}: only model.add_tokens changes the vocabulary" in said
     assert ": micro_batch_sise. Did you mean 'micro_batch_size'?" in said
     assert "evals_per_epoch = 4, saves_per_epoch = 1: evaluate.every and checkpoint.every count steps" in said
 
@@ -190,6 +192,19 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (DPO, {"preference.loss": "sigmoid", "preference.beta": 0.3}),
         ({"chat_template": "llama3"}, {"model.chat_template": "llama3"}),
+        (
+            {"lora_target_linear": None, "lora_target_modules": r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
+            {"tuning.target_modules": ["up_proj", "q_proj"]},
+        ),
+        (
+            {"lora_target_linear": None, "lora_target_modules": r"layers\.(3|7)\.self_attn\.(q|k)_proj"},
+            {"tuning.target_modules": []},
+        ),
+        (FSDP | {"fsdp": ["full_shard", "auto_wrap"]}, {"zero.stage": 3, "zero.offload_param.device": "none"}),
+        (FSDP | {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"zero.stage": 2}),
+        (FSDP | {"fsdp_config": {"fsdp_offload_params": True}}, {"zero.stage": 3, "zero.offload_param.device": "cpu"}),
+        ({"fsdp": ["full_shard"]}, {"zero.stage": 2, "tuning.method": "qlora"}),
+        ({"optimizer": "adamw_torch_8bit"}, {"optim.name": "adamw_8bit"}),
     ],
     ids=lambda part: ",".join(part),
 )
@@ -259,7 +274,7 @@ def test_ms_swift(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.data.sources[0].columns == {"query": "q"} and cfg.track.tensorboard.enabled
     assert "`modelscope download --dataset AI-ModelScope/alpaca-gpt4-data-zh --local_dir DIR`" in said
     assert "model: models are looked up on Hugging Face" in said
-    assert "system = You are helpful.: conversations are rendered by the model's own" in said
+    assert "system = You are helpful.: put it into the rows" in said
     assert "model_author = swift: put the names into the rows" in said
     assert "Unknown" not in said
 
@@ -289,6 +304,30 @@ def test_ms_swift(capsys: pytest.CaptureFixture[str]) -> None:
             [("swift sft", "swift rlhf --rlhf_type simpo"), ("--truncation_strategy left", "")],
             {"preference.loss": "simpo", "preference.beta": 2.0, "preference.gamma": 1.0},
         ),
+        (
+            [("swift sft", "swift rlhf --rlhf_type gkd --teacher_model t --lmbda 0.25")],
+            {
+                "task.kind": "distill",
+                "distill.teacher": "t",
+                "distill.on_policy": 0.25,
+                "distill.weight": 1.0,
+                "distill.loss": "jsd",
+                "distill.beta": 0.5,
+                "distill.rollouts.max_new_tokens": 512,
+                "distill.temperature": 0.9,
+                "distill.rollouts.temperature": 0.9,
+                "data.too_long": "truncate",
+            },
+        ),
+        (
+            [("swift sft", "swift rlhf --rlhf_type gkd --teacher_model t --lmbda 0 --beta 0 --temperature 1")],
+            {"distill.loss": "forward_kl", "distill.on_policy": 0.0, "distill.temperature": 1.0},
+        ),
+        (
+            [("swift sft", "swift sft --task_type seq_cls --num_labels 3"), ("--loss_scale last_round", "")],
+            {"task.kind": "classify", "tuning.method": "lora"},
+        ),
+        ([("swift sft", "swift sft --router_aux_loss_coef 1e-3")], {"model.router_loss": 0.001}),
     ],
     ids=lambda part: str(part)[:40],
 )
@@ -307,4 +346,9 @@ def test_what_has_no_counterpart() -> None:
     assert "micro_batch_size = 2 are the rows of one rank" in refused(axolotl())
     assert "rlhf_type = grpo has no counterpart" in refused(swift(("swift sft", "swift rlhf --rlhf_type grpo")))
     assert "task_type = seq_cls is not translated" in refused(swift(("--tuner_type lora", "--task_type seq_cls")))
+    assert "not translated" in refused(
+        swift(("--tuner_type lora", "--task_type seq_cls --num_labels 2 --problem_type regression"))
+    )
+    distilled = "swift rlhf --rlhf_type gkd --teacher_model t --seq_kd true"
+    assert "GKD has a counterpart with --teacher_model" in refused(swift(("swift sft", distilled)))
     assert "there is no training command" in refused(put("infer.sh", "swift infer --model m --stream true\n"))

@@ -90,6 +90,9 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     elif config.has("cosine_min_lr_ratio"):
         draft.lost["cosine_min_lr_ratio"] = tr("below 1 only; schedule=constant keeps the rate")
     set_added_tokens(config, draft, "tokens")
+    special: Any = config.get("special_tokens")
+    if isinstance(special, dict) and special.keys() <= {"pad_token"}:
+        config.remark("special_tokens", "loader", is_harmless=True)
     if config.get("chat_template") not in (None, "jinja"):
         set_chat_template(config, draft, "chat_template", "axolotl_templates")
     template = str(config.get("chat_template_jinja") or "")
@@ -150,9 +153,22 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
         config.values["lora_target_modules"] = ["all-linear"]
         config.spelled["lora_target_modules"] = "lora_target_linear"
     elif isinstance(config.get("lora_target_modules"), str):  # a pattern of its own, over whole names
-        draft.lost["lora_target_modules"] = tr("a regular expression; the recipe takes query, key and value")
-        config.values.pop("lora_target_modules")
+        names = _names_of_pattern(str(config.values.pop("lora_target_modules")))
+        config.values |= {"lora_target_modules": names} if names else {}
+        if not names:
+            draft.lost["lora_target_modules"] = tr("a regular expression; the recipe takes query, key and value")
     lora_settings(config, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+
+
+def _names_of_pattern(pattern: str) -> list[str]:
+    """Return the names of layers that a pattern over whole names ends with; [] if it is one of other parts too, such as
+    single layers of the model.
+    """
+    before, _, last = pattern.removesuffix("$").rpartition(".")
+    match = re.fullmatch(r"\(?([a-z_|]+)\)?(\w*)", last)
+    if not match or re.search(r"[0-9]", before) or re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before)):
+        return []
+    return [f"{name}{match[2]}" for name in match[1].split("|")]
 
 
 def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
@@ -224,13 +240,13 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
             continue
         if rest := _unread(entry):
             draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(rest)))
-        for location in _locations(entry, path, draft):
+        for location in _locations(entry, path, draft, key):
             sources.append({**location, **columns})
     return sources
 
 
-def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[str, Any]]:
-    """Return where the rows of a dataset are: files, or a name on Hugging Face with its split."""
+def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -> list[dict[str, Any]]:
+    """Return where the rows of a dataset in `key` are: files, or a name on Hugging Face with its split."""
     named = entry.get("data_files") or []
     named = [named] if isinstance(named, str) else named
     if entry.get("ds_type") or not files.is_dataset_name(path):
@@ -241,6 +257,15 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dic
     hub_fields: dict[str, Any] = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
     if first := re.fullmatch(r"(.+)\[:(\d+)\]", hub_fields.get("split", "")):
         hub_fields |= {"split": first[1], "max_samples": int(first[2])}
+    if (share := re.fullmatch(r"(.+)\[:(\d+)%\]", hub_fields.get("split", ""))) and key == "datasets":
+        hub_fields |= {"split": share[1], "weight": int(share[2]) / 100}
+        draft.notes.append(
+            tr(
+                "the dataset {name}: {percent}% of its rows are drawn; there they are the first.",
+                name=path,
+                percent=share[2],
+            )
+        )
     if "[" in hub_fields.get("split", ""):
         part = hub_fields["split"]
         hub_fields["split"] = part.partition("[")[0]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,18 @@ from toolkit.secrets import hide_all
 
 _LIMITS = frozenset(
     (
-        *("schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage"),
-        *("quantization", "freeze_modules", "max_samples", "lora_target"),
+        *("schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage", "evaluation", "warmup"),
+        *("quantization", "quantization_ways", "freeze_modules", "max_samples", "lora_target", "lora_target_modules"),
+        *("model", "batch", "dataset", "dataset_name", "swift_dataset", "axolotl_datasets", "axolotl_rl", "rlhf_type"),
+        *("pref_loss", "trl_reward", "axolotl_plugins", "flash_attn", "template", "loss_scale", "optimizers"),
+        "packing",
+        *("demo_evaluation", "combine", "liger_parts", "swanlab_mode", "swift_task"),
     )
 )
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""
-_USED = frozenset(("deepspeed", "dataset_dir", "stage"))
+_USED = frozenset(("deepspeed", "dataset_dir", "stage", "optim"))
 """Keys that are read, but not to set one of ours."""
-_ALWAYS = ("batch", "cutoff_len", "two_lengths")
+_ALWAYS = ("micro_means", "cutoff_len", "two_lengths")
 """Said of these keys whatever their value is, the default too."""
 
 
@@ -77,8 +80,11 @@ def _write_recipe(
     path, has_zero = deepspeed_json or _named_json(config, folder, notes), "zero" in draft.groups
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
-    if path and "optimizer" in ds_import.read_json(path, Problems())[0]:
+    sections = ds_import.read_json(path, Problems())[0] if path else {}
+    if "optimizer" in sections:
         draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
+    if "scheduler" in sections:
+        draft.values.pop("schedule.name", None)  # transformers does not read its own then
     base = _compose(folder, draft.groups)
     values = {}
     for key, (value, source) in draft.values.items():
@@ -90,7 +96,7 @@ def _write_recipe(
     if path:
         loaded, import_notes = ds_import.import_json(path, loaded, config.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in import_notes]
-    elif not (
+    elif config.world_size > 1 and not (
         has_zero
         or config.has("deepspeed")
         or "use_deepspeed" in config.accelerate
@@ -146,8 +152,7 @@ def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> s
         path.write_text(json.dumps(named, indent=1), encoding="utf-8")
         return str(path)
     if named:
-        json_file = next((path for path in (Path(named), config.folder / named) if os.path.isfile(path)), None)
-        if json_file:
+        if (json_file := config.find(str(named))).is_file():
             return str(json_file)
         notes.append(
             tr(
@@ -167,6 +172,7 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     differs: dict[str, list[str]] = {}
     needless: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
+    used |= {note.partition(" = ")[0] for note in draft.notes}
     for name, value in config.values.items():
         key, spelled = config.keys.get(name), config.spelling(name)
         if key is None:
@@ -176,7 +182,8 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
         elif key.to and key.says and key.says not in _LIMITS:
             differs.setdefault(sentence(key.says), []).append(spelled)
         elif key.to and spelled not in used:
-            reason = tr("has no effect there with the other settings")
+            is_limit = key.says in _LIMITS
+            reason = sentence(key.says) if is_limit else tr("has no effect there with the other settings")
             needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
         elif not key.to and key.is_harmless:
             needless.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")

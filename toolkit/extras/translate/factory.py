@@ -133,6 +133,8 @@ def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     limit = ["max_samples"] if config.has("max_samples") else []
     for source in (*sources, *validation) if limit else ():
         source["max_samples"] = config.number("max_samples", int)
+    if limit and not sources:
+        draft.lost["max_samples"] = tr("add it to each item of data.sources")
     if sources:
         draft.put("data.sources", sources, "dataset", *limit)
     if validation:
@@ -145,6 +147,8 @@ def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     packs = (config.flag("packing") if config.has("packing") else stage == "pt") or config.flag("neat_packing")
     if packs:
         draft.put("data.packing", "packed", "packing", "neat_packing")
+        if not config.flag("neat_packing"):
+            config.remark("packing", "mixed_packing")
     if stage == "pt":  # it joins all texts and cuts them into blocks; without packing each is cut off
         draft.put("data.too_long", "split" if packs else "truncate", "stage", "packing")
     draft.put("data.train_on", "last" if config.flag("mask_history") else "all", "mask_history")
@@ -160,8 +164,8 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
         raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
     if folder == "ONLINE":
         return [{"hub": item} for item in sets]
-    base = next((path for path in (Path(folder), config.folder / folder) if os.path.isfile(path / _INFO)), None)
-    if base is None:
+    base = config.find(os.path.join(folder, _INFO)).parent
+    if not os.path.isfile(base / _INFO):
         draft.notes.append(
             tr(
                 "{key} = {sets}: {file} is not here, so it is not known which files these are. Run this again where "

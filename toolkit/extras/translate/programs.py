@@ -11,6 +11,9 @@ from toolkit.extras.translate.read import (
     AXOLOTL_NAME,
     CHATGLM_NAME,
     FACTORY_NAME,
+    FASTCHAT_NAME,
+    FIREFLY_NAME,
+    GLM_DEMO_NAME,
     HF_NAME,
     SWIFT_NAME,
     ForeignConfig,
@@ -51,7 +54,7 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     """Translate a config's keys to settings of ours; ConfigError if its values cannot be understood."""
     draft = RecipeDraft(config=config)
     module = _program_module(config.program)
-    if config.program in (SWIFT_NAME, AXOLOTL_NAME):
+    if hasattr(module, "set_derived_defaults"):
         module.set_derived_defaults(config, draft)
     trl = _trl_loss(config)
     if rate := _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None:
@@ -75,20 +78,37 @@ def translate(config: ForeignConfig) -> RecipeDraft:
         _peft(config, draft)
         _named_data(config, draft, trl)
         _trl_settings(config, draft, trl)
+    _fsdp(config, draft)
+    rows = config.number("gradient_accumulation_steps", int) * (config.world_size or 1)
+    if config.program in _MICRO_MEANS and rows > 1:
+        config.remark("per_device_train_batch_size", "micro_means")
     return draft
+
+
+_MICRO_MEANS = (CHATGLM_NAME, GLM_DEMO_NAME, FASTCHAT_NAME, FIREFLY_NAME)
+"""Programs on versions of transformers that average the micro-batches' means."""
 
 
 def _program_module(program: str) -> Any:
     """Return the module of this package that translates the keys that only this program has; None for the Trainer's and
     TRL's, which are translated here.
     """
-    from toolkit.extras.translate import axolotl, chatglm, factory, swift  # they build on this module
+    from toolkit.extras.translate import axolotl, chatglm, factory, fastchat, firefly, glm_demo, swift  # built on this
 
-    modules = {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl, CHATGLM_NAME: chatglm, FACTORY_NAME: factory}
+    modules = {
+        SWIFT_NAME: swift,
+        AXOLOTL_NAME: axolotl,
+        CHATGLM_NAME: chatglm,
+        FACTORY_NAME: factory,
+        FASTCHAT_NAME: fastchat,
+        FIREFLY_NAME: firefly,
+        GLM_DEMO_NAME: glm_demo,
+    }
     return modules.get(program)
 
 
 _ZERO = ("", "0", "1", "2", "3")
+_DEVICES = ("none", "cpu")
 
 
 def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -107,11 +127,44 @@ def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
     if options.get("deepspeed_config_file"):
         config.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
     if "use_deepspeed" in config.accelerate and not config.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
-        draft.groups["zero"] = f"stage{options.pop('zero_stage', '') or 2}"
+        stage = options.pop("zero_stage", "") or "2"
+        parts = [name for name in ("offload_optimizer_device", "offload_param_device") if options.get(name) in _DEVICES]
+        is_offloaded = "cpu" in [options.pop(name) for name in parts] and stage in "23"
+        draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
+    if "use_fsdp" in options:
+        fsdp = {name: options.pop(name) for name in [*options] if name.startswith(("fsdp_", "use_fsdp"))}
+        config.values.setdefault("fsdp_config", fsdp)
+        config.spelled["fsdp_config"] = "--use_fsdp"
     if "config_file" in options:
         draft.lost["--config_file"] = tr("accelerate's file is not read: give what it says as options instead")
     if rest := [f"--{name}" for name in options if name != "config_file"]:
         draft.lost[", ".join(rest)] = tr("of the options of accelerate launch those are not read")
+
+
+_FSDP = ("fsdp", "fsdp_config", "fsdp_version", "dp_shard_size")
+
+
+def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Choose the stage of ZeRO that splits what FSDP splits."""
+    names = [name for name in _FSDP if config.values.get(name) not in (None, "", [], False)]
+    if not names or config.has("deepspeed"):
+        return
+    words = str(config.get("fsdp")).lower()
+    settings: Any = config.get("fsdp_config")
+    settings = settings if isinstance(settings, dict) else {}
+    values = {str(name).lower().removeprefix("fsdp_"): str(value).lower() for name, value in settings.items()}
+    strategy, reshard = values.get("sharding_strategy", words), values.get("reshard_after_forward", "true")
+    stage = 0 if strategy in ("3", "no_shard") else 3
+    if strategy == "2" or "shard_grad_op" in strategy or "zero2" in strategy or reshard in ("false", "shard_grad_op"):
+        stage = 2
+    if draft.values.get("tuning.method", ("",))[0] == "qlora" and stage == 3:
+        stage = 2  # (config/rules.yaml)
+        draft.notes.append(
+            tr("FSDP splits 4-bit weights too; ZeRO does up to zero=stage2 there, and each GPU has all of them.")
+        )
+    is_offloaded = stage > 0 and ("offload" in words or values.get("offload_params") == "true")
+    draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
+    draft.put("zero.stage", stage, *names)
 
 
 def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -211,7 +264,7 @@ _TRL_PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cp
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 
-_TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
+_TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "orpo", "kto")
 _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 """Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
 
@@ -220,15 +273,13 @@ def _trl_loss(config: ForeignConfig) -> str:
     """Return what a config of TRL trains: a loss of `_TRL_LOSSES`, "reward", or "" if it is no DPO, CPO, KTO or
     RewardConfig.
     """
-    named, script = (
-        [name for name in (*_TRL_PREFERENCE_KEYS, *_TRL_KTO) if config.has(name)],
-        names_of("trl").get(config.script, ""),
-    )
+    named = [name for name in (*_TRL_PREFERENCE_KEYS, *_TRL_KTO) if config.has(name)]
+    script = names_of("trl").get(config.script, "")
     if config.program != HF_NAME or not (named or script):
         return ""
     kind = str((config.names("loss_type") or ["sigmoid"])[0])
     is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
-    if script == "reward":
+    if script in ("reward", "orpo"):
         return script
     if kind == "kto" or script == "kto" or config.has(_TRL_KTO[0]) or config.has(_TRL_KTO[1]):
         kind = "kto"
@@ -252,10 +303,16 @@ def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
     """Set the data that a command names, with the other split as validation. `trl`: as returned by `_trl_loss`."""
-    is_hub, strategy = config.has("dataset_name"), str(config.get("eval_strategy")).lower()
-    has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and config.has("validation_file"))
+    mixed = [name for name in _MIXTURES if config.has(name)]
+    is_hub, strategy = config.has("dataset_name") or bool(mixed), str(config.get("eval_strategy")).lower()
+    sources, validation, held_out = _mixture(config) if mixed else ([], [], 0.0)
+    has_validation = (
+        strategy != "no" and bool(validation or held_out)
+        if mixed
+        else bool(trl and is_hub and strategy != "no") or (not is_hub and config.has("validation_file"))
+    )
     set_evaluation(config, draft, has_validation)
-    if not has_validation:
+    if not has_validation and not held_out:
         draft.put("data.validation_fraction", 0.0)
     rows = (
         {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
@@ -269,6 +326,13 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
         if not config.has("train_file"):
             draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
+    if mixed:
+        draft.put("data.sources", [source | rows for source in sources], *mixed, "dataset_splits", "dataset_configs")
+        if held_out:
+            set_held_out(draft, held_out, *mixed)
+        elif has_validation:
+            draft.put("data.validation", [source | rows for source in validation], *mixed, "dataset_splits")
+        return
     name, subset = str(config.get("dataset_name")), config.get("dataset_config") or config.get("dataset_config_name")
     source = (
         {"hub" if files.is_dataset_name(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
@@ -277,6 +341,39 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
     for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
         split = {"split": str(config.get(theirs))} if config.get(theirs) != "train" else {}
         draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
+
+
+_MIXTURES = ("dataset_mixture", "dataset_mixer")
+
+
+def _mixture(config: ForeignConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """Return the sources of training and of validation that a mixture of alignment-handbook or open-r1 names, and what
+    it holds out of the former for validation: a fraction or a number of rows, or 0.
+    """
+    names = {"hub": "id", "subset": "config", "split": "split", "weight": "weight"}
+    mixture, mixer = config.get("dataset_mixture"), config.get("dataset_mixer")
+    entries: list[dict[str, Any]] = []
+    tests: list[dict[str, Any]] = []
+    held_out = 0.0
+    if isinstance(mixture, dict):
+        entries = mixture.get("datasets") or []
+        location = f"{config.location('dataset_mixture')}: test_split_size"
+        held_out = typed(mixture.get("test_split_size") or 0, float, location)
+    elif isinstance(mixer, dict):
+        subsets = config.names("dataset_configs")
+        for number, (name, weight) in enumerate(mixer.items()):
+            entry = {"id": name, "config": subsets[number] if number < len(subsets) else None}
+            for split in config.names("dataset_splits") or ["train", "test"]:
+                is_test = "test" in split
+                (tests if is_test else entries).append(
+                    {**entry, "split": split} | ({} if is_test else {"weight": weight})
+                )
+    defaults = (None, "train", 1)
+    sources, validation = (
+        [{ours: entry[key] for ours, key in names.items() if entry.get(key) not in defaults} for entry in listed]
+        for listed in (entries, tests)
+    )
+    return sources, validation, held_out
 
 
 def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
@@ -301,6 +398,8 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`."""
     if not kind:
         return
+    for name in ("loss_type", "beta") if config.script in names_of("trl") else ():
+        config.remark(name, "")  # the script says what they are of
     if kind == "reward":
         set_reward(config, draft)
         return
@@ -400,6 +499,8 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     name, key = str(config.get("optim")).lower(), "optim"
     if "use_muon" in config.keys and config.flag("use_muon"):
         name = key = "use_muon"
+    if name == "adamw_torch_8bit":
+        config.remark("optim", "eight_bits")
     our_name = next(
         (ours for ours, theirs in names_of("optimizers").items() if name.removeprefix("use_") in theirs), ""
     )
@@ -438,6 +539,9 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("optim.betas", [config.number("adam_beta1"), config.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+
 def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set precision, activation checkpointing, compilation, attention and kernels."""
     fp16, bf16 = config.flag("fp16"), config.flag("bf16")
@@ -445,7 +549,13 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=config.location("bf16"))
     fp8 = "fp8" in config.keys and config.flag("fp8")
     dtype = "fp16" if fp16 else "bf16" if bf16 or fp8 else "fp32"
-    draft.put("precision.dtype", dtype, *(("fp16", "bf16") if dtype == "fp32" else (dtype,)))
+    sources = ["fp16", "bf16"] if dtype == "fp32" else [dtype]
+    for name in ("dtype", "torch_dtype") if config.program == HF_NAME else ():  # in which the weights are loaded
+        loaded = _DTYPES.get(str(config.get(name)), "") if config.has(name) else ""
+        if loaded and (loaded == dtype or dtype == "fp32"):
+            dtype = loaded
+            sources.append(name)
+    draft.put("precision.dtype", dtype, *sources)
     if fp8 and fp16:
         draft.lost["fp8"] = tr("precision.fp8 needs bf16")
     elif fp8:
@@ -554,9 +664,9 @@ def set_added_tokens(config: ForeignConfig, draft: RecipeDraft, *keys: str) -> N
         draft.put("model.add_tokens", [*tokens], *keys)
 
 
-def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
-    """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target and fully
-    trained modules.
+def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str = "", saved: str = "") -> None:
+    """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target ("" for all
+    linear layers) and fully trained modules.
     """
     size = config.number(rank, int)
     draft.put("tuning.rank", size, rank)
@@ -564,13 +674,13 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
     draft.put("tuning.alpha", alpha, "lora_alpha")
     draft.put("tuning.dropout", config.number("lora_dropout"), "lora_dropout")
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if config.flag(theirs):
+        if theirs in config.keys and config.flag(theirs):
             draft.put(f"tuning.{ours}", True, theirs)
     _lora_start(config, draft)
-    names = config.names(targets)
+    names = config.names(targets) if targets else ["all"]
     if names == ["all"]:
         names = ["all-linear"]
-    elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b":
+    elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b" or config.program == GLM_DEMO_NAME:
         names = [name for target in names for name in names_of("layers").get(target, [target])]
     draft.put("tuning.target_modules", names, targets)
     if config.has(saved):
@@ -597,8 +707,12 @@ def _lora_start(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> None:
     """Set what is split off the training rows: the value of `key` is a fraction, or from 1 on a number of rows."""
-    size = config.number(key)
+    set_held_out(draft, config.number(key), key)
+
+
+def set_held_out(draft: RecipeDraft, size: float, *sources: str) -> None:
+    """Set what is split off the training rows: a fraction, or from 1 on a number of rows. `sources`: their keys."""
     if size >= 1:
-        draft.put("data.validation_rows", int(size), key)
+        draft.put("data.validation_rows", int(size), *sources)
     else:
-        draft.put("data.validation_fraction", size, key)
+        draft.put("data.validation_fraction", size, *sources)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config import files
-from toolkit.config.program_keys import Key, keys_of, names_of
-from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, reason_of, tr, type_name
+from toolkit.config.program_keys import Key, keys_of, names_of, sentence
+from toolkit.messages import ConfigError, file_bytes, parsed_json, reason_of, tr, type_name
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +56,17 @@ class ForeignConfig:
     def set_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Set what keys mean where they are not set, key -> value, as far as other keys decide that."""
         self.keys = {**self.keys, **{name: replace(self.keys[name], default=value) for name, value in defaults.items()}}
+
+    def remark(self, name: str, says: str, is_harmless: bool = False) -> None:
+        """Set the sentence that is reported about a key, "" for none, where that depends on other keys."""
+        self.keys = {**self.keys, name: replace(self.keys[name], says=says, is_harmless=is_harmless)}
+
+    def find(self, named: str) -> Path:
+        """Return the path of a file that the config names: relative to the working directory, or to the config's or one
+        of those above it.
+        """
+        folders = (Path(), self.folder, *self.folder.absolute().parents)
+        return next((folder / named for folder in folders if os.path.isfile(folder / named)), Path(named))
 
     def location(self, name: str) -> str:
         """Return "file:line" of a key for messages, or the file if the line is unknown."""
@@ -115,8 +126,10 @@ _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9}) *\\?([-+*/%]) *(\d{1,9})
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
 """What `$(expr 16 / $n)` and `$((16 / n))` compute: no shell is needed for it."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
+_ARGUMENT = re.compile(rf"{_UNKNOWN}\d+{_UNKNOWN}")
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl|swift)")
+_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl|swift|axolotl|axolotl\.cli\.train)")
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _CONFIGS = (".yaml", ".yml", ".json")
 _SWIFT = ("swift sft", "swift pt", "swift rlhf")
 _RANKS = ("--num_gpus", "--num_accelerators", "--nproc_per_node", "--num_processes")
@@ -148,37 +161,15 @@ def read_command(text: str, shown: str) -> Command:
         words = _words_of_command(line, variables, f"{shown}:{number}")
         before: dict[str, str] = {}
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            before[match[1]] = match[2]
+            if not (
+                _ARGUMENT.search(match[2]) and match[1] in variables
+            ):  # the script's own options keep their default
+                before[match[1]] = match[2]
             words.pop(0)
         if not words or words[0] == "export":
             variables |= before | dict(word.split("=", 1) for word in words[1:] if "=" in word)
-            continue
-        if words[0].startswith("--"):
-            raise ConfigError(
-                "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
-                "and nothing behind it, or a shell leaves out all that follows.",
-                file=shown,
-                line=number,
-                word=words[0],
-            )
-        program_index = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
-        if (
-            program_index is not None
-            and words[program_index].rpartition("/")[2] == "swift"
-            and f"swift {''.join(words[program_index + 1 : program_index + 2])}" not in _SWIFT
-        ):
-            continue  # such as `swift infer`
-        if program_index is not None and any(word.startswith("--") for word in words[program_index + 1 :]):
-            commands.append(_parse_command(words, program_index, number, variables | before, shown))
-        elif program_index is not None and (
-            named := [word for word in words[program_index:] if word.endswith(_CONFIGS)]
-        ):
-            raise ConfigError(
-                "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
-                file=shown,
-                line=number,
-                named=named[0],
-            )
+        elif command := _command_of(words, number, variables | before, shown):
+            commands.append(command)
     if len(commands) != 1:
         lines = ", ".join(str(command.line) for command in commands)
         raise ConfigError(
@@ -193,18 +184,87 @@ def read_command(text: str, shown: str) -> Command:
     return commands[0]
 
 
+def _command_of(words: list[str], number: int, variables: dict[str, str], shown: str) -> Command | None:
+    """Return the training command of a line, None if it is another one."""
+    if words[0].startswith("--") and not words[-1].endswith(")"):  # a pattern of `case`
+        raise ConfigError(
+            "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
+            "and nothing behind it, or a shell leaves out all that follows.",
+            file=shown,
+            line=number,
+            word=words[0],
+        )
+    if re.search(r"(^| )megatron (sft|pt|rlhf)( |$)|_megatron/(sft|pt|rlhf)\.py", " ".join(words)):
+        what = sentence("refused_megatron")
+        raise ConfigError("{place}: {what} (seen: {keys}).", place=f"{shown}:{number}", what=what, keys="megatron")
+    index = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
+    if index is None:
+        return None
+    is_swift = words[index].rpartition("/")[2] == "swift"
+    if is_swift and f"swift {''.join(words[index + 1 : index + 2])}" not in _SWIFT:
+        return None  # such as `swift infer`
+    if any(word.startswith("--") for word in words[index + 1 :]):
+        return _parse_command(words, index, number, variables, shown)
+    config = next((position for position, word in enumerate(words) if position > index and word.endswith(_CONFIGS)), 0)
+    if not config:
+        return None
+    if not any(os.path.isfile(folder / words[config]) for folder in (Path(), Path(shown).parent)):
+        raise ConfigError(
+            "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
+            file=shown,
+            line=number,
+            named=words[config],
+        )
+    names = ("data_dir", "model_dir") if config == index + 3 else ()  # of ChatGLM3's and GLM-4's demo
+    arguments = [f"--{name}={word}" for name, word in zip(names, words[index + 1 :], strict=False)]
+    subcommand = [] if names else words[index + 1 : config]
+    words = [*words[: index + 1], *subcommand, *arguments, f"--config={words[config]}"]
+    return _parse_command(words, index, number, variables, shown)
+
+
 def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Return (number of the first line, text) of a script's lines, those that end with a backslash joined."""
+    """Return (number of the first line, text) of a script's lines without comments and here-documents, those joined
+    that end with a backslash or within a quote.
+    """
     lines: list[tuple[int, str]] = []
-    begun, parts = 0, []
-    for number, line in enumerate(text.splitlines(), start=1):
-        begun = begun or number
-        if line.endswith("\\"):
-            parts.append(line[:-1])
+    begun, joint, quote, document_end = 0, "", "", ""
+    texts = text.splitlines()
+    for number, raw in enumerate(texts, start=1):
+        if document_end:
+            document_end = "" if raw.strip() == document_end else document_end
             continue
-        lines.append((begun, " ".join([*parts, line])))
-        begun, parts = 0, []
-    return [*lines, (begun, " ".join(parts))] if parts else lines
+        begun = begun or number
+        line, quote = _without_comment(raw, quote)
+        if line.endswith("\\") and quote != "'":
+            joint += line[:-1] + " "
+            continue
+        joint += line
+        if quote:
+            joint += "\n"
+            continue
+        document = _HERE_DOCUMENT.search(line)
+        if document and document[2] in (later.strip() for later in texts[number:]):
+            document_end = document[2]
+        lines.append((begun, joint))
+        begun, joint = 0, ""
+    return [*lines, (begun, joint)] if joint else lines
+
+
+def _without_comment(line: str, quote: str) -> tuple[str, str]:
+    """Return a line without its comment, and the quotation mark that is open at its end; `quote`: at its beginning."""
+    index = 0
+    while index < len(line):
+        letter = line[index]
+        if letter == "\\" and quote != "'":
+            index += 1  # the letter behind it is no mark
+        elif quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter == "#" and (not index or line[index - 1] in " \t;&|("):
+            return line[:index], ""
+        index += 1
+    return line, quote
 
 
 def _words_of_command(line: str, variables: dict[str, str], location: str) -> list[str]:
@@ -227,7 +287,7 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
 
     plain = _SUBSTITUTION.sub(computed, plain.replace("\\$", _QUOTED))
     try:
-        words = shlex.split(_VARIABLE.sub(value, plain), comments=True)
+        words = shlex.split(_VARIABLE.sub(value, plain))
     except ValueError as error:
         raise ConfigError("{place}: a quote is not closed ({reason}).", place=location, reason=error) from error
     return [word.replace(_QUOTED, "$").replace("\ue002", "`") for word in words]
@@ -311,13 +371,20 @@ def _world_size(launcher: list[str], options: dict[str, str], variables: dict[st
 
 FACTORY_NAME, CHATGLM_NAME, HF_NAME = "LLaMA-Factory", "ChatGLM", "TrainingArguments"
 SWIFT_NAME, AXOLOTL_NAME = "ms-swift", "axolotl"
+GLM_DEMO_NAME, FASTCHAT_NAME, FIREFLY_NAME = "ChatGLM3 and GLM-4", "FastChat and Qwen", "Firefly"
 _TABLES = {
+    HF_NAME: "hf",
     CHATGLM_NAME: "chatglm",
+    GLM_DEMO_NAME: "glm_demo",
     FACTORY_NAME: "factory",
     SWIFT_NAME: "swift",
     AXOLOTL_NAME: "axolotl",
-    HF_NAME: "hf",
+    FASTCHAT_NAME: "fastchat",
+    FIREFLY_NAME: "firefly",
 }
+"""Of programs that know as many keys of a config, the first is its owner."""
+_SHOWN_KEYS = 5
+_CONFIG_OPTIONS = ("config", "train_args_file")
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
@@ -358,16 +425,8 @@ def _read_config(path: Path) -> ForeignConfig | None:
     lines: dict[str, int] = {}
     world_size, script, accelerate = None, "", dict[str, str]()
     if path.suffix.lower() in (".sh", ".bash"):
-        command = read_command(text, str(path))
-        values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
-        lines = dict.fromkeys(values, command.line)
-        _check_values(values, path, command.line)
-        if script in (*names_of("trl"), *_SWIFT) and isinstance(
-            values.get("config"), str
-        ):  # the command's arguments beat it
-            named = values.pop("config")
-            below = path.parent / named if os.path.isfile(path.parent / named) else Path(named)
-            values = files.read(below).values | values
+        values, line, world_size, script, accelerate = _read_script(text, path)
+        lines = dict.fromkeys(values, line)
     elif path.suffix.lower() == ".json":
         values = _json_object(text, path)
         if any(name in values for name in _DEEPSPEED):
@@ -377,10 +436,13 @@ def _read_config(path: Path) -> ForeignConfig | None:
         values, lines = document.values, document.lines
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
+    values, spelled = _without_sections(values)
     named = {SWIFT_NAME: script.startswith("swift "), HF_NAME: script in names_of("trl")}
-    program = next((name for name, is_it in named.items() if is_it), "") or _owner_of(values, path)
+    program = next((name for name, is_it in named.items() if is_it), "") or _owner_of(values, path, script)
+    if program == HF_NAME and not script and path.absolute().parent.name in names_of("trl"):
+        script = path.absolute().parent.name  # as in recipes/zephyr-7b/dpo/config.yaml
     keys = keys_of(_TABLES[program])
-    values_by_key, spelled = dict[str, Any](), dict[str, str]()
+    values_by_key = dict[str, Any]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
         bare = name.removeprefix("no_")
         is_off = bare != name and name not in keys and bare in keys  # --no_NAME is NAME = false
@@ -400,6 +462,56 @@ def _read_config(path: Path) -> ForeignConfig | None:
         # Of the Trainers' configs this key is in RewardConfig alone, null where it is not set.
         script="reward" if "center_rewards_coefficient" in values else script,
     )
+
+
+def _read_script(text: str, path: Path) -> Command:
+    """Return a script's training command with what the files say that it names: a config, one of accelerate."""
+    command = read_command(text, str(path))
+    values, accelerate, world_size = command.values, command.accelerate, command.world_size
+    _check_values(values, path, command.line)
+    if option := next((name for name in _CONFIG_OPTIONS if str(values.get(name)).endswith(_CONFIGS)), ""):
+        values = files.read(_beside(path, values.pop(option))).values | values  # the command's arguments beat it
+    if "config_file" in accelerate and os.path.isfile(_beside(path, accelerate["config_file"])):
+        settings = _accelerate_settings(_beside(path, accelerate.pop("config_file")))
+        accelerate = settings | accelerate
+        count = settings.get("num_processes", "")
+        world_size = world_size or (int(count) if count.isdecimal() and int(count) else None)
+    return command._replace(values=values, accelerate=accelerate, world_size=world_size)
+
+
+def _beside(path: Path, named: str) -> Path:
+    """Return the path of a file that another one names: next to it if there is one, else as named."""
+    return path.parent / named if os.path.isfile(path.parent / named) else Path(named)
+
+
+_SECTIONS = ("data_config", "training_args", "peft_config")
+
+
+def _without_sections(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a config of ChatGLM3's or GLM-4's demo without its sections, and how keys are spelled in it;
+    other configs as they are.
+    """
+    if not all(isinstance(values.get(name), dict) for name in _SECTIONS[:2]):
+        return values, {}
+    flat = {name: value for name, value in values.items() if name not in _SECTIONS}
+    inner = {name: section for name in _SECTIONS if isinstance(section := values.get(name), dict)}
+    spelled = {name: f"{section}.{name}" for section, entries in inner.items() for name in entries}
+    for entries in inner.values():
+        flat |= entries
+    return flat, spelled
+
+
+def _accelerate_settings(path: Path) -> dict[str, str]:
+    """Return what a config of accelerate says, as options of `accelerate launch`."""
+    values = files.read(path).values
+    inner: dict[str, Any] = {}
+    kind = str(values.get("distributed_type")).upper()
+    if kind == "DEEPSPEED":
+        inner = {"use_deepspeed": "", **(values.get("deepspeed_config") or {})}
+    elif kind == "FSDP":
+        inner = {"use_fsdp": "", **(values.get("fsdp_config") or {})}
+    settings = {**{name: values.get(name) for name in ("num_processes", "mixed_precision")}, **inner}
+    return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def _check_values(values: dict[str, Any], path: Path, line: int) -> None:
@@ -427,28 +539,31 @@ def _json_object(text: str, path: Path) -> dict[str, Any]:
     return values
 
 
-def _owner_of(values: dict[str, Any], path: Path) -> str:
-    """Return the program whose config has these keys: the one with most of the keys that the Trainer does not have,
-    else the Trainer.
+def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
+    """Return the program whose config has these keys: the one that knows most of them, the Trainer if as many as others
+    do; ConfigError if that is less than half of them, or the keys are of something that is not translated.
     """
-    if len(later := [name for name in values if name in names_of("factory_v1")]) > 1:
-        raise ConfigError(
-            "{file}: a config of LLaMA-Factory v1 ({keys}), whose keys are not translated. Import the one for its "
-            "stable version, or make a recipe of the model and data:  toolkit new",
-            file=path,
-            keys=", ".join(later),
-        )
-    keys_by_program = {name: keys_of(table).keys() for name, table in _TABLES.items()}
-    counts = {name: len(values.keys() & (keys - keys_by_program[HF_NAME])) for name, keys in keys_by_program.items()}
+    for what, signs in names_of("refused").items():
+        if script in signs or len(seen := [name for name in values if name in signs]) > 1:
+            seen = [script] if script in signs else seen[:_SHOWN_KEYS]
+            raise ConfigError(
+                "{place}: {what} (seen: {keys}).", place=path, what=sentence(f"refused_{what}"), keys=", ".join(seen)
+            )
+    keys_by_program = {name: keys_of(table) for name, table in _TABLES.items()}
+    counts = {name: len(values.keys() & keys.keys()) for name, keys in keys_by_program.items()}
     best = max(counts, key=lambda name: counts[name])
-    if counts[best]:
+    keys = keys_by_program[best]
+    strange = [name for name in values if name not in keys]
+    if any(keys[name].to for name in values.keys() & keys.keys() - {"model_name_or_path"}) and counts[best] >= len(
+        strange
+    ):
         return best
-    if values.keys() & keys_by_program[HF_NAME]:
-        return HF_NAME
-    first = str(next(iter(values)))
     raise ConfigError(
-        joined(
-            tr("{file}: none of its keys is known; the first is '{key}'.", file=path, key=first),
-            did_you_mean(first, set().union(*keys_by_program.values())),
-        )
+        "{file}: this is no training config of {programs}, as far as its keys say: {count} of {all} are known to one "
+        "of them{unknown}.",
+        file=path,
+        programs=", ".join(_TABLES),
+        count=counts[best],
+        all=len(values),
+        unknown=tr(", and not {keys}", keys=", ".join(map(str, strange[:_SHOWN_KEYS]))) if strange else "",
     )

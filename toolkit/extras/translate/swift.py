@@ -19,7 +19,9 @@ from toolkit.extras.translate.read import ForeignConfig
 from toolkit.messages import ConfigError, parsed_json, tr
 
 _METHODS = ("lora", "full")
-_LOSSES = ("dpo", "orpo", "simpo", "cpo", "kto", "rm")
+_LOSSES = ("dpo", "orpo", "simpo", "cpo", "kto", "rm", "gkd")
+_DIVERGENCES = {0.0: "forward_kl", 1.0: "reverse_kl"}
+"""Of GKD, by its beta; between them it is jsd."""
 _DPO = ("sigmoid", "robust", "hinge", "ipo")
 _RATES = {"full": 1e-5}
 _RATE = 1e-4
@@ -27,6 +29,7 @@ _RATE = 1e-4
 _GLOBAL_BATCH = 16
 _BETAS = {"simpo": 2.0}
 _BETA = 0.1
+_GKD_BETA, _GKD_TEMPERATURE = 0.5, 0.9
 _TOO_LONG = {"delete": "drop", "left": "truncate", "right": "truncate", "split": "split"}
 
 
@@ -37,6 +40,8 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
     rows, ranks = config.number("per_device_train_batch_size", int), config.world_size or 1
     strategy = config.get("save_strategy") if _has_validation(config) else "no"
     dtype = str(config.get("torch_dtype") or "bfloat16")
+    if config.get("rlhf_type") == "gkd" and not config.has("temperature"):
+        config.set_defaults({"temperature": _GKD_TEMPERATURE})
     defaults = {
         "gradient_accumulation_steps": max(1, math.ceil(_GLOBAL_BATCH / rows / ranks)),
         "learning_rate": _RATES.get(_method(config), _RATE),
@@ -72,6 +77,11 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     _data(config, draft, kind)
     if kind == "rm":
         set_reward(config, draft, "rlhf_type")
+    elif kind == "gkd":
+        _distillation(config, draft)
+    elif config.get("task_type") == "seq_cls":
+        draft.groups["task"] = "classify"
+        draft.put("task.kind", "classify", "task_type")
     elif kind:
         _preference(config, draft, kind)
     for theirs, ours in {
@@ -92,7 +102,9 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _kind(config: ForeignConfig) -> str:
     """Return what `swift rlhf` trains (its rlhf_type), "" for other commands; ConfigError if it has no counterpart."""
-    if config.get("task_type") != "causal_lm":
+    kind = str(config.get("problem_type") or "single_label_classification")
+    is_classifier = config.get("task_type") == "seq_cls" and kind == "single_label_classification"
+    if config.get("task_type") != "causal_lm" and not (is_classifier and config.number("num_labels", int) > 1):
         raise ConfigError(
             "{place}: task_type = {value} is not translated. Recipes for it begin with task=classify, task=embed or "
             "task=reward (docs/recipes.md).",
@@ -105,6 +117,34 @@ def _kind(config: ForeignConfig) -> str:
     if kind not in _LOSSES:
         raise config.without_counterpart("rlhf_type", _LOSSES)
     return kind
+
+
+def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the teacher and the divergence of GKD, and how often the student answers; ConfigError if the teacher does."""
+    if config.flag("seq_kd") or not config.has("teacher_model"):
+        raise ConfigError(
+            "{place}: GKD has a counterpart with --teacher_model, and without --seq_kd (answers of the teacher: let it "
+            "write them to a file before, and train on that).",
+            place=config.location("seq_kd"),
+        )
+    if not config.has("beta"):
+        config.set_defaults({"beta": _GKD_BETA})
+    beta, temperature = config.number("beta"), config.number("temperature") or 1.0
+    draft.groups["task"] = "distill"
+    draft.put("task.kind", "distill", "rlhf_type")
+    draft.put("distill.teacher", str(config.get("teacher_model")), "teacher_model")
+    draft.put("distill.weight", 1.0)
+    draft.put("distill.loss", _DIVERGENCES.get(beta, "jsd"), "beta")
+    if beta not in _DIVERGENCES:
+        draft.put("distill.beta", beta, "beta")
+    draft.put("distill.temperature", temperature, "temperature")
+    config.remark("temperature", "gkd_temperature")
+    if share := config.number("lmbda"):
+        draft.put("distill.on_policy", share, "lmbda")
+        draft.put("distill.rollouts.temperature", temperature, "temperature")
+        draft.put(
+            "distill.rollouts.max_new_tokens", config.number("max_completion_length", int), "max_completion_length"
+        )
 
 
 def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
@@ -179,11 +219,12 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     strategy = str(config.get("truncation_strategy"))
     if strategy not in _TOO_LONG:
         raise config.without_counterpart("truncation_strategy", _TOO_LONG)
-    if kind and strategy != "delete":
+    is_language = kind in ("", "gkd") and config.get("task_type") == "causal_lm"
+    if kind not in ("", "gkd") and strategy != "delete":
         draft.lost["truncation_strategy"] = tr("pairs and rated answers that are too long are dropped")
     else:
         draft.put("data.too_long", _TOO_LONG[strategy], "truncation_strategy")
-    if kind:
+    if not is_language:
         return
     if config.flag("packing"):
         draft.put("data.packing", "packed", "packing")
@@ -201,7 +242,10 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     value = config.values.get(name)
     if not value:
         raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
-    row_format = "text" if is_text else {"": "auto", "rm": "reward", "kto": "labeled"}.get(kind, "preference")
+    formats = {"": "auto", "gkd": "auto", "rm": "reward", "kto": "labeled"}
+    row_format = "text" if is_text else formats.get(kind, "preference")
+    if config.get("task_type") == "seq_cls":
+        row_format = "classify"
     columns = _columns(config)
     rest = {"format": row_format} | ({"columns": columns} if columns else {})
     sources = []
@@ -210,18 +254,20 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
         text = text if mark and rows.isdecimal() else str(item)
         owner, separator, bare = text.partition("::")
         bare = bare if separator else text
-        limit = limit_rows(text, int(rows) if text != str(item) else 0, draft)
+        count = int(rows) if text != str(item) else 0
         bare, _, subset = (bare, "", "") if os.path.exists(bare) else bare.partition(":")
         if not files.is_dataset_name(bare):
-            sources.append({"path": bare, **limit, **rest})
+            sources.append({"path": bare, **limit_rows(text, count, draft), **rest})
         elif owner.upper() == "HF" or config.flag("use_hf"):
+            limit = limit_rows(text, count, draft)
             sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
         else:
             draft.notes.append(
                 tr(
                     "the dataset {name} is on ModelScope: `modelscope download --dataset {name} --local_dir DIR`, then "
-                    "add DIR to data.sources.",
+                    "add {item} to data.sources.",
                     name=bare,
+                    item=str({"path": "DIR"} | ({"max_samples": count} if count else {}) | rest),
                 )
             )
     return sources
