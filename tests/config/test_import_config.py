@@ -641,7 +641,7 @@ def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFi
     assert "label_smoothing_factor = 0.1: the loss is plain cross-entropy" in said
     assert cfg.optim.decay is DecayOf.matrices
     assert "write data.sources" in said
-    assert "eval_strategy = steps: no validation data are named" in said
+    assert "eval_strategy = steps, eval_steps = 500: no validation data are named" in said
     assert "num_train_epochs = 2: has no effect there" in said.replace("2.0", "2")
     assert "Unknown" not in said and "hf_abc" not in said
     assert "zero: stage2_offload" in Path("last.yaml").read_text()
@@ -751,13 +751,13 @@ def test_ranks_of_launchers(capsys: pytest.CaptureFixture[str], launcher: str, r
 @pytest.mark.parametrize(
     ("options", "script", "expected", "said"),
     [
-        ("--mixed_precision bf16", "train.py", ("bf16", 2), "so nothing is split there"),
-        ("--mixed_precision fp8", "train.py", ("bf16", 2), "so nothing is split there"),
+        ("--mixed_precision bf16", "train.py", ("bf16", 2), "No DeepSpeed JSON is named"),
+        ("--mixed_precision fp8", "train.py", ("bf16", 2), "No DeepSpeed JSON is named"),
         ("--mixed_precision=fp16 --use_deepspeed", "train.py", ("fp16", 2), ""),
         ("--mixed_precision bf16 --use_deepspeed --zero_stage 3", "train.py --fp16", ("fp16", 3), ""),
         ("--use_deepspeed --deepspeed_config_file ds.json", "train.py", ("fp32", 1), ""),
-        ("--mixed_precision fp16", "trl/scripts/sft.py", ("bf16", 2), "so nothing is split there"),
-        ("--main_process_port $PORT --zero3_init_flag true", "train.py", ("fp32", 2), "so nothing is split there"),
+        ("--mixed_precision fp16", "trl/scripts/sft.py", ("bf16", 2), "No DeepSpeed JSON is named"),
+        ("--main_process_port $PORT --zero3_init_flag true", "train.py", ("fp32", 2), "No DeepSpeed JSON is named"),
         ("--config_file z3.yaml", "train.py", ("fp32", 2), "--config_file: accelerate's file is not read"),
         (
             "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu --gradient_clipping 2",
@@ -775,7 +775,7 @@ def test_ranks_of_launchers(capsys: pytest.CaptureFixture[str], launcher: str, r
         ("--use_fsdp --fsdp_sharding_strategy 2", "train.py", ("fp32", 2), ""),
         ("--config_file fsdp.yaml", "train.py", ("bf16", 2), ""),
         ("--config_file zero.yaml", "train.py", ("fp32", 3), ""),
-        ("--config_file plain.yaml", "train.py", ("fp16", 2), "so nothing is split there"),
+        ("--config_file plain.yaml", "train.py", ("fp16", 2), "No DeepSpeed JSON is named"),
     ],
 )
 def test_options_of_accelerate(
@@ -789,7 +789,7 @@ def test_options_of_accelerate(
     line = f"accelerate launch --num_processes 8 {options} {script} --per_device_train_batch_size 4\n"
     cfg, told = imported(capsys, put("a.sh", line))
     assert (cfg.precision.dtype.value, cfg.zero.stage) == expected
-    assert said in told and ("nothing is split there" in told) is ("nothing is split" in said)
+    assert said in told and ("No DeepSpeed JSON is named" in told) is ("No DeepSpeed JSON" in said)
     assert ("accelerate" in told) is ("accelerate" in said)
 
 

@@ -103,7 +103,7 @@ def _write_recipe(
         or "config_file" in config.accelerate
     ):
         zero = draft.groups.get("zero", "stage2")
-        notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
+        notes += [tr("No DeepSpeed JSON is named; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
     rules.check_rules(loaded, config.world_size, files=False)
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
@@ -168,9 +168,10 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     """Sort every key of the config that is not translated as it is into the lists of `result`: differs, lost, needless,
     unknown.
     """
-    shown = hide_all(config.values)
+    shown = {name: _short(str(value)) for name, value in hide_all(config.values).items()}
     differs: dict[str, list[str]] = {}
     needless: dict[str, list[str]] = {}
+    lost: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
     used |= {note.partition(" = ")[0] for note in draft.notes}
     for name, value in config.values.items():
@@ -181,19 +182,29 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
             continue
         elif key.to and key.says and key.says not in _LIMITS:
             differs.setdefault(sentence(key.says), []).append(spelled)
-        elif key.to and spelled not in used:
+        elif key.to and not {name, spelled} & used:
             is_limit = key.says in _LIMITS
             reason = sentence(key.says) if is_limit else tr("has no effect there with the other settings")
             needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
         elif not key.to and key.is_harmless:
             needless.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")
         elif not key.to:
-            result.lost.append(f"{spelled} = {shown[name]}: {sentence(key.says)}")
+            lost.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")
     for name, reason in draft.lost.items():
         spelled = config.spelling(name)
-        result.lost.append(f"{spelled} = {shown[name]}: {reason}" if name in shown else f"{spelled}: {reason}")
-    result.differs = [f"{', '.join(names)}: {text}" for text, names in differs.items()]
-    result.needless = [f"{', '.join(names)}: {text}" for text, names in needless.items()]
+        lost.setdefault(reason, []).append(f"{spelled} = {shown[name]}" if name in shown else spelled)
+    result.differs, result.lost, result.needless = (
+        [f"{', '.join(names)}: {text}" for text, names in texts.items()] for texts in (differs, lost, needless)
+    )
+
+
+_LONGEST_VALUE = 80
+
+
+def _short(text: str) -> str:
+    """Return a value as it is shown in reports, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -80,7 +80,7 @@ def translate(config: ForeignConfig) -> RecipeDraft:
         _trl_settings(config, draft, trl)
     _fsdp(config, draft)
     rows = config.number("gradient_accumulation_steps", int) * (config.world_size or 1)
-    if config.program in _MICRO_MEANS and rows > 1:
+    if config.program in _MICRO_MEANS and rows > 1 and "preference" not in draft.groups:
         config.remark("per_device_train_batch_size", "micro_means")
     return draft
 

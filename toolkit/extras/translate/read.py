@@ -65,7 +65,7 @@ class ForeignConfig:
         """Return the path of a file that the config names: relative to the working directory, or to the config's or one
         of those above it.
         """
-        folders = (Path(), self.folder, *self.folder.absolute().parents)
+        folders = (Path(), self.folder, *self.folder.parents, *self.folder.absolute().parents)
         return next((folder / named for folder in folders if os.path.isfile(folder / named)), Path(named))
 
     def location(self, name: str) -> str:
@@ -149,6 +149,8 @@ class Command(NamedTuple):
     """As `ForeignConfig.script`."""
     accelerate: dict[str, str]
     """As `ForeignConfig.accelerate`."""
+    config: Path | None = None
+    """File that it takes further arguments from."""
 
 
 def read_command(text: str, shown: str) -> Command:
@@ -423,10 +425,11 @@ def _read_config(path: Path) -> ForeignConfig | None:
     except (OSError, ValueError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=path, reason=reason_of(error)) from error
     lines: dict[str, int] = {}
-    world_size, script, accelerate = None, "", dict[str, str]()
+    world_size, script, accelerate, folder = None, "", dict[str, str](), path.parent
     if path.suffix.lower() in (".sh", ".bash"):
-        values, line, world_size, script, accelerate = _read_script(text, path)
+        values, line, world_size, script, accelerate, config = _read_script(text, path)
         lines = dict.fromkeys(values, line)
+        folder = config.parent if config else path.parent
     elif path.suffix.lower() == ".json":
         values = _json_object(text, path)
         if any(name in values for name in _DEEPSPEED):
@@ -453,7 +456,7 @@ def _read_config(path: Path) -> ForeignConfig | None:
         program=program,
         keys=keys,
         shown=str(path),
-        folder=path.parent,
+        folder=folder,
         values=values_by_key,
         lines=lines,
         spelled=spelled,
@@ -469,14 +472,16 @@ def _read_script(text: str, path: Path) -> Command:
     command = read_command(text, str(path))
     values, accelerate, world_size = command.values, command.accelerate, command.world_size
     _check_values(values, path, command.line)
+    config = None
     if option := next((name for name in _CONFIG_OPTIONS if str(values.get(name)).endswith(_CONFIGS)), ""):
-        values = files.read(_beside(path, values.pop(option))).values | values  # the command's arguments beat it
+        config = _beside(path, values.pop(option))
+        values = files.read(config).values | values  # the command's arguments beat it
     if "config_file" in accelerate and os.path.isfile(_beside(path, accelerate["config_file"])):
         settings = _accelerate_settings(_beside(path, accelerate.pop("config_file")))
         accelerate = settings | accelerate
         count = settings.get("num_processes", "")
         world_size = world_size or (int(count) if count.isdecimal() and int(count) else None)
-    return command._replace(values=values, accelerate=accelerate, world_size=world_size)
+    return command._replace(values=values, accelerate=accelerate, world_size=world_size, config=config)
 
 
 def _beside(path: Path, named: str) -> Path:
