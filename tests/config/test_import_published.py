@@ -1,10 +1,13 @@
 """toolkit import-config: what the ChatGLM3, GLM-4, Qwen, Firefly and alignment-handbook repositories publish."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks import imports
 from tests.config.test_import_config import here, imported, put, refused  # noqa: F401  # a fixture, used by its name
 from toolkit.config.dotted_keys import get_value
 from toolkit.config.schema import RunConfig
@@ -330,3 +333,25 @@ def test_mixtures_of_alignment_handbook(capsys: pytest.CaptureFixture[str]) -> N
         assert "beta:" not in said  # the directory says whose it is
     name = put("other/config.yaml", yaml.safe_dump(HANDBOOK | MIXER))
     assert "beta: arguments of DPOConfig, CPOConfig or KTOConfig" in imported(capsys, name, "world_size=8")[1]
+
+
+def test_counts_of_a_checkout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`benchmarks.imports`: what is converted, by program, and why the rest is not."""
+    put("other/sft/mine.yaml", yaml.safe_dump(HANDBOOK | {"nonsense": 1}))
+    put("other/train_args/sft.json", FIREFLY)
+    put("other/docker-compose.yml", "version: 3\nservices: {}\n")
+    put("other/.github/hidden.yml", "x: 1\n")
+    put("other/data/rows.json", "[" + "1," * 20_000 + "1]")
+    words = ["imports", "other", "--recipes", "recipes", "--output", "counts.json"]
+    monkeypatch.setattr("sys.argv", words)
+    imports.main()
+    counts = json.loads(Path("counts.json").read_text())["other"]
+    assert (counts["files"], counts["converted"]) == (3, {"TrainingArguments": 1, "Firefly": 1})
+    [(reason, refusal)] = counts["refused"].items()
+    assert reason.startswith("this is no training config of") and refusal == {"files": 1, "first": "docker-compose.yml"}
+    assert counts["unknown_keys"] == {"nonsense": 1}
+    assert capsys.readouterr().out.startswith("other: 3 files, 2 converted")
+    assert "override /tuning: qlora" in Path("recipes/other/train_args/sft.json.txt").read_text()
+    assert Path.cwd() == tmp_path
