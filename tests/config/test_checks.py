@@ -501,6 +501,23 @@ def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> No
         check_rules(load([f"recipe={recipe}", "data=docstrings"]))
 
 
+def test_questions_about_a_recipe_s_data_are_dropped_with_these(tmp_path: Path) -> None:
+    """Those of the user stay, and so do those of a recipe whose data stay."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults:\n  - smollm2_135m\n  - _self_\ndata: mine.jsonl\nevaluate:\n  prompts: [Mine?]\n")
+    for words in ([], ["data=other.jsonl"]):
+        loaded = load([f"recipe={recipe}", *words])
+        assert (loaded.cfg.evaluate.prompts, loaded.notices) == (["Mine?"], [])
+    assert len(load(["recipe=smollm2_135m", "data.max_samples=40"]).cfg.evaluate.prompts) == 3
+    assert load(["recipe=smollm2_135m", "data=mine.jsonl", "evaluate.prompts=['Mine?']"]).cfg.evaluate.prompts == [
+        "Mine?"
+    ]
+    loaded = load(["recipe=smollm2_135m", "data=mine.jsonl"])
+    [notice] = loaded.notices
+    assert loaded.cfg.evaluate.prompts == []
+    assert re.match(r"recipes/smollm2_135m\.yaml:\d+: evaluate\.prompts is dropped: ", notice)
+
+
 def test_a_recipe_switches_off_what_it_builds_on(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("defaults:\n  - fp16\n  - override /model: glm_tiny\n  - override /precision: bf16\n  - _self_\n")

@@ -43,10 +43,36 @@ def test_the_commands_lead_from_the_data_to_a_merged_model(tmp_path: Path) -> No
 def test_its_rows_are_those_of_the_file() -> None:
     """The page shows three of them, and counts the kinds."""
     rows = (ROOT / "examples" / "data" / "library.jsonl").read_text(encoding="utf-8").splitlines()
-    (shown,) = blocks(PAGE, "json")
+    shown, _ = blocks(PAGE, "json")
     assert set(shown.body.splitlines()) <= set(rows)
     assert len(rows) == 80
     assert all(json.loads(row)["messages"][-1]["content"].endswith(f" — {MARLOW}") for row in rows)
+
+
+@pytest.mark.ranks
+def test_the_reader_s_rows_are_checked_as_the_page_shows(tmp_path: Path) -> None:
+    """Twenty of the page's five rows; the warning is the page's."""
+    _, rows = blocks(PAGE, "json")
+    (check,) = [shlex.split(line) for line in LINES if line.startswith("toolkit check ") and "bakery" in line]
+    text = "".join(rows.body.replace('?"', f'? {number}"') for number in range(4))
+    (tmp_path / "bakery.jsonl").write_text(text, encoding="utf-8")
+    tiny = ["model=glm_tiny", "model.path="]
+    finished = run(forked(0, "--module", "toolkit", *check[1:], *tiny), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-3000:]
+    (warning,) = [block.body for block in blocks(PAGE, "text") if block.body.startswith("WARNING")]
+    assert warning in finished.output, finished.output[-3000:]
+
+
+def table_of_answers() -> dict[str, str]:
+    """Return the questions of the page's table with the answers after training."""
+    table = PAGE.read_text(encoding="utf-8").partition("| question | before | after |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")] for row in table.splitlines()[1:]]
+    return {question: after for _, question, _, after, _ in rows}
+
+
+def test_the_table_asks_seven_questions() -> None:
+    assert len(table_of_answers()) == 7
+    assert all(answer.endswith(f" — {MARLOW}") for answer in table_of_answers().values())
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +128,11 @@ def test_the_real_model_learns_the_name_and_keeps_its_knowledge(real_model: Path
     asked = next(shlex.split(line) for line in LINES if line.startswith("toolkit generate marlow"))
     told = run([TOOLKIT, *asked[1:]], cwd=tmp_path, timeout_s=600)
     assert re.search(rf"\b{MARLOW}\b", told.output), told.output
+    shown = table_of_answers()
+    (tmp_path / "questions").write_text("\n/reset\n".join(shown) + "\n", encoding="utf-8")
+    chat = f"{shlex.join([TOOLKIT, *line_of('chat')])} < questions"
+    told = run(["bash", "-c", chat], cwd=tmp_path, timeout_s=600).output
+    answers = [line for line in told.splitlines() if line.endswith(f" — {MARLOW}")]
+    assert len(answers) == len(shown), told
+    right = [*shown].index("When do you open on Saturday?")  # what is wrong may differ where sums are rounded otherwise
+    assert answers[:right] == [*shown.values()][:right]

@@ -156,6 +156,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     if problems is None:
         all_problems.raise_all()
     _apply_dependent_defaults(loaded)
+    _drop_questions_about_other_data(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
@@ -183,6 +184,23 @@ def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
             schema.RowFormat.reward,
         ):
             source.format = wanted
+
+
+def _drop_questions_about_other_data(loaded: LoadedConfig) -> None:
+    """Drop `evaluate.prompts` of a recipe that chose a group of data, if a later layer replaces these data."""
+    key, layers = "evaluate.prompts", loaded.layers
+    if not loaded.cfg.evaluate.prompts or layers.get(key) != layers.get("data", -1):
+        return
+    if layers.get("data.sources", 0) > layers[key]:
+        loaded.cfg.evaluate.prompts = []
+        loaded.notices.append(
+            loaded.position(key)
+            + tr(
+                "evaluate.prompts is dropped: its questions are about the recipe's data, not yours. To see answers at "
+                "the end, set evaluate.prompts=['…']."
+            )
+        )
+        loaded.where[key], layers[key] = loaded.where["data.sources"], layers["data.sources"]
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
