@@ -998,7 +998,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
         ptuning("--max_steps 3000", "--max_steps many"),
         "max_steps = many must be a whole number",
     ),
-    "no ranks": ("a.yaml", FACTORY_YAML, "Add world_size=N"),
+    "no ranks": ("a.yaml", FACTORY_YAML, "Add world_size=1, or more"),
     "other stage": (
         "a.json",
         OTHER_STAGE,

@@ -343,7 +343,7 @@ def test_what_has_no_counterpart() -> None:
     assert "rl = grpo has no counterpart: dpo, ipo, orpo, simpo, kto have" in refused(
         axolotl(rl="grpo"), "world_size=2"
     )
-    assert "micro_batch_size = 2 are the rows of one rank" in refused(axolotl())
+    assert "Add world_size=1, or more: each takes 2 rows at once (micro_batch_size)" in refused(axolotl())
     assert "rlhf_type = grpo has no counterpart" in refused(swift(("swift sft", "swift rlhf --rlhf_type grpo")))
     assert "task_type = seq_cls is not translated" in refused(swift(("--tuner_type lora", "--task_type seq_cls")))
     assert "not translated" in refused(

@@ -184,7 +184,9 @@ def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
 
 
 def _yaml_advice(problem: str) -> str:
-    """Return what to do about two mistakes that PyYAML names in the words of a parser; "" for others."""
+    """Return what to do about mistakes that PyYAML names in the words of a parser; "" for others."""
+    if "unexpected end of stream" in problem:
+        return tr("(A quote or a bracket above is not closed.)")
     if "\\t" in problem:
         return tr("(Indent with spaces: YAML takes no tabs.)")
     if "mapping values are not allowed" in problem or "expected <block end>" in problem:
@@ -292,7 +294,9 @@ def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
     with suppress(OSError):
         names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
     longer = [name for name in names if name.startswith(path.name)]
-    name = longer[0] if longer and path.name else nearest(path.name, names)
+    # What is after the dot is mostly equal, which makes no name alike.
+    alike = [name for name in names if nearest(path.stem, [Path(name).stem])]
+    name = longer[0] if longer and path.name else nearest(path.name, alike)
     return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
 
 

@@ -469,8 +469,8 @@ def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set batch sizes, and the number of steps or epochs; ConfigError if the number of ranks is unknown."""
     if config.world_size is None:
         raise ConfigError(
-            "{place}: {key} = {rows} are the rows of one rank, and it is not said of how many. Add world_size=N: the "
-            "number of GPUs that this config is started on.",
+            "{place}: on how many GPUs did this run? Add world_size=1, or more: each takes {rows} rows at once "
+            "({key}), and the global batch follows.",
             key=config.spelling("per_device_train_batch_size"),
             place=config.location("per_device_train_batch_size"),
             rows=config.get("per_device_train_batch_size"),
