@@ -17,6 +17,8 @@ from toolkit.messages import (
 
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
 """Commands of earlier versions, and what serves instead."""
+_FIRST = ("new", "check", "show", "train", "chat", "report", "export-model")
+"""Commands that a first run takes, in their order."""
 _END_OF_BRIEF = re.compile(r"[:;.](?=\s|$)|[：；。]|\n")
 
 
@@ -33,13 +35,14 @@ def overview() -> str:
     """Return all commands in their groups, each in a few words, and where to look further."""
     width = 1 + max(map(len, COMMANDS))
     lines = [tr("Fine-tune language models with DeepSpeed, from one YAML recipe.")]
-    lines += [tr("usage: toolkit COMMAND [recipe=NAME] [key=value …]")]
+    lines += [tr("usage: toolkit COMMAND [[recipe=]NAME] [key=value …]")]
+    lines += [tr("On the first day: {commands}.", commands=", ".join(_FIRST))]
     for title, names in GROUPS.items():
         lines += ["", translated(title)]
         lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]
     lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
     help_lines = {
-        "toolkit help COMMAND": tr("arguments and examples of a command"),
+        "toolkit help COMMAND": tr("arguments and examples of a command; --version: the version"),
         "toolkit doctor --report": tr("one file to attach when you ask for help"),
         "docs/config.md": tr("every key; docs/debugging.md: what to do about an error"),
     }
