@@ -56,7 +56,7 @@ def main() -> None:
     print(f"| package | files | lines | {' | '.join(KINDS)} |\n|{' --- |' * (3 + len(KINDS))}")
     for name in (*sorted(sums.keys() - set(last), key=lambda name: -lines_of(sums[name])), *last):
         figures = [lines_of(sums[name]), *(sums[name][kind] for kind in KINDS)]
-        shown = name if name in last else f"`{name}/`"
+        shown = name if name in last else f"`{name}/`" if name else "`*.py`"
         print(f"| {shown} | {sums[name]['files']} | {' | '.join(f'{round(figure, -2):,}' for figure in figures)} |")
 
 

@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from transformers.utils.hub import convert_file_size_to_int
 
-from toolkit.export.write import ExportOptions, atomic_directory, write_shards
+from toolkit.export.shards import write_shards
+from toolkit.export.write import ExportOptions, atomic_directory
 from toolkit.messages import ConfigError, ModelError, reading, tr
 from toolkit.models import directory, quantized
 from toolkit.terminal import phase

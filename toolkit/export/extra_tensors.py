@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.hub import convert_file_size_to_int
 
-from toolkit.export.write import write_shards
+from toolkit.export.shards import write_shards
 from toolkit.messages import ModelError, warn
 from toolkit.models import directory, weights
 from toolkit.models.extra_tensors import FILE, dtype_and_shape, predicting_keys
