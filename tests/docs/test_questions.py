@@ -14,7 +14,7 @@ ANSWERS = {
     "Which method": ("tuning.md", ["`ptuning_v2`", "`qlora`", "`freeze`"]),
     "Several nodes": ("multinode.md", ["slots=", "--include"]),
     "No GPU at all": ("first_run.md#on-any-machine", ["scripts/quickstart"]),
-    "Ascend": ("installation.md#amd-gpus-and-ascend-npus", ["ROCm", "torch-npu"]),
+    "Ascend": ("environments.md#amd-gpus-and-ascend-npus", ["ROCm", "torch-npu"]),
     "Which ChatGLM directories": ("chatglm.md#supported-directories", ["chatglm3-6b", "codegeex2-6b", "glm-4-9b"]),
     "ModelScope": ("installation.md#mirrors-in-mainland-china", ["modelscope download", "HF_ENDPOINT"]),
     "without a network": ("installation.md#installing-offline", ["--no-index", "HF_HUB_OFFLINE=1"]),

@@ -30,7 +30,8 @@ SEARCHES = {
         "multinode": ["multi-node", "Slurm"],
         "reliability": ["early stopping", "resume"],
         "preference": ["RLHF", "DPO"],
-        "installation": ["Windows", "offline", "Docker"],
+        "installation": ["offline"],
+        "environments": ["Windows", "Docker", "ROCm"],
         "debugging": ["out of memory", "loss is NaN", "loss does not decrease", "NCCL timeout"],
         "deepspeed": ["gradient checkpointing", "ZeRO-3"],
         "models": ["mixture of experts"],
@@ -63,7 +64,7 @@ SEARCHES = {
         "preference": ["偏好对齐"],
         "recipes": ["继续预训练"],
         "coming_from": ["LLaMA-Factory"],
-        "compare": ["昇腾"],
+        "environments": ["昇腾"],
         "concepts": ["术语"],
     },
 }
