@@ -1,12 +1,13 @@
 """Data and runs that several tests share; each launch is paid for once."""
 
+import copy
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from ranks import REPOSITORY, deepspeed, forked, run
@@ -166,6 +167,44 @@ def train_cells(
     return folder / "runs"
 
 
+def runs_fixture(
+    task: str,
+    words: Callable[..., list[str]],
+    data: str,
+    cells: tuple[dict[str, list[str]], dict[str, list[str]]],
+    resumed: Mapping[str, int],
+    late: tuple[Collection[str], Collection[str]] = ((), ()),
+    room_mib: Mapping[str, list[float]] | None = None,
+) -> Any:
+    """Return a fixture that trains cells, resumes some, and returns the directory of their runs; see `train_cells`.
+
+    Args:
+        task: names the directory.
+        words: takes the value of the fixture `data`, a directory, name and overrides of a run; returns all overrides.
+        data: name of that fixture.
+        cells: overrides by name, of runs on two ranks and of runs on one.
+        resumed: the step from which a cell is resumed.
+        late: cells, and resumed ones, of the nightly tier alone.
+        room_mib: as of `train_cells`.
+    """
+
+    @pytest.fixture(scope="session")
+    def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp(task)
+        of_tiers = of_tier(request, cells[0], late=late[0]), of_tier(request, cells[1], late=late[0])
+        words_of = partial(words, request.getfixturevalue(data), folder)
+        return train_cells(folder, of_tiers, words_of, of_tier(request, dict(resumed), late=late[1]), room_mib)
+
+    return runs
+
+
+def check_resumed(runs: Path, name: str, step: int, last_step: int) -> None:
+    """See that a cell's run that was resumed after a step did the same in all later ones, bit by bit."""
+    whole, resumed = ([row for row in trained(runs / run) if row["step"] > step] for run in (name, f"{name}-resumed"))
+    assert len(whole) >= last_step - step
+    assert whole == resumed
+
+
 def conversations(folder: Path) -> list[str]:
     """Write ten conversations with reasoning and a tokenizer for them; return overrides of a tiny run on them."""
     from tests.unit.test_templates import OURS, tokenizer_of
@@ -315,6 +354,48 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
     plan, size = data.train_plan, rows_per_step(mesh.with_micro_batch(cfg), data.packing)[0]
     sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.content}")
     return ([plan[row] for row in rows] for rows in islice(sampler, steps))
+
+
+class PlainRun(NamedTuple):
+    """What a plain PyTorch loop trains a `tiny` run's model with."""
+
+    cfg: Any
+    data: Any
+    model: Any
+    """In fp32, with what `tuning` adds to it, which is ours."""
+    untrained: Any
+    """A copy of it from before that, in evaluation mode."""
+    optimizer: PlainOptimizer
+
+    def forward(self, model: Any, samples: Iterable[Any]) -> tuple[Any, Any]:
+        """Return the logits of a model for samples, each on a padded row of its own, and the labels of their tokens."""
+        from toolkit.data.loader import collate
+
+        batch = collate([[sample] for sample in samples], self.data.pad_id)
+        mask = (batch["segment_ids"] > 0).long()
+        return model(input_ids=batch["input_ids"], attention_mask=mask).logits, batch["labels"]
+
+    def line(self, sample: int) -> int:
+        """Return the line, from 0, of a training sample's row in its file."""
+        return int(self.data.train.where(sample).rsplit(":")[1]) - 1
+
+
+def plain_run(overrides: list[str], steps: int) -> PlainRun:
+    """Return config, data, model and optimizer of a `tiny` run of so many steps."""
+    from toolkit.config.load import load
+    from toolkit.config.schema import Dtype
+    from toolkit.models.fine_tuning import apply_tuning
+    from toolkit.models.load import create_model
+    from toolkit.plan.tuning_targets import tuning_of
+    from toolkit.tasks.language_data import head_of, load_data
+
+    cfg = load(overrides).cfg
+    data = load_data(cfg)
+    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed, head=head_of(cfg, data))
+    untrained = copy.deepcopy(model).eval()
+    if cfg.tuning.method.value != "full":
+        apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
+    return PlainRun(cfg, data, model, untrained, PlainOptimizer(model, cfg, steps))
 
 
 def plain_loop(

@@ -2,7 +2,6 @@
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from shared import (
     RECOMPUTE,
     STEADY,
     WORDS,
-    PlainOptimizer,
     by_tier,
+    check_resumed,
     global_batches,
     losses,
-    of_tier,
+    plain_run,
     rows_of,
+    runs_fixture,
     tiny,
-    train_cells,
-    trained,
 )
 
 # fp32: the only difference left is the order of additions.
@@ -76,49 +74,30 @@ def words(labels_file: Path, folder: Path, name: str, overrides: list[str]) -> l
     return tiny(labels_file, folder, name, "task=classify", *given)
 
 
-@pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, labels_file: Path) -> Path:
-    """Train all cells; resume some from the middle."""
-    folder = tmp_path_factory.mktemp("classify")
-    words_of = partial(words, labels_file, folder)
-    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
-    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
-    return train_cells(folder, cells, words_of, resumed)
+runs = runs_fixture(
+    "classify", words, "labels_file", (CELLS, ONE_RANK), dict.fromkeys(RESUMED, 6), (LATE, RESUMED_LATE)
+)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop with transformers' own classifier, every sample on a row of its own; return losses
     and figures of the steps.
     """
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
-    from toolkit.data.loader import collate
-    from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model
-    from toolkit.plan.tuning_targets import tuning_of
-    from toolkit.tasks.language_data import head_of, load_data
-
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
-    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed, head=head_of(cfg, data))
-    assert model.config.id2label == dict(enumerate(LABELS))
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
-    lines = Path(cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
+    run = plain_run(overrides, STEPS)
+    assert run.model.config.id2label == dict(enumerate(LABELS))
+    lines = Path(run.cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
     labels = [LABELS.index(json.loads(line)["label"]) for line in lines]
-    optimizer = PlainOptimizer(model, cfg, STEPS)
     found: dict[str, list[float]] = {"loss": [], "accuracy": [], "grad_norm": [], "labels": []}
-    for rows in global_batches(cfg, data, STEPS):
+    for rows in global_batches(run.cfg, run.data, STEPS):
         samples = [sample for row in rows for sample in row]
-        batch = collate([[data.train[sample]] for sample in samples], data.pad_id)
-        wanted = torch.tensor([labels[int(data.train.where(sample).rsplit(":")[1]) - 1] for sample in samples])
-        scores = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
+        wanted = torch.tensor([labels[run.line(sample)] for sample in samples])
+        scores, _ = run.forward(run.model, (run.data.train[sample] for sample in samples))
         probabilities = scores.softmax(dim=1)[torch.arange(len(samples)), wanted]
         loss = -probabilities.log().mean()
         found["loss"].append(float(loss.detach()))
         found["accuracy"].append(float((scores.argmax(dim=1) == wanted).float().mean()))
         found["labels"].append(len(samples))
-        found["grad_norm"].append(optimizer.step(loss))
+        found["grad_norm"].append(run.optimizer.step(loss))
     return found
 
 
@@ -136,8 +115,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, labels_file:
 
 @pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
-    assert len(whole) >= STEPS - 6 and whole == resumed
+    check_resumed(runs, name, 6, STEPS)
 
 
 @pytest.mark.parametrize("name", by_tier(EXPORTED, late=LATE))

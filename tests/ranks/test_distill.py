@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from shared import (
     LORA,
     RECOMPUTE,
     WORDS,
-    PlainOptimizer,
     by_tier,
+    check_resumed,
     global_batches,
     losses,
-    of_tier,
+    plain_run,
     rows_of,
+    runs_fixture,
     tiny,
-    train_cells,
-    trained,
 )
 
 # fp32: the only difference left is the order of additions.
@@ -118,16 +116,9 @@ def files(rows_file: Path, general_file: Path, teacher: Path) -> tuple[Path, Pat
     return rows_file, general_file, teacher
 
 
-@pytest.fixture(scope="session")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
-) -> Path:
-    """Train all cells; resume some from the middle."""
-    folder = tmp_path_factory.mktemp("distill")
-    words_of = partial(words, files, folder)
-    resumed = of_tier(request, dict.fromkeys(RESUMED, 3), late=RESUMED_LATE)
-    cells = of_tier(request, CELLS, late=LATE), of_tier(request, {**ONE_RANK, **LEARNED}, late=LATE)
-    return train_cells(folder, cells, words_of, resumed)
+runs = runs_fixture(
+    "distill", words, "files", (CELLS, {**ONE_RANK, **LEARNED}), dict.fromkeys(RESUMED, 3), (LATE, RESUMED_LATE)
+)
 
 
 def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -147,30 +138,20 @@ def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop, with a second model as the teacher; return losses and divergences of the steps."""
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
-    from toolkit.data.loader import collate
-    from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model, load_model
-    from toolkit.tasks.language_data import load_data
+    from toolkit.models.load import load_model
 
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
-    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
-    other: Any = load_model(cfg.distill.teacher) if cfg.distill.teacher else copy.deepcopy(model)
-    other.eval()
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
-    optimizer = PlainOptimizer(model, cfg, STEPS)
+    run = plain_run(overrides, STEPS)
+    cfg, data, model, untrained, optimizer = run
+    other: Any = load_model(cfg.distill.teacher).eval() if cfg.distill.teacher else untrained
     share = cfg.distill.weight
     found: dict[str, list[float]] = {"loss": [], "kl": []}
     for rows in global_batches(cfg, data, STEPS):
         samples = [sample for row in rows for sample in row]
-        batch = collate([[data.train[sample]] for sample in samples], data.pad_id)
-        given = {"input_ids": batch["input_ids"], "attention_mask": (batch["segment_ids"] > 0).long()}
-        logits, labels = model(**given).logits[:, :-1], batch["labels"][:, 1:]
+        read = [data.train[sample] for sample in samples]
+        logits, labels = run.forward(model, read)
         with torch.no_grad():
-            others = other(**given).logits[:, :-1]
+            others = run.forward(other, read)[0][:, :-1]
+        logits, labels = logits[:, :-1], labels[:, 1:]
         labelled = -logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         sources = data.train.sources()[samples]
         taught = torch.ones(len(samples)) if cfg.distill.teacher else torch.from_numpy(sources).float()
@@ -222,7 +203,6 @@ def test_held_out_answers_are_nearer_to_the_teacher_than_labels_bring_them(runs:
 
 @pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
-    assert len(whole) >= 3 and whole == resumed
+    check_resumed(runs, name, 3, STEPS)
     kept = [sorted((runs / one).glob("teacher/*/*.bin")) for one in (name, f"{name}-resumed")]
     assert [len(found) for found in kept] == ([4, 4] if "stored" in name else [0, 0]), "a file of each rank and split"

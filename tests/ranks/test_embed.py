@@ -2,7 +2,6 @@
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from shared import (
     RECOMPUTE,
     STEADY,
     WORDS,
-    PlainOptimizer,
     by_tier,
+    check_resumed,
     global_batches,
     losses,
-    of_tier,
+    plain_run,
     rows_of,
+    runs_fixture,
     tiny,
-    train_cells,
-    trained,
 )
 
 # fp32: the only difference left is the order of additions.
@@ -71,14 +69,7 @@ def words(texts_file: Path, folder: Path, name: str, overrides: list[str]) -> li
     return tiny(texts_file, folder, name, "task=embed", *given)
 
 
-@pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Path:
-    """Train all cells; resume some from the middle."""
-    folder = tmp_path_factory.mktemp("embed")
-    words_of = partial(words, texts_file, folder)
-    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
-    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
-    return train_cells(folder, cells, words_of, resumed)
+runs = runs_fixture("embed", words, "texts_file", (CELLS, ONE_RANK), dict.fromkeys(RESUMED, 6), (LATE, RESUMED_LATE))
 
 
 def embedded(model: Any, batch: dict[str, torch.Tensor], pooling: str) -> torch.Tensor:
@@ -95,20 +86,9 @@ def embedded(model: Any, batch: dict[str, torch.Tensor], pooling: str) -> torch.
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop, each global batch at once; return losses and figures of the steps."""
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
-    from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model
-    from toolkit.plan.tuning_targets import tuning_of
-    from toolkit.tasks.language_data import load_data
 
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
-    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
-    optimizer = PlainOptimizer(model, cfg, STEPS)
+    cfg, data, model, _, optimizer = plain_run(overrides, STEPS)
     found: dict[str, list[float]] = {"loss": [], "recall_at_1": [], "grad_norm": [], "pairs": []}
     for rows in global_batches(cfg, data, STEPS):
         sides = []
@@ -143,8 +123,7 @@ def test_every_layout_follows_one_process_with_the_whole_batch(
 
 @pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
-    assert len(whole) >= STEPS - 6 and whole == resumed
+    check_resumed(runs, name, 6, STEPS)
 
 
 @pytest.mark.parametrize("name", by_tier(EXPORTED, late=LATE))

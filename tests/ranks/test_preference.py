@@ -1,9 +1,7 @@
 """Preferences on ranks: however they are cut up, a plain PyTorch loop's losses; resumed bit by bit; it learns."""
 
-import copy
 import importlib.util
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,14 @@ from shared import (
     ALL,
     LORA,
     RECOMPUTE,
-    PlainOptimizer,
     by_tier,
+    check_resumed,
     global_batches,
     losses,
-    of_tier,
+    plain_run,
     rows_of,
+    runs_fixture,
     tiny,
-    train_cells,
-    trained,
 )
 
 # fp32: the only difference left is the order of additions.
@@ -91,42 +88,26 @@ def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> li
     return tiny(pairs_file, folder, name, "preference=dpo", f"train.max_steps={STEPS}", *overrides)
 
 
-@pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
-    """Train all cells; resume some from the middle."""
-    folder = tmp_path_factory.mktemp("preference")
-    words_of = partial(words, pairs_file, folder)
-    resumed = of_tier(request, dict.fromkeys(RESUMED, 4), late=RESUMED_LATE)
-    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
-    return train_cells(folder, cells, words_of, resumed, ROOM_MIB)
+runs = runs_fixture(
+    "preference", words, "pairs_file", (CELLS, ONE_RANK), dict.fromkeys(RESUMED, 4), (LATE, RESUMED_LATE), ROOM_MIB
+)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop, with a second model as the reference; return losses and a figure of the steps."""
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
-    from toolkit.data.loader import collate
     from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model
-    from toolkit.tasks.language_data import load_data
 
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
-    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
-    reference = copy.deepcopy(model).eval()
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
+    run = plain_run(overrides, STEPS)
+    cfg, data, model, reference, optimizer = run
     if cfg.tuning.method.value == "qlora":  # weights in 4 bits, too; a new adapter adds nothing
         apply_tuning(reference, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
 
     def of_answers(which: Any, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = collate([[sample] for sample in samples], data.pad_id)
-        logits = which(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
-        labels = batch["labels"][:, 1:]
+        logits, labels = run.forward(which, samples)
+        labels = labels[:, 1:]
         of_token = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         return (of_token * (labels >= 0)).sum(dim=1), (labels >= 0).sum(dim=1)
 
-    optimizer = PlainOptimizer(model, cfg, STEPS)
     beta = cfg.preference.beta
     found: dict[str, list[float]] = {"loss": [], "figure": [], "kl": []}
     for rows in global_batches(cfg, data, STEPS):
@@ -207,8 +188,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
 
 @pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
-    assert len(whole) >= 4 and whole == resumed
+    check_resumed(runs, name, 4, STEPS)
     kept = [sorted((runs / one).glob("reference/*.f32")) for one in (name, f"{name}-resumed")]
     assert [len(files) for files in kept] == ([2, 2] if "full" in name else [0, 0])
     for one, other in zip(*kept, strict=True):

@@ -2,7 +2,6 @@
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,13 @@ from shared import (
     RECOMPUTE,
     STEADY,
     WORDS,
-    PlainOptimizer,
     by_tier,
+    check_resumed,
     global_batches,
-    of_tier,
+    plain_run,
     rows_of,
+    runs_fixture,
     tiny,
-    train_cells,
-    trained,
 )
 
 # fp32: the only difference left is the order of additions.
@@ -68,49 +66,24 @@ def words(margins_file: Path, folder: Path, name: str, overrides: list[str]) -> 
     return tiny(margins_file, folder, name, "task=reward", *given)
 
 
-@pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
-    """Train all cells; resume some from the middle."""
-    folder = tmp_path_factory.mktemp("reward")
-    words_of = partial(words, margins_file, folder)
-    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
-    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
-    return train_cells(folder, cells, words_of, resumed)
+runs = runs_fixture("reward", words, "margins_file", (CELLS, ONE_RANK), dict.fromkeys(RESUMED, 6), (LATE, RESUMED_LATE))
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop with transformers' own classifier; return losses and figures of the steps."""
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
-    from toolkit.data.loader import collate
-    from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model
-    from toolkit.plan.tuning_targets import tuning_of
-    from toolkit.tasks.language_data import head_of, load_data
-
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
-    head = head_of(cfg, data)
-    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed, head=head)
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
-    lines_of_file = Path(cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
+    run = plain_run(overrides, STEPS)
+    data = run.data
+    lines_of_file = Path(run.cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
     margins = [json.loads(line).get("margin", 0.0) for line in lines_of_file]
-    optimizer = PlainOptimizer(model, cfg, STEPS)
     found: dict[str, list[float]] = {"loss": [], "rewards/margins": [], "grad_norm": []}
-    for rows in global_batches(cfg, data, STEPS):
-        scores = []
-        for place in (0, 1):
-            batch = collate([[data.train[row[place]]] for row in rows], data.pad_id)
-            mask = (batch["segment_ids"] > 0).long()
-            scores.append(model(input_ids=batch["input_ids"], attention_mask=mask).logits[:, 0])
-        lines = [int(data.train.where(row[0]).rsplit(":")[1]) for row in rows]
-        wanted = torch.tensor([margins[line - 1] for line in lines])
+    for rows in global_batches(run.cfg, data, STEPS):
+        scores = [run.forward(run.model, (data.train[row[place]] for row in rows))[0][:, 0] for place in (0, 1)]
+        wanted = torch.tensor([margins[run.line(row[0])] for row in rows])
         gained, both = scores[0] - scores[1], scores[0] + scores[1]
         loss = (torch.log1p(torch.exp(wanted - gained)) + 0.01 * both**2).mean()
         found["loss"].append(float(loss.detach()))
         found["rewards/margins"].append(float(gained.detach().mean()))
-        found["grad_norm"].append(optimizer.step(loss))
+        found["grad_norm"].append(run.optimizer.step(loss))
     return found
 
 
@@ -132,8 +105,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file
 
 @pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
-    assert len(whole) >= STEPS - 6 and whole == resumed
+    check_resumed(runs, name, 6, STEPS)
 
 
 @pytest.mark.parametrize("name", ["full-stage3", "lora-stage2"])
