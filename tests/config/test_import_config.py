@@ -841,6 +841,7 @@ def test_configs_of_trl(capsys: pytest.CaptureFixture[str], name: str, text: str
             {"model.attention": "auto"},
             "attn_implementation = flash_attention_2: sdpa; otherwise",
         ),
+        ("--dtype auto", {"precision.dtype": Dtype.bf16}, "dtype = auto: has no effect there"),
         ("--dtype bfloat16", {"precision.dtype": Dtype.bf16}, "dtype: bf16 with float32 master weights"),
     ],
 )
@@ -1096,7 +1097,7 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.track.enabled == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
 
 
-REMARKED = {"micro_means", "eight_bits", "demo_precision"}
+REMARKED = {"micro_means", "eight_bits", "demo_precision", "gkd_temperature"}
 """Sentences that depend on other keys than the one they are about."""
 
 

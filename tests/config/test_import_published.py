@@ -76,7 +76,7 @@ def test_lora_of_chatglm3(capsys: pytest.CaptureFixture[str]) -> None:
     assert (source.path, validation.path) == ("train.json", "dev.json")
     assert (source.format.value, source.columns) == ("messages", {"messages": "conversations"})
     assert cfg.model.hub_id == "zai-org/chatglm3-6b"
-    assert "peft_config.peft_type: its weights are float16 there" in said and "set model.path=DIR" in said
+    assert "peft_config.peft_type: there the model's weights are float16" in said and "set model.path=DIR" in said
     assert "a mean of the micro-batches' means" in said and "Unknown" not in said
 
 
@@ -330,7 +330,7 @@ def test_mixtures_of_alignment_handbook(capsys: pytest.CaptureFixture[str]) -> N
             ("o/a", "test_prefs"),
             ("o/b", "test_prefs"),
         ]
-        assert "beta:" not in said  # the directory says whose it is
+        assert "beta:" not in said and f"{folder}/config.yaml: read as a config of TRL's {folder}" in said
     name = put("other/config.yaml", yaml.safe_dump(HANDBOOK | MIXER))
     assert "beta: arguments of DPOConfig, CPOConfig or KTOConfig" in imported(capsys, name, "world_size=8")[1]
 

@@ -2,8 +2,9 @@
 
 toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
 
-  FILE             a YAML of LLaMA-Factory, axolotl or ms-swift, a .sh with the command (`swift sft …`, `trl sft …`, the
-                   train.sh of the ChatGLM-6B or ChatGLM2-6B repository), or TrainingArguments as JSON or YAML
+  FILE             a YAML of LLaMA-Factory, axolotl, ms-swift, TRL or the finetuning demos of ChatGLM3 and GLM-4, a .sh
+                   with the command (`swift sft …`, `trl sft …`, those of ChatGLM-6B, ChatGLM2-6B, Qwen, FastChat), a
+                   JSON of Firefly, or TrainingArguments as JSON or YAML
   DEEPSPEED.json   its DeepSpeed JSON, unless FILE names one that exists on this machine
   world_size=8     number of GPUs that FILE was used with, if it does not state it: determines batch.global_size
   output=FILE.yaml where to write; without it the recipe is printed, and notes go to standard error

@@ -25,7 +25,7 @@ _LIMITS = frozenset(
         *("model", "batch", "dataset", "dataset_name", "swift_dataset", "axolotl_datasets", "axolotl_rl", "rlhf_type"),
         *("pref_loss", "trl_reward", "axolotl_plugins", "flash_attn", "template", "loss_scale", "optimizers"),
         "packing",
-        *("demo_evaluation", "combine", "liger_parts", "swanlab_mode", "swift_task"),
+        *("generation", "demo_evaluation", "combine", "liger_parts", "swanlab_mode", "swift_task"),
     )
 )
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""

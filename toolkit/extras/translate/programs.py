@@ -396,6 +396,15 @@ def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
 
 def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`."""
+    is_command = config.shown.endswith((".sh", ".bash"))
+    if config.script in names_of("trl") and not is_command and not config.has("center_rewards_coefficient"):
+        draft.notes.append(
+            tr(
+                "{file}: read as a config of TRL's {script}, as its directory is called.",
+                file=config.shown,
+                script=config.script,
+            )
+        )
     if not kind:
         return
     for name in ("loss_type", "beta") if config.script in names_of("trl") else ():
@@ -555,6 +564,8 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
         if loaded and (loaded == dtype or dtype == "fp32"):
             dtype = loaded
             sources.append(name)
+        elif not loaded:
+            config.remark(name, "")
     draft.put("precision.dtype", dtype, *sources)
     if fp8 and fp16:
         draft.lost["fp8"] = tr("precision.fp8 needs bf16")

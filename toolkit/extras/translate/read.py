@@ -231,6 +231,7 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
     lines: list[tuple[int, str]] = []
     begun, joint, quote, document_end = 0, "", "", ""
     texts = text.splitlines()
+    last_lines = {line.strip(): number for number, line in enumerate(texts, start=1)}
     for number, raw in enumerate(texts, start=1):
         if document_end:
             document_end = "" if raw.strip() == document_end else document_end
@@ -245,7 +246,7 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
             joint += "\n"
             continue
         document = _HERE_DOCUMENT.search(line)
-        if document and document[2] in (later.strip() for later in texts[number:]):
+        if document and last_lines.get(document[2], 0) > number:
             document_end = document[2]
         lines.append((begun, joint))
         begun, joint = 0, ""
