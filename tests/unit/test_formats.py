@@ -236,6 +236,16 @@ def test_tools(tools: Any) -> None:
         assert read({**row, "tools": none}).tools is None
 
 
+@pytest.mark.parametrize("text", ["", "Be brief."])
+def test_tools_in_the_system_message_as_glm_4_has_them(text: str) -> None:
+    """The format of the GLM-4 repository's finetune/README."""
+    system = {"role": "system", "content": text, "tools": [WEATHER]}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    conversation = read({"messages": [system, *turns]})
+    assert conversation.tools == [{"type": "function", "function": WEATHER}]
+    assert [message["content"] for message in conversation.messages] == [*([text] if text else []), "q", "a"]
+
+
 TURN = {"from": "human", "value": "q"}
 ANSWER = {"from": "gpt", "value": "a"}
 
@@ -277,6 +287,10 @@ ANSWER = {"from": "gpt", "value": "a"}
         (
             {"system": "s", "conversations": [{"from": "system", "value": "t"}, TURN, ANSWER]},
             "the row has a system message twice: under 'system' and in the list. Remove one",
+        ),
+        (
+            {"tools": [{"name": "f"}], "conversations": [{"from": "system", "tools": [{}]}, TURN, ANSWER]},
+            "the row has tools twice: under 'tools' and in its system message. Remove one",
         ),
         (
             {"messages": [TURN, {**ANSWER, "loss_weight": 0.5}]},

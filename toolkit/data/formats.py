@@ -154,7 +154,14 @@ class RowReader:
                     "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
                 )
             messages = [plain_message("system", required_text(mapping, self.names["system"])), *messages]
-        return Conversation(messages, listed_tools(mapping.get(self.names["tools"]), self.names["tools"]))
+        key, tools = self.names["tools"], mapping.get(self.names["tools"])
+        if "tools" in messages[0]:  # of GLM-4's system message
+            if tools not in (None, "", []):
+                raise RowError("the row has tools twice: under '{key}' and in its system message. Remove one", key=key)
+            first = dict(messages[0])
+            tools, key = first.pop("tools"), "tools"
+            messages = messages[1:] if messages[1:] and not first["content"] else [first, *messages[1:]]
+        return Conversation(messages, listed_tools(tools, key))
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversations of one parsed row: here one, in readers of preference pairs two."""
@@ -276,9 +283,15 @@ class RowReader:
                 "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
             )
         is_call = role == "tool" and "parameters" in item
+        has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])
         read = (speaker, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
+        read += ("tools",) if has_tools else ()
         self.skipped.update(unread_keys(item, read, is_answer=is_call or role in ("assistant", "function_call")))
         extra = self._loss_flag(item)
+        if has_tools:  # as the GLM-4 repository writes them, mostly without a text
+            text = item.get(content_key) and self._content(item, content_key)[0]
+            messages.append({**plain_message("system", text or ""), "tools": item["tools"]})
+            return
         if role == "system" and item.get(content_key) in (None, ""):
             return  # as under the row's "system"
         if is_call:
