@@ -13,11 +13,11 @@ from shared import (
     LORA,
     RECOMPUTE,
     WORKER,
-    PlainOptimizer,
     by_tier,
     global_batches,
     losses,
     of_tier,
+    plain_run,
     rows_of,
     tiny,
     train_cells,
@@ -101,25 +101,16 @@ def plain_loop(
     """Train in a plain loop on fixed answers; return losses, gradient norms and divergences by step. `is_own`: whether
     the answers must be those of the plain loop's model.
     """
-    from toolkit.config.load import load
-    from toolkit.config.schema import Dtype
-    from toolkit.data.loader import collate
     from toolkit.evaluate.questions import split_sample
-    from toolkit.models.fine_tuning import apply_tuning
-    from toolkit.models.load import create_model, load_model
-    from toolkit.tasks.language_data import load_data
+    from toolkit.models.load import load_model
 
-    cfg = load(overrides).cfg
-    data = load_data(cfg)
+    run = plain_run(overrides, STEPS)
+    cfg, data, model, _, optimizer = run
+    other: Any = load_model(cfg.distill.teacher).eval()
     answers = {
         step: {sample: answer for sample, answer in of_step.items() if isinstance(answer, list)}
         for step, of_step in rollouts.items()
     }
-    model: Any = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed)
-    other: Any = load_model(cfg.distill.teacher).eval()
-    if cfg.tuning.method.value != "full":
-        apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
-    optimizer = PlainOptimizer(model, cfg, STEPS)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "own_kl": [], "share": []}
     for step, rows in enumerate(global_batches(cfg, data, STEPS), start=1):
         samples = [sample for row in rows for sample in row]
@@ -137,12 +128,11 @@ def plain_loop(
                 ids = torch.tensor(prompt + answer).numpy()
                 mask = torch.arange(len(ids)).numpy() >= len(prompt)
             own.append(sample in answers[step])
-            taken.append([(ids, mask)])
-        batch = collate(taken, data.pad_id)
-        given = {"input_ids": batch["input_ids"], "attention_mask": (batch["segment_ids"] > 0).long()}
-        logits, labels = model(**given).logits[:, :-1], batch["labels"][:, 1:]
+            taken.append((ids, mask))
+        logits, labels = run.forward(model, taken)
         with torch.no_grad():
-            others = other(**given).logits[:, :-1]
+            others = run.forward(other, taken)[0][:, :-1]
+        logits, labels = logits[:, :-1], labels[:, 1:]
         labelled = -logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         by_student, trains = torch.tensor(own)[:, None].expand_as(labelled), (labels >= 0).float()
         weights, distance = torch.where(by_student, 1.0, cfg.distill.weight), apart(cfg, logits, others)
