@@ -371,7 +371,7 @@ def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert "The fastest that fits" in ran.stdout
+    assert "Recommended: " in ran.stdout
     plan: dict[str, Any] = json.loads(output.read_text())
     assert plan["machine"]["ranks"] == 8
     assert {one["zero_stage"] for one in plan["layouts"]} == {0, 1, 2, 3}

@@ -192,6 +192,12 @@ def _sequences(data: DataConfig, rows: float, size: float) -> int:
     return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))
 
 
+def are_read_whole(data: DataConfig) -> bool:
+    """Whether the first rows that `tokenize_first_rows` tokenizes are all rows of the data."""
+    files = local_files(data)
+    return all(file.path.stat().st_size <= _TOKENIZED_BYTES and file.path.suffix == ".jsonl" for file in files)
+
+
 def tokenize_first_rows(cfg: RunConfig, encoder: "ChatEncoder") -> "tuple[PrepareReport, list[int]]":
     """Tokenize the first rows of every local file as training would, for some seconds, and write nothing. Return (what
     became of the rows, tokens of each sample, ascending). Raises the DataError that training would.

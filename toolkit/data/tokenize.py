@@ -41,11 +41,11 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
         differing = [name for name, value in inputs.items() if inputs_of_cache.get(name) != value]
         entry = (len(differing), -folder.stat().st_mtime, folder.name, differing)
         nearest = min(nearest, entry) if nearest else entry
-    if nearest is None or nearest[0] > len(inputs) // 3:
+    # Of other data it is likely another recipe's cache.
+    if nearest is None or nearest[0] > len(inputs) // 3 or "files" in nearest[3]:
         return ""
     inputs_of_cache = store.read_manifest(stores / nearest[2])["inputs"]
     named = {
-        "files": tr("the content, format or columns of the data files"),
         "encoder": tr("the tokenizer or its chat template"),
         "texts": tr("the tokenizer or its chat template"),
     }

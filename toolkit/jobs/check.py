@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from toolkit.arguments import check_parsed, parse
 from toolkit.command_line import positive_int
 from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
-from toolkit.data.first_rows import check_sources, estimated_samples, tokenize_first_rows
+from toolkit.data.first_rows import are_read_whole, check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files, locate_all
-from toolkit.messages import Problems, say, tr
+from toolkit.messages import DataError, Problems, clauses, say, tr, warn
 from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan import kernels
 from toolkit.plan.division import rank_part
@@ -24,6 +24,7 @@ from toolkit.train.schedule import FEWEST_STEPS, Epoch, warn_of_short_run
 if TYPE_CHECKING:  # tokenizers take seconds to import
     from transformers import PreTrainedModel
 
+    from toolkit.data.tokenize import PrepareReport
     from toolkit.models.chat import AnyChatEncoder
 
     _Tried = tuple[schema.RunConfig, AnyChatEncoder | None, PreTrainedModel | None]
@@ -182,6 +183,7 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch:
             Stream(cfg, encoder, data_files).say_estimate()
         return
     report, lengths = tokenize_first_rows(cfg, encoder)
+    _check_what_is_left(cfg.data, report, lengths)
     if not lengths:
         return
     say(
@@ -194,6 +196,28 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch:
     )
     report.print_dropped()
     report.print_longer(cfg.data)
+
+
+def _check_what_is_left(data: schema.DataConfig, report: "PrepareReport", lengths: Sequence[int]) -> None:
+    """Raise a DataError where training would find nothing to train on, or warn where the first rows let expect it."""
+    usable, is_whole = report.rows_read - sum(report.dropped.values()), are_read_whole(data)
+    if report.rows_read and not lengths:
+        reasons = clauses(f"{count:,} x {reason}" for reason, count in report.dropped.items())
+        text = tr(
+            "No trained tokens: none of the first {count} rows can be used ({reasons}).",
+            count=f"{report.rows_read:,}",
+            reasons=reasons,
+        )
+        if is_whole:
+            raise DataError(text)
+        warn(text)
+    if is_whole and lengths and data.validation_rows >= usable:
+        raise DataError(
+            "data.validation = {count} rows: there are {all} rows, and none would be left to train. Take fewer, or a "
+            "fraction: data.validation=0.05.",
+            count=f"{data.validation_rows:,}",
+            all=f"{usable:,}",
+        )
 
 
 def _batch_sentence(cfg: schema.RunConfig, world_size: int) -> str:

@@ -32,9 +32,11 @@ def plan_lines(
             "another gpus= or nodes=."
         )
     elif changes := overrides(cfg, best.cfg):
-        advice = tr("The fastest that fits: {words}", words=" ".join(changes))
+        advice = tr("Recommended: {words}", words=" ".join(changes))
     else:
-        advice = tr("The fastest that fits is the recipe as it is.")
+        advice = tr("Recommended: the recipe as it is.")
+    if best and best.time.seconds > 1.02 * min(layout.time.seconds for layout in layouts if layout.fits):
+        advice = joined(advice, tr("(Offloading seems faster by less than these estimates may be wrong.)"))
     divides = any(layout.cfg.parallel.expert > 1 for layout in (recipe_layout, *layouts))
     return [
         _model_line(outline, recipe_layout, machine, cfg.model.name or cfg.model.path),

@@ -172,16 +172,15 @@ def _lock_to_resume(folder: Path) -> None:
 
 
 def _prepare_to_resume(folder: Path, checkpoint: Path | None, config_digest: str) -> None:
-    """Record the start in an existing run directory, and rename what the resumed run would overwrite."""
+    """Record the start in an existing run directory, and rename what the resumed run would overwrite, except for what
+    `set_aside_settings` renames once nothing prevents it any more.
+    """
     try:
         if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
             directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, config_digest)
-        for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
-            if (folder / name).exists():
-                (folder / name).rename(disk.unused_path(folder / "logs" / name))
-        if (folder / "export").exists():  # of a run that died before it was DONE
-            (folder / "export").rename(disk.unused_path(folder / "export.replaced"))
+        if (folder / "FAILED").exists():
+            (folder / "FAILED").rename(disk.unused_path(folder / "logs" / "FAILED"))
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is None and (folder / "base").exists():  # the random model of another config, maybe
@@ -255,6 +254,22 @@ def rescue(folder: Path) -> Path:
     except OSError as error:
         raise RunFolderError(joined(lost_text(folder), str(_creation_error(rescued.parent, error)))) from error
     return rescued
+
+
+def set_aside_settings(folder: Path) -> None:
+    """Rename the settings and the export of an earlier start, which a resumed run writes anew. Only when its config has
+    been accepted: a run that may not be resumed like this stays as it was. For rank 0 only.
+    """
+    try:
+        for name in ("config.yaml", "ds_config.json", "environment.json"):
+            if (folder / name).exists():
+                (folder / name).rename(disk.unused_path(folder / "logs" / name))
+        if (folder / "export").exists():  # of a run that died before it was DONE
+            (folder / "export").rename(disk.unused_path(folder / "export.replaced"))
+    except OSError as error:
+        raise RunFolderError(
+            "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error
+        ) from error
 
 
 def write_settings(

@@ -249,6 +249,7 @@ class Trainer:
         if source.checkpoint is not None:
             task.check_checkpoint(source.checkpoint)
         start = starting_state(cfg, task.identity, self.ranks, source)
+        run_dir.set_aside_settings(folder)
         device = torch.device(get_accelerator().current_device_name())
         name = accelerator.device_name(device)
         run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, self.hosts, name)
