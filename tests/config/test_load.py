@@ -97,7 +97,8 @@ COMMAND_LINE = {
     "chatglm_full_adgen and 31 more: toolkit recipes.",
     "recipe=nosuch.yaml": f"command line: there is no recipe file nosuch.yaml. {KNOWN}",
     "~zero.stage": "command line: '~zero.stage': keys cannot be removed; set a value instead.",
-    "optim.lr=1e-4,2e-4": "command line: 'optim.lr=1e-4,2e-4' names several values; one run takes one.",
+    "optim.lr=1e-4,2e-4": "command line: 'optim.lr=1e-4,2e-4' names several values; one run takes one. A "
+    "list is 'optim.lr=[1e-4,2e-4]'.",
     "zero": "command line: cannot read 'zero': write key=value (quote spaces and brackets for the shell).",
     "hydra.run.dir=/x": "command line: 'hydra.run.dir=/x': Hydra's own settings cannot be changed here.",
 }

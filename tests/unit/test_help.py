@@ -40,7 +40,7 @@ def test_the_help_of_a_command_ends_with_examples(command: str) -> None:
 @pytest.mark.parametrize("word", MEANT)
 def test_a_wrong_command_names_the_right_one(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
-    assert f"unknown command '{word}'. Did you mean '{MEANT[word]}'? Known: " in capsys.readouterr().err
+    assert f"unknown command '{word}'. Did you mean '{MEANT[word]}'?\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["help language=zh", "language=zh", "--help language=zh"])

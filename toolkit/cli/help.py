@@ -58,7 +58,7 @@ def unknown_command(command: str) -> ConfigError:
             joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
         )
     commands = tr("Known: {commands}.", commands=shortlist(COMMANDS, "toolkit help", like=command))
-    return ConfigError(joined(unknown, _command_meant(command), commands))
+    return ConfigError(joined(unknown, _command_meant(command) or commands))
 
 
 def _command_meant(word: str) -> str:

@@ -292,7 +292,13 @@ def _parse(word: str) -> Override:
     if override.is_delete():
         raise ConfigError("command line: '{word}': keys cannot be removed; set a value instead.", word=word)
     if override.is_sweep_override():
-        raise ConfigError("command line: '{word}' names several values; one run takes one.", word=word)
+        key, _, values = word.partition("=")
+        raise ConfigError(
+            "command line: '{word}' names several values; one run takes one. A list is '{key}=[{values}]'.",
+            word=word,
+            key=key,
+            values=values,
+        )
     return override
 
 
