@@ -82,7 +82,10 @@ def train(
     }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     folders: list[Path] = []
-    code = exits.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], folders))
+    settings = [*overrides, *typed]
+    if not any(word.startswith("recipe=") or word.endswith((".yaml", ".yml")) for word in settings):
+        settings.insert(0, f"recipe={recipe or _BASE}")
+    code = exits.run_guarded(lambda: _run(parts, settings, folders))
     if code or not folders:
         raise SystemExit(code)
     return folders[0]

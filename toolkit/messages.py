@@ -408,21 +408,14 @@ class Problems:
             if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
                 continue
             unplaced = _PLACE.sub("", text)
-            for index, error_before in enumerate(self.errors):
-                if str(error_before) == unplaced != text:  # the same, found where its line was not known
-                    self.errors[index] = part
-                    self._texts.add(text)
-                    break
+            same = next((index for index, error in enumerate(self.errors) if str(error) == unplaced != text), None)
+            self._texts |= {text, unplaced}
+            if same is not None:  # found before where its line was not known
+                self.errors[same] = part
+            elif len(self.errors) < MOST:
+                self.errors.append(part)
             else:
-                self._keep(part, {text, unplaced})
-
-    def _keep(self, error: ToolkitError, texts: set[str]) -> None:
-        """Keep an error, or count it if as many as are shown are there already; `texts`: with and without its place."""
-        if len(self.errors) < MOST:
-            self._texts |= texts
-            self.errors.append(error)
-        else:
-            self.more += 1
+                self.more += 1
 
     def settle(self) -> None:
         """From here on skip errors that mention a key which an error so far is about: its value is not known."""

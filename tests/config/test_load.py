@@ -168,7 +168,10 @@ def test_mistakes_in_a_recipe(content: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_two_recipes() -> None:
-    assert message("recipe=zero1", "recipe=zero1", "recipe=lora") == "command line: 2 recipes, zero1, lora: give one."
+    assert (
+        message("recipe=zero1", "recipe=zero1", "recipe=lora")
+        == "command line: several recipes, zero1, lora: give one."
+    )
     assert load(["recipe=zero1", "recipe=zero1"]).cfg.zero.stage == 1
 
 

@@ -81,10 +81,7 @@ def existing(folder: Path) -> list[str]:
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "typo": (words("optim.learning=1"), r"command line: unknown key 'optim\.learning'"),
     "wrong type": (words("train.max_steps=ten"), r"'train\.max_steps' = ten must be a whole number"),
-    "unknown recipe": (
-        words("recipe=chatgml"),
-        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, chatglm_6b, ",
-    ),
+    "second recipe": (words("recipe=chatglm"), r"several recipes, quickstart, chatglm: give one\."),
     "missing data file": (words("data.sources=[{path: nosuch.jsonl}]"), r"nosuch\.jsonl: there is no such file"),
     "empty data file": (rows(""), r"bad\.jsonl' is empty"),
     "broken JSON": (rows(GOOD * 2 + '{"prompt": "x", \n'), r"bad\.jsonl:3"),

@@ -292,12 +292,10 @@ def _parse(word: str) -> Override:
     if override.is_delete():
         raise ConfigError("command line: '{word}': keys cannot be removed; set a value instead.", word=word)
     if override.is_sweep_override():
-        key, _, values = word.partition("=")
         raise ConfigError(
-            "command line: '{word}' names several values; one run takes one. A list is '{key}=[{values}]'.",
+            "command line: '{word}' names several values; one run takes one. A list is '{list}]'.",
             word=word,
-            key=key,
-            values=values,
+            list=word.replace("=", "=[", 1),
         )
     return override
 
@@ -322,13 +320,8 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
     if not chosen:
         raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
-    names_chosen = list(dict.fromkeys(chosen))
-    if len(names_chosen) > 1:
-        raise ConfigError(
-            "command line: {count} recipes, {names}: give one.",
-            count=len(names_chosen),
-            names=", ".join(names_chosen),
-        )
+    if len(set(chosen)) > 1:
+        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(chosen)))
     name = chosen[-1]
     is_yaml = name.endswith((".yaml", ".yml"))
     if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):

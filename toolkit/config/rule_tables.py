@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,13 +170,10 @@ def _read_when(keys: str, condition: str, reason: str = "{key} is {value}", test
 @cache
 def expand(patterns: str) -> tuple[str, ...]:
     """Return the keys of the schema that match patterns; ValueError for a pattern that matches none."""
-    expanded: list[str] = []
-    for pattern in patterns.split():
-        matching = [key for key in dotted_keys.all_keys() if fnmatchcase(key, pattern)]
-        if not matching:
-            raise ValueError(f"{pattern} matches no key")
-        expanded += matching
-    return tuple(expanded)
+    keys = {name: [key for key in dotted_keys.all_keys() if fnmatchcase(key, name)] for name in patterns.split()}
+    if not all(keys.values()):
+        raise ValueError(f"a pattern matches no key: {patterns}")
+    return tuple(chain.from_iterable(keys.values()))
 
 
 READ_WHEN: tuple[ReadWhen, ...] = (

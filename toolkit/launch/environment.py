@@ -100,8 +100,7 @@ def _who_set_rank(environ: Mapping[str, str]) -> str:
     if "CROSS_SIZE" in environ:
         return "deepspeed"
     # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `set_rank_variables` does.
-    set_by = (name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"])
-    return next(set_by, "environment")
+    return next((name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"]), "environment")
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

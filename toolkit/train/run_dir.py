@@ -261,11 +261,10 @@ def set_aside_settings(folder: Path) -> None:
     been accepted: a run that may not be resumed like this stays as it was. For rank 0 only.
     """
     try:
-        for name in ("config.yaml", "ds_config.json", "environment.json"):
+        moves = {name: f"logs/{name}" for name in ("config.yaml", "ds_config.json", "environment.json")}
+        for name, other in {**moves, "export": "export.replaced"}.items():
             if (folder / name).exists():
-                (folder / name).rename(disk.unused_path(folder / "logs" / name))
-        if (folder / "export").exists():  # of a run that died before it was DONE
-            (folder / "export").rename(disk.unused_path(folder / "export.replaced"))
+                (folder / name).rename(disk.unused_path(folder / other))
     except OSError as error:
         raise RunFolderError(
             "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error

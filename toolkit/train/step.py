@@ -224,8 +224,7 @@ class StepCounts(NamedTuple):
     """Counts of a step: of a rank's micro-batches, or summed over all ranks, in the order in which they are sent."""
 
     losses: int
-    """N, of which the step's loss is the mean: trained tokens, samples or pairs of answers."""
-    # As in `TokenCounts`:
+    """N, of which the step's loss is the mean: trained tokens, samples or pairs of answers; the rest: `TokenCounts`."""
     total_tokens: int
     computed_tokens: int
     pairs: int
