@@ -67,7 +67,7 @@ def _finish(app: Sphinx, page: str, source: list[str]) -> None:
     if IS_CHINESE and not page.endswith("_zh"):  # pages in English alone: their neighbours are in Chinese here
         text = re.sub(r"(\]\(\S*docs/\w+)\.md", r"\1_zh.md", text)
     other = f"{os.path.relpath('.', folder)}/../{'en' if IS_CHINESE else 'zh'}/{folder}"
-    text = re.sub(r" ·\n(?=\[(?:中文|English)\]\()", "\n", text, count=1)  # the switch is set apart on the site
+    text = re.sub(r" · (?=\[(?:中文|English)\]\()", "\n", text, count=1)  # the switch is set apart on the site
     switch = rf'<a class="language" href="{other}/\2.html">\1</a>'
     text = re.sub(r"^\[(中文|English)\]\((\w+)\.md\)", switch, text, count=1, flags=re.MULTILINE)
     text = re.sub(r"\[(\w+\.md)\]\((\1[^)]*)\)", r"[](\2)", text)  # a page's title instead of its file's name

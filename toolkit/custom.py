@@ -83,12 +83,16 @@ def train(
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     folders: list[Path] = []
     settings = [*overrides, *typed]
-    if not any(word.startswith("recipe=") or word.endswith((".yaml", ".yml")) for word in settings):
-        settings.insert(0, f"recipe={recipe or _BASE}")
-    code = exits.run_guarded(lambda: _run(parts, settings, folders))
+    base = [] if any(map(_names_recipe, settings)) else [f"recipe={recipe or _BASE}"]
+    code = exits.run_guarded(lambda: _run(parts, base + settings, folders))
     if code or not folders:
         raise SystemExit(code)
     return folders[0]
+
+
+def _names_recipe(word: str) -> bool:
+    """Whether an argument chooses a recipe."""
+    return word.startswith("recipe=") or word.endswith((".yaml", ".yml"))
 
 
 def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
