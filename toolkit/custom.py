@@ -91,8 +91,8 @@ def train(
 
 
 def _names_recipe(word: str) -> bool:
-    """Whether an argument chooses a recipe."""
-    return word.startswith("recipe=") or word.endswith((".yaml", ".yml"))
+    """Whether an argument chooses a recipe, which need not have `recipe=` if it is a YAML file."""
+    return word.startswith("recipe=") or ("=" not in word and word.endswith((".yaml", ".yml")))
 
 
 def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:

@@ -131,7 +131,7 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     assert not (folder / "stop").exists()
     [newest] = published_checkpoints(folder / "checkpoints")
     assert not manifest_problems(newest)
-    # A run of another length is another run; the key that says so is named, and the run stays as it was.
+    # A run of another length is another run; the key that differs is named, and the run stays as it was.
     settings = {name: (folder / name).read_text() for name in ("config.yaml", "ds_config.json", "environment.json")}
     shorter = run(forked(2, FAULTY, *faulty_words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
     assert shorter.code != 0

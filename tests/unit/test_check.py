@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.cli import main
 
+TOKENIZER = Path(__file__).parents[1] / "golden" / "chatglm" / "tok_glm4"
 GOOD = '{"prompt": "a", "response": "b"}\n'
 TINY = ("recipe=zero1", "model=glm_tiny", "precision=fp32")
 # Content of chat.jsonl -> what is said about it.
@@ -101,6 +102,23 @@ def test_first_rows(content: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys)
     assert code == 2
     assert DATA[content] in said
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.max_length=8", "No trained tokens: none of the 3 rows of data.sources can be used."),
+        ("data.validation=3", "data.validation = 3 rows: there are 3 rows, and none would be left to train."),
+    ],
+)
+def test_data_of_which_nothing_is_left_to_train(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As training would say, once a tokenizer is there."""
+    rows = [{"prompt": f"{number}", "response": "as many words as there are " * 4} for number in range(3)]
+    Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = f"model.tokenizer={TOKENIZER}"
+    code, said = check(capsys, tokenizer, "data.too_long=drop", word)
+    assert code == 2 and message in said
+    assert check(capsys, tokenizer)[0] == 0
 
 
 def test_rows_that_may_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1112,6 +1112,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
+    run_dir.set_aside_settings(run)  # as the trainer does once it has accepted the config
     run_dir.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [

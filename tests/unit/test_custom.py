@@ -373,3 +373,23 @@ def test_onnx_by_torch_s_exporter(tmp_path: Path) -> None:
         torch.onnx.export(model.eval(), (images,), str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
     [found] = ReferenceEvaluator(str(tmp_path / "model.onnx")).run(None, {"input": images.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(images).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ([], "toolkit/custom.yaml"),
+        (["deepspeed_json=ds.yaml"], "toolkit/custom.yaml"),
+        (["recipe=typed"], "typed"),
+        (["typed.yaml"], "typed.yaml"),
+    ],
+)
+def test_a_typed_recipe_takes_the_place_of_the_program_s(
+    words: list[str], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(custom, "_run", lambda parts, settings, folders: seen.append(settings) or 2)
+    with pytest.raises(SystemExit):
+        custom.train(nn.Linear(1, 1), [1], lambda model, batch: batch, words=words)
+    named = [word for word in seen[0] if word.endswith(recipe)]
+    assert len(named) == 1 and len(seen[0]) == max(1, len(words) + (recipe == "toolkit/custom.yaml"))

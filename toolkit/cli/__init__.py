@@ -40,6 +40,8 @@ EXTRAS = (
 """Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
+# DeepSpeed's own warning that it found no GPU, in the middle of any output; `warn_without_gpu` is this toolkit's.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
 
 
 def module_of(command: str) -> str:
@@ -58,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show("\n".join(import_module("toolkit.extras.completion").candidates(words[1], COMMANDS, module_of)))
         return 0
     _use_utf8()
-    # DeepSpeed's own warning that it found no GPU, in the middle of any output; `warn_without_gpu` is this toolkit's.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
     if words[:1] == ["--version"]:

@@ -61,7 +61,7 @@ def visible_variable(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_cpu_by_default(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks here compute on processors only because no accelerator is found: nobody has chosen that."""
+    """Whether ranks here compute on processors only because no accelerator is found, and not by DS_ACCELERATOR."""
     return not environ.get("DS_ACCELERATOR") and device_here(environ) == "cpu"
 
 

@@ -87,7 +87,7 @@ class RowCounts:
     unasked: int = 0
     """Rows whose first turn is the assistant's, so that it learns to speak before anything is asked."""
     unanswered: int = 0
-    """Rows that end with a turn which nobody answers, and which is not used."""
+    """Rows whose last turn has no answer, and is not used."""
     unused: list[str] = field(default_factory=list)
     """Columns that were not read, no more than a hundred."""
     message_keys: dict[str, int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from toolkit.command_line import positive_int
 from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.first_rows import are_read_whole, check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files, locate_all
-from toolkit.messages import DataError, Problems, clauses, say, tr, warn
+from toolkit.messages import DataError, Problems, say, tr, warn
 from toolkit.models.directory import check_unquantized, read_config, trust_code
 from toolkit.plan import kernels
 from toolkit.plan.division import rank_part
@@ -202,11 +202,12 @@ def _check_what_is_left(data: schema.DataConfig, report: "PrepareReport", length
     """Raise a DataError where training would find nothing to train on, or warn where the first rows let expect it."""
     usable, is_whole = report.rows_read - sum(report.dropped.values()), are_read_whole(data)
     if report.rows_read and not lengths:
-        reasons = clauses(f"{count:,} x {reason}" for reason, count in report.dropped.items())
+        report.print_dropped()
         text = tr(
-            "No trained tokens: none of the first {count} rows can be used ({reasons}).",
-            count=f"{report.rows_read:,}",
-            reasons=reasons,
+            "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
+            count=report.rows_read,
+            key="data.sources",
+            reasons="",
         )
         if is_whole:
             raise DataError(text)

@@ -26,7 +26,6 @@ _RESEND_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
 _LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Conversions of the largest checkpoints take hours."""
 
 
 class SignalRequests:

@@ -35,7 +35,8 @@ def plan_lines(
         advice = tr("Recommended: {words}", words=" ".join(changes))
     else:
         advice = tr("Recommended: the recipe as it is.")
-    if best and best.time.seconds > 1.02 * min(layout.time.seconds for layout in layouts if layout.fits):
+    rivals = [layout for layout in layouts if layout.fits and layout.is_offloaded]
+    if best and not best.is_offloaded and any(rival.time.seconds < best.time.seconds for rival in rivals):
         advice = joined(advice, tr("(Offloading seems faster by less than these estimates may be wrong.)"))
     divides = any(layout.cfg.parallel.expert > 1 for layout in (recipe_layout, *layouts))
     return [

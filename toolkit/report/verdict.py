@@ -123,7 +123,7 @@ def _judge_losses(curves: Curves) -> Verdict:
         text = tr("Not enough yet: validation loss {losses}, above the unigram baseline ({unigram}).", **values)
         headline = tr("Not enough yet: the validation loss is above the unigram baseline.")
         return Verdict(SHORT, text, is_falling=is_falling, headline=headline)
-    if below and "bigram" in curves.baselines and len(below) == 1:
+    if below == ["unigram"] and "bigram" in curves.baselines:
         text = tr(
             "Not enough yet: validation loss {losses}, below the unigram baseline ({unigram}), above the bigram one "
             "({bigram}).",

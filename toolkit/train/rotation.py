@@ -14,7 +14,7 @@ from toolkit.config import schema
 from toolkit.launch.environment import without_ranks
 from toolkit.messages import CheckpointError, reason_of, warn
 
-_EXPORT_S = 24 * 3600
+_EXPORT_S = 24 * 3600  # the largest checkpoints take hours
 
 
 class Rotation:

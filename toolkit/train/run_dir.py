@@ -257,8 +257,8 @@ def rescue(folder: Path) -> Path:
 
 
 def set_aside_settings(folder: Path) -> None:
-    """Rename the settings and the export of an earlier start, which a resumed run writes anew. Only when its config has
-    been accepted: a run that may not be resumed like this stays as it was. For rank 0 only.
+    """Rename the settings and the export of an earlier start, which a resumed run writes again. Only when its config
+    has been accepted: a run that may not be resumed like this stays as it was. For rank 0 only.
     """
     try:
         moves = {name: f"logs/{name}" for name in ("config.yaml", "ds_config.json", "environment.json")}

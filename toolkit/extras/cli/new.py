@@ -100,8 +100,8 @@ def run(words: list[str]) -> None:
 
 
 def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[Mapping[str, str]], object]) -> None:
-    """Ask for a missing argument if on a terminal, until `check` raises nothing. ConfigError if it is missing, or
-    what `check` raises of the command line.
+    """Ask for a missing argument if on a terminal, until `check` raises nothing; ConfigError if it is missing.
+    What is typed as an argument is checked with the rest.
     """
     while not arguments.get(name) and sys.stdin.isatty():
         try:
@@ -115,7 +115,6 @@ def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[M
             del arguments[name]
     if not arguments.get(name):
         raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
-    check(arguments)
 
 
 def _commands(recipe: str, machine: Machine) -> list[str]:

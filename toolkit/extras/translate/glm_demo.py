@@ -26,7 +26,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     _data(config, draft, is_glm4)
     length = config.number("max_input_length", int) + config.number("max_output_length", int) + 1
     draft.put("data.max_length", length, "max_input_length", "max_output_length")
-    if not is_glm4:  # it does so whatever it is told
+    if not is_glm4:  # ChatGLM3's always does
         draft.put("train.activation_checkpointing.enabled", True)
 
 
