@@ -17,7 +17,7 @@ from toolkit.extras.translate.programs import (
     set_validation_size,
 )
 from toolkit.extras.translate.read import ForeignConfig
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import tr
 
 _METHODS = ("lora", "qlora")
 _LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
@@ -190,7 +190,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     is_text = config.has("pretraining_dataset")
     key = "pretraining_dataset" if is_text else "datasets"
     if not config.get(key):
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=key)
+        raise config.without_data(key)
     draft.put("data.sources", _sources(config, draft, key, kind), key)
     validation = _sources(config, draft, "test_datasets", kind) if config.has("test_datasets") else []
     if validation:

@@ -161,7 +161,7 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
     sets = config.names(name)
     folder = str(config.get("dataset_dir"))
     if not sets:
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
+        raise config.without_data(name)
     if folder == "ONLINE":
         return [{"hub": item} for item in sets]
     base = config.find(os.path.join(folder, _INFO)).parent

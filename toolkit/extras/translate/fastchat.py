@@ -4,7 +4,6 @@ from typing import Any
 
 from toolkit.extras.translate.programs import RecipeDraft, lora_settings, set_evaluation
 from toolkit.extras.translate.read import ForeignConfig
-from toolkit.messages import ConfigError
 
 _QWEN, _BAICHUAN = "finetune", "fine-tune"
 _LORA: dict[str, dict[str, Any]] = {
@@ -36,9 +35,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         if config.script == _QWEN and not is_chat and not is_quantized:  # for the tokens of conversations
             draft.put("tuning.save_modules", ["wte", "lm_head"], "model_name_or_path")
     if not config.has("data_path"):
-        raise ConfigError(
-            "{file}: {key} is not given: there is nothing to train on.", file=config.shown, key="data_path"
-        )
+        raise config.without_data("data_path")
     for ours, theirs in {"data.sources": "data_path", "data.validation": "eval_data_path"}.items():
         if config.has(theirs):
             draft.put(ours, [{"path": str(config.get(theirs)), "format": "sharegpt"}], theirs)

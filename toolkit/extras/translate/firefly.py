@@ -8,7 +8,6 @@ from toolkit.extras.translate.programs import (
     set_preference,
 )
 from toolkit.extras.translate.read import ForeignConfig
-from toolkit.messages import ConfigError
 
 _METHODS = ("full", "lora", "qlora")
 _FORMATS = {"sft": "conversation", "pretrain": "text", "dpo": "preference"}
@@ -25,9 +24,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     if method != "full":
         lora_settings(config, draft, rank="lora_rank")  # on all linear layers
     if not config.has("train_file"):
-        raise ConfigError(
-            "{file}: {key} is not given: there is nothing to train on.", file=config.shown, key="train_file"
-        )
+        raise config.without_data("train_file")
     source = {"path": str(config.get("train_file")), "format": _FORMATS[task]}
     draft.put("data.sources", [source], "train_file", "task_type")
     draft.put("data.validation_fraction", 0.0)  # it evaluates nothing

@@ -4,7 +4,7 @@ import os
 
 from toolkit.extras.translate.programs import RecipeDraft, lora_settings, set_evaluation
 from toolkit.extras.translate.read import ForeignConfig
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import tr
 
 _METHODS = {"LORA": "lora", "PREFIX_TUNING": "ptuning_v2"}
 _PREFIX_DROPOUT = 0.1
@@ -54,9 +54,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, is_glm4: bool) -> None:
     rows = {"format": "messages"} if is_glm4 else {"format": "messages", "columns": {"messages": "conversations"}}
     folder = str(config.get("data_dir") or "")
     if not config.has("train_file"):
-        raise ConfigError(
-            "{file}: {key} is not given: there is nothing to train on.", file=config.shown, key="train_file"
-        )
+        raise config.without_data("train_file")
     strategy = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
     has_validation = config.has("val_file") and str(config.get(strategy)).lower() != "no"
     for ours, theirs in {"data.sources": "train_file", "data.validation": "val_file"}.items():

@@ -87,6 +87,10 @@ class ForeignConfig:
             names=", ".join(supported),
         )
 
+    def without_data(self, name: str) -> ConfigError:
+        """Return the error for a config that does not set `name`, the key of its training data."""
+        return ConfigError("{file}: {key} is not given: there is nothing to train on.", file=self.shown, key=name)
+
     def number(self, name: str, kind: type = float) -> Any:
         """Return a key's value as `kind`, int or float; ConfigError if it is no such number."""
         return typed(self.get(name), kind, f"{self.location(name)}: {self.spelling(name)}")

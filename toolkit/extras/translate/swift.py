@@ -241,7 +241,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     """
     value = config.values.get(name)
     if not value:
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
+        raise config.without_data(name)
     formats = {"": "auto", "gkd": "auto", "rm": "reward", "kto": "labeled"}
     row_format = "text" if is_text else formats.get(kind, "preference")
     if config.get("task_type") == "seq_cls":
