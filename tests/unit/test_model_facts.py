@@ -18,6 +18,7 @@ from toolkit.models.chat import fit_tokenizer
 
 SIZES = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+MLX = {"bits": 4, "group_size": 64}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CODE = {"AutoModelForCausalLM": "mine.Mine"}
 # Case: config, more keys of config.json, why it cannot be trained, why it is not packed.
@@ -37,8 +38,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "model_type = xlnet, which cannot be trained",
         "",
     ),
-    "gptq": (CONFIGS["qwen3"], {"quantization_config": GPTQ}, r"quantized weights \(gptq .*export-model", ""),
-    "fp8": (CONFIGS["qwen3"], {"quantization_config": FP8}, r"quantized weights \(fp8 .*quantized-checkpoints", ""),
+    "gptq": (CONFIGS["qwen3"], {"quantization_config": GPTQ}, "", ""),
+    "fp8": (CONFIGS["qwen3"], {"quantization_config": FP8}, "", ""),
+    "mlx": (CONFIGS["qwen3"], {"quantization_config": MLX}, r"quantized weights \(mlx .*quantized-checkpoints", ""),
     "code": (CONFIGS["qwen3"], {"auto_map": CODE}, r"names Python code .*\['mine.py'\]", ""),
 }
 

@@ -1,5 +1,5 @@
-"""Directories of quantized weights: what every command says of them, and their copies in 16 bits, by the formulas that
-the formats' own programs publish.
+"""Directories of quantized weights: what every command says of them, how they are read, and their copies in 16 bits, by
+the formulas that the formats' own programs publish.
 """
 
 import json
@@ -15,17 +15,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.architectures import stored_tensors, write
+from tests.quantizers import INTEGER_FORMATS, INTEGERS, change, write_fp8, write_integers
 from tests.unit.tiny_model import SIZES
 from toolkit.cli import main
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import ModelConfig, RunConfig
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
 from toolkit.messages import LARGEST_JSON_BYTES, ModelError
-from toolkit.models.load import load_model, stream_parameters
+from toolkit.models.added_tokens import _check_supported
+from toolkit.models.load import load_model, stream_parameters, streamed_model
 from toolkit.tasks.distill import check_teacher
 
 COPY, ORIGINAL = "toolkit export-model {folder} dtype=bf16 output=DIR", "Use the original repository in bf16"
-INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     # openai/gpt-oss-20b
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, COPY),
@@ -67,15 +68,35 @@ NAMES = {"fp8 of one scale": "fp8", "old bitsandbytes": "bitsandbytes", "modelop
 
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_the_kind_and_the_way_are_named(case: str, tmp_path: Path) -> None:
+    """What is read is so as well where a change of its tables has to be made in the files themselves."""
     folder, (settings, way) = write(tmp_path / "model", "llama"), PUBLISHED[case]
-    change(folder, {"text_config": {"quantization_config": settings}})
-    with pytest.raises(ModelError) as raised:
-        stream_parameters(folder)
-    name = NAMES.get(case, case.split()[0])
-    assert f"({name} in config.json)" in str(raised.value) and way.format(folder=folder) in str(raised.value)
+    change(folder, {"quantization_config": settings})
+    reads: list[Callable[[], Any]] = [lambda: _check_supported(ModelConfig(path=str(folder)), folder)]
     if way == ORIGINAL:
-        with pytest.raises(ModelError, match="Use the original repository in bf16"):
-            export_verified(folder, tmp_path / "out", ExportOptions())
+        reads += [
+            lambda: stream_parameters(folder),
+            lambda: export_verified(folder, tmp_path / "out", ExportOptions()),
+        ]
+    else:
+        assert not any(parameter.is_meta for parameter in load_model(folder).parameters())
+    for read in reads:
+        with pytest.raises(ModelError) as raised:
+            read()
+        name = NAMES.get(case, case.split()[0])
+        assert f"({name} in config.json)" in str(raised.value) and way.format(folder=folder) in str(raised.value)
+
+
+def test_where_a_wrapper_says_it(tmp_path: Path) -> None:
+    """Some say it of their text model alone, as Kimi K2.5; the model has nothing of it any more."""
+    folder = write(tmp_path / "model", "mistral3")
+    config = json.loads((folder / "config.json").read_text())
+    for settings, is_read in (({"quant_method": "fp8"}, True), ({"quant_method": "modelopt"}, False)):
+        change(folder, {"text_config": config["text_config"] | {"quantization_config": settings}})
+        if not is_read:
+            with pytest.raises(ModelError, match=r"\(modelopt in config.json\)"):
+                load_model(folder)
+            continue
+        assert "quant" not in str(load_model(folder).config.to_dict())
 
 
 def test_commands_say_the_same(
@@ -113,33 +134,6 @@ def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
         assert found and code == (0 if words[0] == "plan" else 2), (words, code, text)
         errors.append(found[0])
     return errors
-
-
-def change(folder: Path, values: dict[str, Any]) -> None:
-    """Set keys of config.json."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a model in blocks of FP8; return what its linear layers are in 16 bits."""
-    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    config = transformers.Qwen3Config(**sizes)
-    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    stored, expected = {}, {}
-    for name, value in load_file(folder / "model.safetensors").items():
-        stored[name] = value
-        if name.endswith("proj.weight"):
-            rows, columns = (max(size // 128, 1) for size in value.shape)
-            blocks = value.float().view(rows, -1, columns, 128)
-            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
-            codes = (blocks / scales).to(torch.float8_e4m3fn)
-            stored[name] = codes.view(value.shape)
-            stored[f"{name}_scale_inv"] = scales.view(rows, columns).contiguous()
-            expected[name] = (codes.float() * scales).view(value.shape).bfloat16()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    change(folder, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
-    return expected
 
 
 def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
@@ -183,69 +177,6 @@ def test_a_copy_is_what_transformers_dequantizes(write_model: Callable[..., Any]
     assert load_model(tmp_path / "export").dtype is torch.bfloat16
 
 
-def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Return a matrix of unsigned codes as int32s along its rows; `order`: which code comes first, second, …"""
-    count = 32 // bits
-    order = order or tuple(range(count))
-    words = [
-        [sum(int(row[start + each]) << bits * place for place, each in enumerate(order)) for start in starts]
-        for row in codes
-        for starts in [range(0, len(row), count)]
-    ]
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
-
-
-def gptq(bits: int, format: str) -> Any:
-    """Return a way to pack by AutoGPTQ 0.8's QuantLinear, in act order, and the settings."""
-
-    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
-        stored = (zeros - 1) % 2**bits if format == "gptq" else zeros
-        parts = {"qweight": packed(codes, bits).T, "qzeros": packed(stored.T, bits), "scales": scales.T}
-        return {**parts, "g_idx": group.int()}
-
-    return pack, bits, {"quant_method": "gptq", "bits": bits, "checkpoint_format": format, "desc_act": True}
-
-
-def awq() -> Any:
-    """Return a way to pack by AutoAWQ 0.2.9's WQLinear_GEMM, and the settings."""
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-
-    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
-        parts = {"qweight": packed(codes.T, 4, order), "qzeros": packed(zeros.T, 4, order)}
-        return {**parts, "scales": scales.T}
-
-    return pack, 4, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}
-
-
-def compressed(bits: int, symmetric: bool) -> Any:
-    """Return a way to pack by compressed-tensors 0.20's PackedQuantizationCompressor, and the settings."""
-
-    def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor) -> Any:
-        parts = {
-            "weight_packed": packed(codes, bits),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(codes.shape),
-        }
-        if symmetric:
-            zeros.fill_(2 ** (bits - 1))
-            return parts
-        return {**parts, "weight_zero_point": packed(zeros.T, bits).T}
-
-    weights = INTEGERS | {"num_bits": bits, "symmetric": symmetric}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    return pack, bits, settings
-
-
-INTEGER_FORMATS = {
-    **{f"gptq {bits} bits": gptq(bits, "gptq") for bits in (2, 4, 8)},
-    "gptq_v2": gptq(4, "gptq_v2"),
-    "awq": awq(),
-    "compressed-tensors 4 bits": compressed(4, True),
-    "compressed-tensors 8 bits, zero points": compressed(8, False),
-}
-
-
 @pytest.mark.parametrize("case", INTEGER_FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_integers_are_scaled_exactly(case: str, dtype: str, tmp_path: Path) -> None:
@@ -253,27 +184,8 @@ def test_integers_are_scaled_exactly(case: str, dtype: str, tmp_path: Path) -> N
     AutoGPTQ's forward pass (2, 4, 8 bits), AutoAWQ's dequantize_gemm and compressed-tensors' decompress, run once on
     such tensors, gave the same bits.
     """
-    pack, bits, settings = INTEGER_FORMATS[case]
-    folder, expected = write(tmp_path / "model", "llama"), {}
-    stored = {}
-    generator = torch.Generator().manual_seed(7)
-    for name, value in load_file(folder / "model.safetensors").items():
-        stored[name] = value.bfloat16()
-        if name.endswith("proj.weight"):
-            outputs, inputs = value.shape
-            groups = inputs // 16
-            codes = torch.randint(2**bits, value.shape, generator=generator)
-            zeros = torch.randint(2**bits, (outputs, groups), generator=generator)
-            scales = (torch.rand((outputs, groups), generator=generator) / 50).to(getattr(torch, dtype))
-            group = torch.arange(inputs) // 16
-            if "gptq" in case:
-                group = group[torch.randperm(inputs, generator=generator)]
-            del stored[name]
-            for end, part in pack(codes, zeros, scales, group).items():
-                stored[f"{name.removesuffix('weight')}{end}"] = part.contiguous()
-            expected[name] = ((codes - zeros[:, group]).float() * scales.float()[:, group]).to(getattr(torch, dtype))
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    change(folder, {"quantization_config": settings, "dtype": dtype})
+    folder = tmp_path / "model"
+    expected = {name: value.to(getattr(torch, dtype)) for name, value in write_integers(folder, case, dtype).items()}
     assert "it loads" in export_verified(folder, tmp_path / "copy", ExportOptions(max_shard_size="20KB"))
     written = stored_tensors(tmp_path / "copy")
     assert expected and len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
@@ -282,6 +194,34 @@ def test_integers_are_scaled_exactly(case: str, dtype: str, tmp_path: Path) -> N
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert config["dtype"] == dtype and "quantization_config" not in config
     assert all(value.dtype is getattr(torch, dtype) for value in written.values())
+
+
+@pytest.mark.parametrize("case", INTEGER_FORMATS)
+def test_integers_are_read_without_a_copy(case: str, tmp_path: Path) -> None:
+    """In float32 the values are not rounded, nor are those that merging adds to."""
+    folder = tmp_path / "model"
+    expected = write_integers(folder, case)
+    model, streamed = load_model(folder, dtype="float32"), dict(stream_parameters(folder)[1])
+    read = dict(load_model(folder, dtype="bfloat16").named_parameters())
+    for name, value in expected.items():
+        assert torch.equal(model.get_parameter(name), value) and torch.equal(streamed[name], value), name
+        assert torch.equal(read[name], value.bfloat16()), name
+    assert load_model(folder).dtype is torch.bfloat16
+    assert "quant" not in str(model.config.to_dict())
+
+
+@pytest.mark.parametrize("write_model", [write_fp8, write_mxfp4])
+def test_a_model_computes_as_its_copy(write_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Loaded as a whole and layer by layer, as a teacher is."""
+    torch.manual_seed(6)
+    write_model(tmp_path / "quantized")
+    export_verified(tmp_path / "quantized", tmp_path / "copy", ExportOptions())
+    ids = torch.arange(1, 40)[None]
+    [whole, copied] = [load_model(tmp_path / name, dtype="bfloat16") for name in ("quantized", "copy")]
+    streamed = streamed_model(tmp_path / "quantized", torch.bfloat16)
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for model in (whole, copied, streamed)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
@@ -334,7 +274,8 @@ def test_floats_of_4_bits_in_compressed_tensors(scales: torch.dtype, tmp_path: P
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
     """What is missing, of another shape, without a scale, or too large for the precision stops the copy."""
-    folder = write_fp8_model(tmp_path / "model")
+    folder = tmp_path / "model"
+    write_fp8(folder)
     file = folder / "model.safetensors"
     whole, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
     damages: dict[str, dict[str, Any]] = {
@@ -348,17 +289,14 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
         save_file({key: value for key, value in damaged.items() if value is not None}, file, {"format": "pt"})
         with pytest.raises(ModelError, match=message):
             export_verified(folder, tmp_path / "copy", ExportOptions(dtype="float16"))
+        with pytest.raises(ModelError, match=message):
+            load_model(folder, dtype="float16")
         assert not (tmp_path / "copy").exists()
 
 
-def write_fp8_model(folder: Path) -> Path:
-    """Write a model as `write_fp8`; return its directory."""
-    write_fp8(folder)
-    return folder
-
-
-def test_a_quantized_teacher_is_rejected(tmp_path: Path) -> None:
-    cfg = RunConfig()
-    cfg.distill.teacher = str(write_fp8_model(tmp_path / "teacher"))
-    with pytest.raises(ModelError, match=r"quantized weights \(fp8 .* toolkit export-model "):
+def test_a_teacher_of_another_kind_is_rejected(tmp_path: Path) -> None:
+    cfg, folder = RunConfig(), write(tmp_path / "teacher", "llama")
+    change(folder, {"quantization_config": {"quant_method": "auto-round"}})
+    cfg.distill.teacher = str(folder)
+    with pytest.raises(ModelError, match=r"quantized weights \(auto-round in config.json"):
         check_teacher(cfg, None)

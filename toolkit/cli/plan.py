@@ -30,7 +30,7 @@ from toolkit.config.hub import needs_lookup, resolve_model_path, resolve_teacher
 from toolkit.config.schema import AUTO
 from toolkit.jobs import check
 from toolkit.messages import ModelError, Problems, say, warn
-from toolkit.models.directory import check_unquantized
+from toolkit.models.quantized import check_readable
 from toolkit.plan import calibration, speed
 from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of, published_models
@@ -49,7 +49,7 @@ def run(words: list[str]) -> None:
     check_positions(loaded)
     if loaded.cfg.model.path:
         try:
-            check_unquantized(loaded.cfg.model.path)
+            check_readable(loaded.cfg.model.path)
         except ModelError as error:
             warn("{reason} This is the plan of such a copy.", reason=error)
     if loaded.cfg.distill.teacher not in published_models("hub_id"):

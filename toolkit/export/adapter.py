@@ -252,7 +252,7 @@ def _write_merged(
     probed = probe.read(source)
     with assemble.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)
-        stored_form.record(plan.model, weights.WeightFiles(part.base).shapes)
+        stored_form.record(plan.model, weights.files_of(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])
         state = assemble.assemble_state(source, plan.model, values, scratch, dtype)
         keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())

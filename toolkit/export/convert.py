@@ -17,7 +17,7 @@ from toolkit.models import adapters, chat, embedding_files, probe, quantized
 from toolkit.models.directory import official_vocabulary, read_json_or_empty
 from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
 from toolkit.models.save import non_weight_files
-from toolkit.models.weights import WeightFiles
+from toolkit.models.weights import files_of
 
 
 def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward: bool = True, **chosen: str) -> str:
@@ -99,7 +99,7 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
     model = part.shaped(load_empty(part.base))
     model.to(precision)
     if options.merge:
-        record_extra_tensors(model, WeightFiles(part.base))
+        record_extra_tensors(model, files_of(part.base))
     has_tokenizer = (path / "tokenizer_config.json").is_file()
     encoder = _encoder(path if has_tokenizer else part.base, family)
     files = non_weight_files(model, encoder) | embedding_files.read_files(path)

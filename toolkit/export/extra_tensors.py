@@ -32,7 +32,7 @@ def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict
     """
     record, others = json.loads(files[FILE]), {name: files[name] for name in files if name != FILE}
     try:
-        source = weights.WeightFiles(Path(record["folder"]))
+        source = weights.files_of(Path(record["folder"]))
     except (ModelError, OSError):
         source = None
     if source is None or any(dtype_and_shape(source, name) != tensor for name, tensor in record["tensors"].items()):

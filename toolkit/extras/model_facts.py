@@ -94,7 +94,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
     facts.quantization = quantized.method_of(folder, config)
-    directory.check_unquantized(folder)
+    quantized.check_readable(folder)
     facts.kernels = kernels.describe_missing(config)
     facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
     model = _built(folder)

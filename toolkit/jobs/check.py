@@ -13,7 +13,8 @@ from toolkit.config import context_length, devices, files, hub, load, mesh, nati
 from toolkit.data.first_rows import are_read_whole, check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files, locate_all
 from toolkit.messages import DataError, Problems, say, tr, warn
-from toolkit.models.directory import check_unquantized, read_config, trust_code
+from toolkit.models import quantized
+from toolkit.models.directory import read_config, trust_code
 from toolkit.plan import kernels
 from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
@@ -122,7 +123,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
         if model.trust_remote_code:
             trust_code(model.path)
         read_config(model.path, with_weights=is_here)
-        check_unquantized(model.path)
+        quantized.check_readable(model.path)
     if problems.errors or not (model.tokenizer or model.path):
         return None
     from toolkit.models.chat import load_tokenizer, local_encoder

@@ -21,7 +21,7 @@ from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
 from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
-from toolkit.models import chat, directory, load, stored_form, weights
+from toolkit.models import chat, directory, load, quantized, stored_form, weights
 
 _VERSION = 1
 """Part of the directory's name; increase it when other files are made."""
@@ -102,7 +102,8 @@ def _check_supported(model: ModelConfig, tokenizer_folder: Path) -> None:
     """Raise ModelError for models whose vocabulary is fixed."""
     folder, reason = Path(model.path), ""
     config = directory.read_config(model.path, with_weights=False)
-    directory.check_unquantized(folder)
+    if directory.is_quantized(folder):
+        raise quantized.quantization_error(config, folder)  # tables are changed file by file, as they are stored
     if directory.architecture_of(config) is not None or directory.official_vocabulary(tokenizer_folder) is not None:
         reason = tr(
             "the ids of ChatGLM's own tokenizer are fixed by its code. Use a model in transformers' own layout, such "

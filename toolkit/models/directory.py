@@ -70,6 +70,8 @@ _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 
 BASE_FILE = "base.json"
 """In an adapter's directory or a checkpoint without frozen weights: what identifies the base model."""
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json, or of a section of it, that say how weights are quantized."""
 ADDED_TOKENS = "toolkit_tokens.json"
 """In the directory that `model.add_tokens` makes: its base, and token -> id."""
 TOKENIZER_CODE = "tokenization_chatglm.py"
@@ -216,19 +218,15 @@ def sections_of(config: Mapping[str, Any]) -> list[Any]:
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantization_config of a config.json or of its text model's section, {} if there is none."""
-    for section in sections_of(config):
-        if settings := section.get("quantization_config") or section.get("compression_config"):
-            return settings if isinstance(settings, Mapping) else {"quant_method": settings}
-    return {}
+    found = (section[key] for section in sections_of(config) for key in QUANTIZATION_KEYS if section.get(key))
+    settings: Any = next(found, {})
+    return settings if isinstance(settings, Mapping) else {"quant_method": settings}
 
 
-def check_unquantized(path: str | Path) -> None:
-    """Raise ModelError for a directory of quantized weights, which can be served, but not trained."""
-    config = read_json_or_empty(Path(path) / "config.json")
-    if quantization_settings(config) or (Path(path) / "hf_quant_config.json").is_file():
-        from toolkit.models.quantized import quantization_error
-
-        raise quantization_error(config, Path(path))
+def is_quantized(folder: Path) -> bool:
+    """Whether a directory's weights are quantized; NVIDIA ModelOpt's exports need not say it in config.json."""
+    settings = quantization_settings(read_json_or_empty(folder / "config.json"))
+    return bool(settings) or (folder / "hf_quant_config.json").is_file()
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def load_model(
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
     # A directory's own code may not support empty parameters: its caller does the work of `ready` afterwards.
     replaces = ready is not None and not directory.is_trusted(folder)
-    is_streamed = partitioned is not None or needed_rows is not None or replaces
+    is_streamed = partitioned is not None or needed_rows is not None or replaces or _is_read_in_16_bits(folder)
     if directory.architecture_of(config) is None and not is_streamed:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open_directory(folder, config, dtype, partitioned)
@@ -69,16 +69,24 @@ def load_model(
     return model
 
 
+def _is_read_in_16_bits(folder: Path) -> bool:
+    if not directory.is_quantized(folder):
+        return False
+    from toolkit.models import quantized
+
+    return quantized.is_read_in_16_bits(folder)
+
+
 def stream_parameters(
     path: str | Path, only: Set[str] | None = None
 ) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return a directory's model with empty parameters, and an iterator over names and values of its parameters.
-    The model is loaded at once if the files' format does not allow to read single parameters. `only`: names of
-    parameters, None for all.
+    The model is loaded at once if the files' format does not allow to read single parameters. Quantized ones are not
+    rounded, as merging adds to them. `only`: names of parameters, None for all.
     """
     config = directory.read_config(str(path))
     try:
-        model, files, layout = _open_directory(Path(path), config)
+        model, files, layout = _open_directory(Path(path), config, read_as=torch.float32)
     except NotStreamable:
         state = _load_by_transformers(Path(path), None).state_dict()
         model = load_empty(path)
@@ -172,14 +180,24 @@ def _open_directory(
     config: dict[str, Any],
     dtype: torch.dtype | None = None,
     ds_config: dict[str, Any] | None = None,
+    read_as: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, weights.WeightFiles, weights.Layout]:
-    """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
-    directory.check_unquantized(folder)
-    model, files = _build_empty(folder, config, dtype, ds_config), weights.WeightFiles(folder)
+    """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters.
+    `read_as`: the precision in which quantized matrices are read, by default `dtype`.
+    """
+    files = weights.files_of(folder, read_as or dtype)
+    model = _build_empty(folder, config, dtype, ds_config)
     architecture = directory.architecture_of(config)
     layout: weights.Layout
     if architecture is None:
-        layout = stored_form.record(model, files.shapes)
+        try:
+            layout = stored_form.record(model, files.shapes)
+        except NotStreamable as error:
+            if _is_read_in_16_bits(folder):  # transformers would need the quantizer's package
+                from toolkit.models import quantized
+
+                raise quantized.quantization_error(config, folder) from error
+            raise
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
         from toolkit.models.chatglm.modeling import official_layout
@@ -229,11 +247,12 @@ def create_model(
             model = transformers.GlmForCausalLM(glm)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
-        from toolkit.models import trainable
+        from toolkit.models import quantized, trainable
 
         model = load_model(
             config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, needed_rows=needed_rows, ready=ready
         )
+        quantized.report(Path(config.path), dtype.value)
         trainable.check_vocabulary(model, tokenizer)
         if head is None:
             trainable.check_generates_text(model, config.path)
@@ -320,6 +339,10 @@ def transformers_config(folder: Path) -> Any:
             kind=config.model_type,
             version=transformers.__version__,
         )
+    if directory.is_quantized(folder):
+        from toolkit.models import quantized
+
+        quantized.drop_settings(config)  # what is read has 16 bits; see `weights.files_of`
     return config
 
 
@@ -381,7 +404,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
         raise _loading_error(folder, error) from error
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
-        files = weights.WeightFiles(folder)
+        files = weights.files_of(folder)
         record_extra_tensors(model, files, stored_form.record(model, files.shapes))
     return _prepare_loaded(model, folder)
 

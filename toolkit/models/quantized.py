@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.messages import ModelError, json_object, tr
-from toolkit.models.directory import quantization_settings
+from toolkit.messages import ModelError, json_object, say, tr
+from toolkit.models.directory import (
+    QUANTIZATION_KEYS,
+    is_quantized,
+    is_trusted,
+    quantization_settings,
+    read_json_or_empty,
+)
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where NVIDIA ModelOpt's exports say how they are quantized; config.json need not say it."""
@@ -20,6 +26,14 @@ _FORMATS = {
     ),
 }
 """quant_method -> the packings that are read, the default first."""
+
+
+def drop_settings(config: Any) -> None:
+    """Take from transformers' config of a model that its weights are quantized."""
+    for section in (config, config.get_text_config()):
+        for key in QUANTIZATION_KEYS:
+            if hasattr(section, key):
+                delattr(section, key)
 
 
 def method_of(folder: Path, config: Mapping[str, Any]) -> str:
@@ -44,6 +58,26 @@ def is_readable(settings: Mapping[str, Any]) -> bool:
     if method not in READABLE:
         return False
     return method not in _FORMATS or format_of(settings) in _FORMATS[method]
+
+
+def is_read_in_16_bits(folder: Path) -> bool:
+    """Whether a directory's weights are quantized, and matrices are made of them as they are read. Those of a model
+    whose code is its own are not: it may build their layers by itself.
+    """
+    return is_readable(quantization_settings(read_json_or_empty(folder / "config.json"))) and not is_trusted(folder)
+
+
+def check_readable(path: str | Path) -> None:
+    """Raise ModelError for a directory of quantized weights that are not read in 16 bits."""
+    folder = Path(path)
+    if is_quantized(folder) and not is_read_in_16_bits(folder):
+        raise quantization_error(read_json_or_empty(folder / "config.json"), folder)
+
+
+def report(folder: Path, dtype: str) -> None:
+    """Report in which precision the weights of a directory are read if they are quantized."""
+    if method := method_of(folder, read_json_or_empty(folder / "config.json")):
+        say("Quantized weights ({method}) are read in {dtype}. An export has none.", method=method, dtype=dtype)
 
 
 def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:

@@ -113,13 +113,15 @@ _CHOOSERS = "indexer"
 """Modules that choose what attention sees (DeepSeek-V3.2, GLM-5, Qwen4): a choice has no gradient."""
 _FOR_IMAGES = "vision_moe"
 """Modules inside decoder layers that images alone go through (ERNIE 4.5 VL MoE)."""
+_FOR_SENTENCES = "pooler"
+"""Modules that make one vector of a text for an encoder's tasks (BigBird): its causal model computes no such vector."""
 
 
 def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the name prefixes of modules to which the loss of text gives no gradient: those of `tower_prefixes`,
-    attention to an encoder that there is not, indexers and constants. Weight decay would still change them.
+    attention to an encoder that there is not, indexers, poolers and constants. Weight decay would still change them.
     """
-    kinds = f"{_CHOOSERS}|{_FOR_IMAGES}"
+    kinds = f"{_CHOOSERS}|{_FOR_IMAGES}|{_FOR_SENTENCES}"
     if not getattr(model.config, "is_encoder_decoder", False):
         kinds += f"|{_TO_ENCODER}"
     others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit import disk, terminal
 from toolkit.messages import ModelError, reading, reason_of, tr
-from toolkit.models.directory import weight_files
+from toolkit.models.directory import is_quantized, weight_files
 from toolkit.models.record import record_of
 
 Shapes = dict[str, tuple[int, ...]]
@@ -93,6 +93,8 @@ class TensorInfo:
 class WeightFiles(dict[str, TensorInfo]):
     """Metadata of all tensors of a directory, or of the `listed` files, by name in file order."""
 
+    types: ClassVar = {name: getattr(torch, kind) for name, kind in disk.TENSOR_TYPES.items()}
+
     def __init__(self, folder: Path, listed: Iterable[Path] | None = None) -> None:
         super().__init__()
         self.folder = folder
@@ -128,17 +130,14 @@ class WeightFiles(dict[str, TensorInfo]):
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
             stored = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
         for name, (_, dtype) in stored.items():
-            if dtype not in disk.TENSOR_TYPES:
+            if dtype not in self.types:
                 raise ModelError(
                     "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
                     file=file,
                     name=name,
                     dtype=dtype,
                 )
-        return {
-            name: TensorInfo(file, shape, getattr(torch, disk.TENSOR_TYPES[dtype]))
-            for name, (shape, dtype) in stored.items()
-        }
+        return {name: TensorInfo(file, shape, self.types[dtype]) for name, (shape, dtype) in stored.items()}
 
     def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
         """Return a pickled shard, memory-mapped; one in the format before torch 1.6 is read and kept until the next."""
@@ -150,6 +149,17 @@ class WeightFiles(dict[str, TensorInfo]):
         if not mapped:
             self._legacy = (file, values)
         return values
+
+
+def files_of(folder: Path, dtype: torch.dtype | None = None) -> WeightFiles:
+    """Return the metadata of a directory's tensors: of quantized matrices as they are read, in `dtype`, or if that is
+    None in the 16 bits that config.json names.
+    """
+    if not is_quantized(folder):
+        return WeightFiles(folder)
+    from toolkit.models.dequantize import QuantizedFiles
+
+    return QuantizedFiles(folder, dtype)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -243,7 +253,7 @@ def read_weights(
                     ready(model, target)
             if partitioned or ready is not None:
                 return_memory()
-    if needed_rows is not None or ready is not None:  # a tied head has lost the parameter that was replaced
+    if not is_partitioned or ready is not None:  # a tied head has lost the parameter that was replaced
         model.tie_weights()
         if not any(parameter.is_meta for parameter in model.parameters()):
             compute_buffers(model)

@@ -53,8 +53,7 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
                 "attention_bias": bool(config.get("add_qkv_bias", False)),
             }
         )
-    is_known = config.get("model_type") in _DENSE and "quantization_config" not in config
-    return _decoder_shapes(config) if is_known else None
+    return _decoder_shapes(config) if config.get("model_type") in _DENSE else None
 
 
 WITHOUT_ATTENTION = ("conv", "linear_attention", "mlp", "moe", "recurrent")

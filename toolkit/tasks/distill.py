@@ -35,7 +35,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
+from toolkit.models import chat, directory, isolation, load, lora, loss, probe, quantized, stages, weights
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_batches, language_data
@@ -331,7 +331,7 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     if cfg.model.trust_remote_code and directory.has_runnable_code(folder):
         directory.trust_code(folder)
     directory.read_config(folder)
-    directory.check_unquantized(folder)
+    quantized.check_readable(folder)
     other = chat.load_tokenizer(folder, family=cfg.model.family)
     for token_id in range(max(len(tokenizer), len(other))):
         own_token, teacher_token = (

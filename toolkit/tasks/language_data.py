@@ -195,7 +195,9 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
         if model.trust_remote_code:
             directory.trust_code(model.path)
         directory.read_config(model.path)
-        directory.check_unquantized(model.path)
+        from toolkit.models import quantized
+
+        quantized.check_readable(model.path)
 
     def texts() -> Iterator[str]:
         for conversation in read_conversations(cfg.data, cache_dir):
