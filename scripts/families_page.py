@@ -38,13 +38,13 @@ TEXTS: dict[str, dict[str, Any]] = {
         "columns": ["model", "parameters", "LoRA, 1 GPU", "QLoRA, 1 GPU", "full, each of 8 GPUs"],
         "recipes": "Recipes: {}.",
         "comma": ", ",
-        "other": "Another model of the table: its name after `model=`.",
+        "other": "For another model, change `model=` and the paths.",
     },
     "zh": {
         "columns": ["模型", "参数量", "LoRA，单卡", "QLoRA，单卡", "全参数，8 卡每卡"],
         "recipes": "现成配方：{}。",
         "comma": "、",
-        "other": "换成表中其他模型：改 `model=` 后的名字。",
+        "other": "换成其他模型时，修改 `model=` 和路径。",
     },
 }
 

@@ -30,18 +30,21 @@ TEXTS = {
     "failed": ("**fails**", "**失败**"),
     "grouped": ("grouped", "grouped"),
     "source": (
-        "{count} types of transformers {transformers}; first losses within {loss} of a plain transformers loop, "
-        "gradient norms within {norm}, logits of exports within {logits} of their spread. "
-        "DeepSpeed {deepspeed}, torch {torch}: `{command}`, ",
-        "transformers {transformers} 的 {count} 种类型；首步 loss 与普通 transformers 循环相差不超过 {loss}，"
-        "梯度范数不超过 {norm}，导出模型的 logits 与其标准差之比不超过 {logits}。"
-        "DeepSpeed {deepspeed}，torch {torch}：`{command}`，",
+        "The table covers {count} types of transformers {transformers}. First losses are within {loss} of a plain "
+        "transformers loop, gradient norms within {norm}, and logits of exports within {logits} of their standard "
+        "deviation. The results are from `{command}`, run {run} with DeepSpeed {deepspeed} and torch {torch}.",
+        "上表包括 transformers {transformers} 的 {count} 种类型。首步 loss 与普通 transformers 循环相差不超过 {loss}，"
+        "梯度范数相差不超过 {norm}，导出模型的 logits 的差异不超过其标准差的 {logits} 倍。"
+        "结果由 `{command}` {run} 测得，使用 DeepSpeed {deepspeed} 和 torch {torch}。",
     ),
-    "run": ("{count} types on {date} at commit {commit}", "{date} 在提交 {commit} 上运行 {count} 种"),
-    "comma": (", ", "，"),
-    "stop": (".", "。"),
-    "why": ("Why something is rejected, or trained as `grouped`:", "报错或改用 `grouped` 的原因："),
-    "not built": ("Not tried, as no tiny model of them could be made:", "未测试（构造不出微型模型）："),
+    "comma": (", ", "、"),
+    "day": ("on {}", "于 {}"),
+    "days": ("from {} to {}", "于 {} 至 {}"),
+    "why": ("The numbers in the table stand for these reasons:", "表中编号对应的原因："),
+    "not built": (
+        "These types were not tested, because no tiny model of them could be built: ",
+        "以下类型无法构造微型模型，因此没有测试：",
+    ),
 }
 
 
@@ -75,19 +78,14 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
         name: _bound(max(cell.get(name, 0) for row in types.values() for cell in row.values()))
         for name in ("loss", "norm", "logits")
     }
+    days = sorted(run["started"][:10] for run in result["runs"])
+    span = TEXTS["day" if days[0] == days[-1] else "days"][column].format(*dict.fromkeys((days[0], days[-1])))
     source = TEXTS["source"][column].format(
-        count=len(types), command=result["command"], **result["environment"]["packages"], **figures
+        count=len(types), command=result["command"], run=span, **result["environment"]["packages"], **figures
     )
-    runs = [
-        TEXTS["run"][column].format(
-            count=len(types.keys() & {*run["types"]}), date=run["started"][:10], commit=run["commit"][:7]
-        )
-        for run in result["runs"]
-    ]
-    source += TEXTS["comma"][column].join(runs) + TEXTS["stop"][column]
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]
-    not_built = f"{TEXTS['not built'][column]} {', '.join(f'`{kind}`' for kind in absent)}"
+    not_built = TEXTS["not built"][column] + TEXTS["comma"][column].join(f"`{kind}`" for kind in absent)
     return "\n".join(
         [*map(page_tables.row, lines), "", source, "", TEXTS["why"][column], "", *listed, "", not_built, ""]
     )
