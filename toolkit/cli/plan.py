@@ -14,7 +14,7 @@ toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=tr
   output=FILE      the plan as JSON
 
 Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB are
-powers of 1024, as memory is sold.
+powers of 1024, as memory is sold. A plan of which nothing fits ends with 0 too: scripts read output=FILE.
 """
 
 import json
@@ -27,6 +27,7 @@ from toolkit.config import files, load, mesh
 from toolkit.config.context_length import check_positions
 from toolkit.config.dotted_keys import get_value
 from toolkit.config.hub import needs_lookup, resolve_model_path, resolve_teacher
+from toolkit.config.other_model import warn_of_another_model
 from toolkit.config.schema import AUTO
 from toolkit.jobs import check
 from toolkit.messages import ModelError, Problems, say, warn
@@ -47,6 +48,7 @@ def run(words: list[str]) -> None:
     if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
+    warn_of_another_model(loaded.cfg.model)
     if loaded.cfg.model.path:
         try:
             check_readable(loaded.cfg.model.path)

@@ -35,6 +35,10 @@ def run(words: list[str]) -> None:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
     loaded = _with_directories(arguments.loaded)
     check_positions(loaded)
+    if cfg.model.published and ranks.rank == 0:
+        from toolkit.config.other_model import warn_of_another_model
+
+        warn_of_another_model(loaded.cfg.model)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer

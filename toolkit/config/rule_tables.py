@@ -242,6 +242,7 @@ BOUNDS: dict[str, str] = _TABLES["bounds"]
 """Kinds of bounds of a field -> the sentence about a number beyond them."""
 
 
+UNUSUAL: dict[str, float] = _TABLES["unusual"]
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
 
 INCOMPATIBLE: tuple[Rule, ...] = (

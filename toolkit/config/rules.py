@@ -35,6 +35,11 @@ def check_rules(
     all_problems.apply((_check_bounds,), loaded)
     all_problems.apply((_check_table,), loaded, rule_tables.RANGES)
     all_problems.settle()
+    for key, most in rule_tables.UNUSUAL.items():
+        value: Any = dotted_keys.get_value(loaded.cfg, key)
+        if value > most:
+            sentence = tr("{key} = {value} is unusual: above {most:g}. Is it meant?", key=key, value=value, most=most)
+            loaded.notices.append(loaded.position(key) + sentence)
     if custom:
         all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
     all_problems.apply((_check_both_given,), loaded)

@@ -153,13 +153,12 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
     if there are more than `most` sequences, or if the data are not local files that can be read in that time.
     """
     until = time.monotonic() + _ESTIMATE_S
-    is_split = not data.validation
-    training_share = 1.0 - data.validation_fraction if is_split and not data.validation_rows else 1.0
-    rows = size = 0.0
+    fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction
+    all_rows, rows, size = 0, 0.0, 0.0  # the latter two weighted
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
-        weight = training_share * (source.mean_weight if source.weights else source.weight)
+        weight = source.mean_weight if source.weights else source.weight
         left = source.max_samples or sys.maxsize
         try:
             for path in files_of(source):
@@ -171,18 +170,22 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
                     length = (
                         len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in rows_of_block)
                     )
+                    all_rows += len(rows_of_block)
                     rows, size = rows + weight * len(rows_of_block), size + weight * length
-                    if _sequences(data, rows, size) > most or time.monotonic() > until:
+                    kept = _sequences(data, rows * (1 - fraction), size * (1 - fraction))
+                    if kept > most or time.monotonic() > until:
                         return None
                     if not left:
                         break
         except ToolkitError:
             return None  # told by the check of the files
-    if data.max_samples:
-        rows, size = (value * min(1.0, data.max_samples * training_share / max(rows, 1.0)) for value in (rows, size))
-    if is_split and data.validation_rows:
-        rows, size = (value * max(0.0, 1.0 - data.validation_rows / max(rows, 1.0)) for value in (rows, size))
-    return round(rows), _sequences(data, rows, size)
+    share = min(1.0, data.max_samples / max(rows, 1.0)) if data.max_samples else 1.0
+    all_rows = max(1, round(all_rows * share))
+    held = 0 if data.validation else data.validation_rows
+    if fraction:
+        held = min(max(1, round(all_rows * fraction)), all_rows - 1)  # as `split_rows`
+    share *= max(0.0, 1.0 - held / all_rows)
+    return round(rows * share), _sequences(data, rows * share, size * share)
 
 
 def _sequences(data: DataConfig, rows: float, size: float) -> int:

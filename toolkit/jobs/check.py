@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from toolkit.arguments import check_parsed, parse
 from toolkit.command_line import positive_int
 from toolkit.config import context_length, devices, files, hub, load, mesh, native_ops, requirements, rules, schema
+from toolkit.config.other_model import warn_of_another_model
 from toolkit.data.first_rows import are_read_whole, check_sources, estimated_samples, tokenize_first_rows
 from toolkit.data.sources import check_distinct, local_files, locate_all
-from toolkit.messages import DataError, Problems, say, tr, warn
+from toolkit.messages import ConfigError, DataError, Problems, say, tr, warn
 from toolkit.models import quantized
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan import kernels
@@ -20,7 +21,7 @@ from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, active_parameters_line
-from toolkit.train.schedule import FEWEST_STEPS, Epoch, warn_of_short_run
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, make_schedule, warn_of_short_run
 
 if TYPE_CHECKING:  # tokenizers take seconds to import
     from transformers import PreTrainedModel
@@ -95,14 +96,20 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
 def _warn_of_steps(cfg: schema.RunConfig, world_size: int) -> None:
     """Warn of what is wrong with the number of steps, as far as files show it."""
     size, steps = cfg.batch.global_size, cfg.train.max_steps
-    sizes = (
-        None
-        if steps or cfg.data.streaming
-        else estimated_samples(cfg.data, size * math.ceil(FEWEST_STEPS / cfg.train.epochs))
-    )
+    needed = max(FEWEST_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
+    most = size * math.ceil(needed / cfg.train.epochs)
+    sizes = None if steps or cfg.data.streaming else estimated_samples(cfg.data, most)
     epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
     steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
-    warn_of_short_run(mesh.with_micro_batch(cfg), epoch, steps, world_size)
+    cfg = mesh.with_micro_batch(cfg)
+    if steps:
+        try:
+            make_schedule(cfg, steps)
+        except ConfigError as error:
+            if cfg.data.packing is schema.Packing.none or cfg.train.max_steps:  # else the steps are estimated
+                raise
+            warn(str(error))
+    warn_of_short_run(cfg, epoch, steps, world_size)
 
 
 def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None":
@@ -119,6 +126,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
     loaded = hub.resolve_model_path(loaded, config_only=True)
     problems.attempt(context_length.check_positions, loaded)
     cfg, model = loaded.cfg, loaded.cfg.model
+    warn_of_another_model(model)
     if model.init is schema.Init.pretrained:
         if model.trust_remote_code:
             trust_code(model.path)

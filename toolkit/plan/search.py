@@ -22,6 +22,8 @@ LAYOUTS = (
 MAX_MICRO_BATCH = 64
 _OFFLOAD_GAIN = 1.5
 """Factor by which a layout that offloads must be faster, as the speeds of buses and hosts are assumed."""
+_AS_FAST = 1.02
+"""Factor below which two estimated times are the same."""
 BEYOND = (
     "zero.zero_hpz_partition_size",
     "zero.zero_quantized_weights",
@@ -80,7 +82,7 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
 
 
 def fastest(layouts: Sequence[Layout]) -> Layout | None:
-    """Return the fastest layout that fits, None if none does. Among those within 2 % of its time, the first (simplest)
+    """Return the fastest layout that fits, None if none does. Among those as fast, the first (simplest)
     that leaves 5 % of the memory free is taken, or else the first. Offloading must be faster by more than the speeds of
     buses and hosts, which are assumed, may be wrong.
     """
@@ -91,8 +93,16 @@ def fastest(layouts: Sequence[Layout]) -> Layout | None:
     resident = [layout for layout in fitting if not layout.is_offloaded]
     if resident and (best_resident := min(layout.time.seconds for layout in resident)) <= _OFFLOAD_GAIN * best:
         fitting, best = resident, best_resident
-    fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
+    fast = [layout for layout in fitting if layout.time.seconds <= _AS_FAST * best]
     return next((layout for layout in fast if not layout.is_tight), fast[0])
+
+
+def recommended(recipe_layout: Layout, layouts: Sequence[Layout]) -> Layout | None:
+    """Return the recipe's own layout if it is as fast as the `fastest`, nearly, and has memory to spare; else that."""
+    best = fastest(layouts)
+    if best is None or not recipe_layout.fits or recipe_layout.is_tight:
+        return best
+    return recipe_layout if recipe_layout.time.seconds <= _AS_FAST * best.time.seconds else best
 
 
 def with_layout(

@@ -16,7 +16,7 @@ from toolkit.plan.lookup import config_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
 from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
-from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, overrides
+from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, overrides, recommended
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
@@ -25,11 +25,12 @@ def plan_lines(
     outline: Outline, machine: Machine, rates: Rates, recipe_layout: Layout, layouts: Sequence[Layout]
 ) -> list[str]:
     """Return the lines of a plan: the recipe's layout, all layouts, the fastest, the leanest, notes on uncertainty."""
-    cfg, best = recipe_layout.cfg, fastest(layouts)
+    cfg, best = recipe_layout.cfg, recommended(recipe_layout, layouts)
     if best is None:
+        leaner = {"full": ["tuning=lora"], "freeze": ["tuning=lora"], "lora": ["tuning=qlora"]}
+        ways = [tr("shorter rows (data.max_length)"), *leaner.get(cfg.tuning.method, []), "zero=stage3_nvme"]
         advice = tr(
-            "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
-            "another gpus= or nodes=."
+            "None fits. What helps: {ways}, or more GPUs (plan again with gpus= or nodes=).", ways=", ".join(ways)
         )
     elif changes := overrides(cfg, best.cfg):
         advice = tr("Recommended: {words}", words=" ".join(changes))
@@ -61,10 +62,8 @@ def plan_lines(
         *([_teacher_scores_line(cfg)] if cfg.distill.top_k else []),
         _time_line(recipe_layout, rates),
         "",
-        tr(
-            "All layouts with the same global batch of {size} sequences, the fastest first:", size=cfg.batch.global_size
-        ),
-        *_layout_table(layouts),
+        tr("Layouts with the same global batch of {size} sequences, the fastest first:", size=cfg.batch.global_size),
+        *_layout_table(layouts, best),
         "",
         advice,
         *_bf16_states_line(outline, machine, rates, cfg, best),
@@ -259,9 +258,13 @@ def _time_line(layout: Layout, rates: Rates) -> str:
     )
 
 
-def _layout_table(all_layouts: Sequence[Layout]) -> list[str]:
+_SHOWN_IF_NONE_FITS = 3
+
+
+def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[str]:
     """Return a table with a line for each combination of stage, offloading, recomputation and whether experts are
-    divided: its fastest layout that fits, or else the one with the lowest peak. The fastest comes first.
+    divided: `best`, or its fastest layout that fits. The fastest comes first. Without `best` those that come nearest to
+    fitting; the number of the others follows.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in all_layouts:
@@ -269,18 +272,22 @@ def _layout_table(all_layouts: Sequence[Layout]) -> list[str]:
         zero = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
         groups.setdefault((*zero, recomputes, divides), []).append(layout)
-    rows = []
+    chosen = []
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
         fast = min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
-        best = fast or min(layouts, key=lambda candidate: candidate.peak)
-        rows.append((best.name, best))
-    rows.sort(key=lambda row: (not row[1].fits, row[1].time.seconds if row[1].fits else row[1].peak))
-    return layout_table(tr("layout"), rows)
+        is_best = best is not None and best.cfg in [layout.cfg for layout in layouts]
+        chosen.append((best if is_best else fast) or min(layouts, key=lambda candidate: candidate.peak))
+    chosen.sort(key=lambda layout: (not layout.fits, layout.time.seconds if layout.fits else layout.peak))
+    shown = [layout for layout in chosen if layout.fits] or chosen[:_SHOWN_IF_NONE_FITS]
+    table = layout_table(tr("layout"), [(layout.name, layout) for layout in shown], best)
+    if rest := len(chosen) - len(shown):
+        table.append(tr("{count} more do not fit.", count=rest))
+    return table
 
 
-def layout_table(title: str, layouts: Iterable[tuple[str, Layout]]) -> list[str]:
-    """Return layouts, each with a name, as a table."""
+def layout_table(title: str, layouts: Iterable[tuple[str, Layout]], best: Layout | None = None) -> list[str]:
+    """Return layouts, each with a name, as a table; `best`: the one that is recommended."""
     rows = [
         [
             name,
@@ -290,7 +297,7 @@ def layout_table(title: str, layouts: Iterable[tuple[str, Layout]]) -> list[str]
             gib(layout.host_peak),
             f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
             f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
-            tr("yes") if layout.fits else tr("no"),
+            tr("recommended") if layout is best else tr("yes") if layout.fits else tr("no"),
         ]
         for name, layout in layouts
     ]

@@ -1,0 +1,45 @@
+"""Whether a directory in `model.path` holds the model that the recipe's settings were made for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import schema
+from toolkit.messages import file_bytes, parsed_json, warn
+
+_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_layers")
+"""Of config.json, from the most telling. Vocabularies grow, and other sizes follow from these."""
+
+
+def warn_of_another_model(model: schema.ModelConfig) -> None:
+    """Warn of a directory whose config.json differs from that of the model group, `model.published`."""
+    if not model.published or model.path == model.hub_id:
+        return
+    file = Path(model.path) / "config.json"
+    try:
+        config = parsed_json(file_bytes(file))
+    except (OSError, ValueError):  # reported by what loads the model
+        return
+    if not isinstance(config, Mapping):
+        return
+    here, expected = _sizes(config), _sizes(model.published)
+    if differing := next((key for key in _KEYS if key in here and here[key] != expected.get(key, here[key])), None):
+        warn(
+            "model.path = {path} is another model than {name}, for which the recipe's settings are: {key} is {value} "
+            "there, not {expected}. For any model: recipe=lora model=hf model.path=DIR",
+            path=model.path,
+            name=model.name,
+            key=differing,
+            value=here[differing],
+            expected=expected[differing],
+        )
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `_KEYS`; of a multimodal model its text model's, without types, which a text model alone
+    does not share.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return {key: config[key] for key in _KEYS if key in config}
+    return {key: {**config, **text}[key] for key in _KEYS[1:] if key in config or key in text}
