@@ -126,20 +126,25 @@ def part_of(batch: Batch, mesh: Mesh) -> Batch:
 def _with_columns(
     batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield each batch, whose rows `shares` lists, with its further columns if it has any: `reference` and `value` of
-    samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
+    """Return the batches, whose rows `shares` lists, with their further columns if there are any: `reference` and
+    `value` of samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
     """
     store, plan = prepared.split(split)
     reference, targets = prepared.reference.get(split), prepared.targets.get(split)
-    has_columns = store.has_values or reference is not None or targets is not None
-    for rows, batch in zip(shares, batches, strict=True):
-        samples = [sample for row in rows for sample in plan[row]] if has_columns else []
+
+    def with_columns(rows: list[int], batch: Batch) -> Batch:
+        samples = [sample for row in rows for sample in plan[row]]
         columns = targets.columns(samples) if targets is not None else {}
         if reference is not None:
             columns["reference"] = torch.from_numpy(reference[samples])
         if (values := store.values(samples)) is not None:
             columns["value"] = torch.from_numpy(values)
-        yield {**batch, **columns}
+        return {**batch, **columns}
+
+    has_columns = store.has_values or reference is not None or targets is not None
+    if not has_columns:
+        return batches
+    return (with_columns(rows, batch) for rows, batch in zip(shares, batches, strict=True))
 
 
 def answer_batches(
