@@ -204,7 +204,7 @@ def tokenize_first_rows(cfg: RunConfig, encoder: "ChatEncoder") -> "tuple[Prepar
     from toolkit.data.tokenize_workers import BuiltPart, PartBuilder
 
     files = local_files(cfg.data)
-    maker = PartBuilder(encoder, cfg.data, Path(), cfg.classify.labels, 2 + cfg.embed.negatives)
+    maker = PartBuilder(encoder, cfg, Path())
     report, until, lengths = PrepareReport(), time.monotonic() + _CHECK_S, list[int]()
     for number, file in enumerate(files):
         if time.monotonic() > until:
