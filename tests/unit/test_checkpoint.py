@@ -640,7 +640,11 @@ def test_what_adafactor_has_of_one_row_is_no_number() -> None:
     row, column = torch.ones(1, 1), torch.ones(1, 8)
     states = {"step": torch.tensor(3.0), "row_var": row, "col_var": column}
     flat = engine_state.FlatTensor(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
-    assert engine_state._sorted_states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
+    assert engine_state._classify_states(flat, is_factored=True) == (
+        {},
+        {"step": 3.0},
+        {"row_var": row, "col_var": column},
+    )
 
 
 def test_states_by_rank_of_an_earlier_version_are_not_passed_over(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ class Saving:
             self.publish()
         if is_saved and self.checkpointer.failed:
             if not self.checkpointer.ruin:
-                reason = tr("the last checkpoint could not be saved; see the warning above. Earlier ones are untouched.")
+                reason = tr(
+                    "the last checkpoint could not be saved; see the warning above. Earlier ones are untouched."
+                )
                 raise CheckpointError(reason)
             raise Diverged(
                 "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "

@@ -54,7 +54,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     problems.attempt(requirements.check_packages)
     problems.attempt(native_ops.check_compiler, arguments.loaded)
     if ranks.rank == 0:
-        problems.attempt(requirements.check_track_here, arguments.loaded)
+        problems.attempt(requirements.check_tracker_packages, arguments.loaded)
     cfg = arguments.loaded.cfg
     if ranks.local_rank == 0 and devices.on_nvidia() and (here := machine.this_machine()):
         problems.attempt(machine.check_precision, here.card, cfg.precision)
