@@ -1069,7 +1069,7 @@ def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: s
     flat = engine_state.FlatTensor(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
     found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
     found.numbers.return_value = {"step": 7.0}
-    restore._restore_piece(flat, flat.pieces[0], "w", found, bound=False)
+    restore._restore_piece(flat, flat.pieces[0], "w", found, is_factored=False)
     step = flat.state["step"]
     assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 
