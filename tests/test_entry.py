@@ -1,5 +1,6 @@
 """The entry points: short, quick, helpful."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import COMMANDS, main
+from toolkit.messages import ConfigError
+from toolkit.train.startup import make_ready
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,6 +86,15 @@ def test_cfg_prints_a_config_that_is_a_recipe(tmp_path: Path) -> None:
     again = run(str(ROOT / "run.py"), f"recipe={tmp_path}/again.yaml", "--cfg", "job")
     assert again.stdout.replace("recipe: again", "recipe: zero1") == printed.stdout
     assert "lr: 0.5" in again.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["--cfg", "recipe=zero1"], ["recipe=zero1", "--cfg"], ["recipe=zero1", "--cfg", "x"]]
+)
+def test_cfg_takes_no_other_word(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ConfigError, match=r"^write --cfg job: it prints the resolved config and stops\.$"):
+        make_ready(words)
 
 
 def test_unknown_command() -> None:

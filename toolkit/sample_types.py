@@ -56,9 +56,10 @@ class ChatEncoder(Protocol):
         """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
         ...
 
-    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Sequence[Sequence[Message]]:
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
         """Return the conversation as several, if the template renders earlier answers otherwise in later turns, so that
-        each answer is trained as it is generated; mostly [messages] itself. Or raise a RowError.
+        each answer is trained as it is generated; mostly [messages] itself. Or raise a RowError. `encode_many` is
+        faster for these lists than for copies of them: they may carry what was rendered here.
         """
         ...
 

@@ -5,13 +5,16 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import forked, run
 
+from tests.unit.data_tools import ByteEncoder
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import LEARNING_RATES, Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
+from toolkit.data import first_rows
 from toolkit.data.first_rows import tokenize_first_rows
 from toolkit.messages import set_language
 from toolkit.models.chat import fit_tokenizer, local_encoder
@@ -137,6 +140,18 @@ def test_tokens_are_counted_by_the_models_tokenizer(language: str, folder: Path,
     report.print_longer(cfg.data)
     assert (len(lengths), lengths[-1], report.cut) == (251, 256, 1)
     assert said[0].startswith(("1 of 251 rows (0.4 %) are longer than", "251 行中有 1 行（0.4 %）长于"))
+
+
+def test_no_file_is_opened_after_the_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": "q", "response": name}) + "\n")
+    cfg = load(["recipe=quickstart", "data=[a.jsonl,b.jsonl,c.jsonl]"]).cfg
+    opened, real = list[str](), first_rows.blocks
+    monkeypatch.setattr(first_rows, "blocks", lambda path, *rest: opened.append(path.name) or real(path, *rest))
+    for look in (lambda: tokenize_first_rows(cfg, ByteEncoder()), lambda: first_rows.formats_and_sizes(cfg.data)):
+        monkeypatch.setattr(first_rows, "time", mock.Mock(monotonic=mock.Mock(side_effect=[0.0, 1.0, 9.0])))
+        look()
+    assert opened == ["a.jsonl", "a.jsonl", "b.jsonl"], "sizes of a first file are read however late it is"
 
 
 CONFIG = {

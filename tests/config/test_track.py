@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.load import LoadedConfig, load, to_yaml
-from toolkit.config.requirements import check_track_here
+from toolkit.config.requirements import check_tracker_packages
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import TRACKER_PACKAGES, TRACKERS
 from toolkit.engine.ds_config import build_ds_config
@@ -74,18 +74,18 @@ def test_a_package_that_is_not_installed(name: str, tmp_path: Path, monkeypatch:
     loaded = load([RECIPE, f"track=[csv,{name}]"])
     check_rules(loaded, 2)
     with pytest.raises(ConfigError) as caught:
-        check_track_here(loaded)
+        check_tracker_packages(loaded)
     assert str(caught.value) == (
         f"conf/track/{name}.yaml:3: track.{name} needs the package {name}, which is not installed:  "
         f"pip install {TRACKER_PACKAGES[name]}"
     )
-    check_track_here(load([RECIPE, "track=csv"]))
+    check_tracker_packages(load([RECIPE, "track=csv"]))
 
 
 def test_deepspeeds_own_tracker_needs_its_package() -> None:
     """DeepSpeed prints what is missing and ends with ImportError."""
     with pytest.raises(ConfigError, match=r"ds_extra\.comet needs the package comet_ml, which is not installed:"):
-        check_track_here(load([RECIPE, "ds_extra.comet={enabled: true}"]))
+        check_tracker_packages(load([RECIPE, "ds_extra.comet={enabled: true}"]))
 
 
 def test_which_mlflow_addresses_are_folders() -> None:

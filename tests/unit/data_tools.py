@@ -47,9 +47,9 @@ class ByteEncoder:
         """Return the ids of messages, and a colon, after which an answer would begin."""
         return [*self.encode(messages, tools)[0], ord(":") + 2]
 
-    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
         """Return the conversation."""
-        return [messages]
+        return [list(messages)]
 
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None

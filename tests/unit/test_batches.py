@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError
-from toolkit.tasks.language_batches import prefetch
+from toolkit.tasks.language_batches import _with_columns, prefetch
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:
@@ -33,6 +34,12 @@ def store(tmp_path: Path) -> TokenizedCache:
 
 def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, list[list[int]]]:
     return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
+def test_the_sampler_is_iterated_once_without_further_columns(store: TokenizedCache) -> None:
+    prepared = mock.Mock(reference={}, targets={}, split=lambda _: (store, mock.Mock()))
+    batches = iter([{"input_ids": torch.zeros(1, 8)}])
+    assert _with_columns(batches, mock.Mock(), prepared, "train") is batches  # a Mock cannot be iterated
 
 
 def test_collate_by_hand() -> None:

@@ -50,6 +50,7 @@ from toolkit.messages import CheckpointError, ConfigError, RunFolderError
 from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir
 from toolkit.train.checkpointer import Checkpointer, _Pending
 from toolkit.train.rotation import Rotation
+from toolkit.train.saving import Saving
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -326,7 +327,7 @@ def saver_in(folder: Path, config: CheckpointConfig) -> Checkpointer:
     saver = Checkpointer.__new__(Checkpointer)
     saver.folder, saver.config, saver.keep_best = folder, config, ""
     saver.newest = saver.good = saver._pending = saver._rated = None
-    saver.failed, saver.ruin = False, ""
+    saver.failed, saver.no_step_follows, saver.ruin = False, False, ""
     saver._last_bytes, saver._probe_s, saver._probed_at, saver.patience_s = 1, 0.0, 0.0, 30.0
     saver._rotation = Rotation(folder, config)
     return saver
@@ -482,6 +483,27 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str], m
     ]
 
 
+@pytest.mark.parametrize("is_rescued", [False, True])
+def test_the_last_save_is_not_said_to_be_retried(
+    is_rescued: bool, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_in(tmp_path / "checkpoints", CheckpointConfig())
+    monkeypatch.setattr(saver, "_make_room", lambda _: "Read-only file system")
+    saver.described = mock.Mock(probe_ids=None)
+    run = mock.Mock(checkpointer=saver, folder=tmp_path / "run", hooks=[], cfg=mock.Mock(checkpoint=saver.config))
+    monkeypatch.setattr("toolkit.distributed.failure.watch_failures", lambda _: None)
+    saving = Saving(run, mock.Mock())
+    if is_rescued:
+        error = saving.rescue(RunState(step=3))
+        assert "is saved" not in str(error)
+    else:
+        saver.no_step_follows = True  # as the loop sets it
+        saving.save(RunState(step=3), last=True)
+        with pytest.raises(CheckpointError, match=r"could not be saved; see the warning above\. Earlier ones are unt"):
+            saving.publish_last(3, is_saved=True)
+    assert said[0] == "WARNING: the checkpoint step-3 could not be saved: Read-only file system."
+
+
 def test_what_was_written_is_proven(tmp_path: Path) -> None:
     path = tmp_path / fragments.file_name(0)
     fragments.write(fragments.content_of([fragment("a", torch.arange(6.0)), fragment("b", torch.arange(6.0))]), path)
@@ -618,7 +640,11 @@ def test_what_adafactor_has_of_one_row_is_no_number() -> None:
     row, column = torch.ones(1, 1), torch.ones(1, 8)
     states = {"step": torch.tensor(3.0), "row_var": row, "col_var": column}
     flat = engine_state.FlatTensor(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
-    assert engine_state._sorted_states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
+    assert engine_state._classify_states(flat, is_factored=True) == (
+        {},
+        {"step": 3.0},
+        {"row_var": row, "col_var": column},
+    )
 
 
 def test_states_by_rank_of_an_earlier_version_are_not_passed_over(tmp_path: Path) -> None:
@@ -1043,7 +1069,7 @@ def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: s
     flat = engine_state.FlatTensor(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
     found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
     found.numbers.return_value = {"step": 7.0}
-    restore._restore_piece(flat, flat.pieces[0], "w", found, bound=False)
+    restore._restore_piece(flat, flat.pieces[0], "w", found, is_factored=False)
     step = flat.state["step"]
     assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 

@@ -61,7 +61,7 @@ def make(folder: Path, said: list[str]) -> Made:
         model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed).eval()
         evaluation = Evaluation(
             cfg=cfg,
-            prepared=prepared,
+            data=prepared,
             ranks=ALONE,
             questions=choose_prompts(cfg, prepared),
             model=model,
@@ -92,7 +92,7 @@ ALL = "evaluate.metrics=[bleu,chrf,rouge_1,rouge_2,rouge_l,exact_match,distinct_
 def test_loss_is_that_of_all_tokens_of_each_source(packing: str, most: int, make: Made, tmp_path: Path) -> None:
     evaluation, _ = make(f"data.packing={packing}", "data.max_length=64", f"evaluate.max_samples={most}")
     found = evaluation.run(tmp_path / "x.jsonl")
-    store = evaluation.prepared.validation
+    store = evaluation.data.validation
     assert store is not None
     sums: dict[str, list[float]] = {}
     taken = evaluated_samples(store, most)
@@ -141,9 +141,9 @@ def test_every_answer_is_kept_with_its_scores(make: Made, tmp_path: Path, monkey
     assert "tok:13a" in whole["signatures"]["bleu"] and whole["failures"] == {}
     # The same as one prompt after another, without padding.
     for row, question in zip(rows, evaluation.questions, strict=True):
-        [ids] = generate(evaluation.model, evaluation.prepared.encoder, [question.prompt], evaluation._sampling(), CPU)
+        [ids] = generate(evaluation.model, evaluation.data.encoder, [question.prompt], evaluation._sampling(), CPU)
         assert len(ids) == row["output_tokens"]
-        assert hide(decode_answer(evaluation.prepared.encoder, ids)) == row["output"]
+        assert hide(decode_answer(evaluation.data.encoder, ids)) == row["output"]
 
 
 def test_what_is_drawn_is_the_same_on_any_number_of_ranks(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_what_is_drawn_is_the_same_on_any_number_of_ranks(make: Made, monkeypatc
             count: list[None] = []
             own = questions.generate_all(
                 evaluation.model,
-                evaluation.prepared.encoder,
+                evaluation.data.encoder,
                 prompts,
                 Sampling(max_new_tokens=10, temperature=1.5, seed=seed),
                 4,
@@ -188,7 +188,7 @@ def test_the_models_own_generation_config_has_no_say(
     prompts = [question.prompt for question in evaluation.questions[:3]]
 
     def asked() -> list[list[int]]:
-        return generate(model, evaluation.prepared.encoder, prompts, Sampling(max_new_tokens=6), CPU)
+        return generate(model, evaluation.data.encoder, prompts, Sampling(max_new_tokens=6), CPU)
 
     wanted = asked()
     model.generation_config = GenerationConfig(

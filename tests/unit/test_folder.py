@@ -137,7 +137,7 @@ def test_evaluating_warns_too(
     good(tmp_path)
     config(OWN)(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("toolkit.tasks.language_evaluation.evaluate_model", lambda *_: None)
+    monkeypatch.setattr("toolkit.jobs.evaluate.evaluate_model", lambda *_: None)
     words = ["recipe=quickstart", "model=hf", f"model.path={tmp_path}", f"output={tmp_path}/answers.jsonl"]
     eval.run([*words, "model.trust_remote_code=true"])
     assert f"the Python files of {tmp_path} run with all your rights" in " ".join(capsys.readouterr().out.split("\n"))

@@ -328,7 +328,7 @@ def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypat
         return check
 
     monkeypatch.setattr(startup.native_ops, "check_compiler", missing("no compiler"))
-    monkeypatch.setattr(startup.requirements, "check_track_here", missing("no tracker"))
+    monkeypatch.setattr(startup.requirements, "check_tracker_packages", missing("no tracker"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(ConfigError) as told:
         startup.make_ready(["recipe=quickstart", "schedule.warmup_steps=-3"])

@@ -225,7 +225,7 @@ def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     def path(rules: DataConfig, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
         encoder = ByteEncoder()
         encoder.fingerprint = fingerprint
-        return PartBuilder(encoder, rules, tmp_path).path(replace(file, columns=columns or {}), block)
+        return PartBuilder(encoder, RunConfig(data=rules), tmp_path).path(replace(file, columns=columns or {}), block)
 
     rules = [
         DataConfig(max_length=100, too_long=TooLong.drop, train_on=TrainOn.auto),

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import GlmConfig
 
+from tests.architectures import CONFIGS
 from tests.probes import compare
 from toolkit.distributed import accelerator
 from toolkit.export import verify
@@ -244,6 +245,11 @@ def test_a_model_that_rounds_far_in_float32_has_bounds_of_its_own(tmp_path: Path
     probe.write(saved, tmp_path / "export")
     assert "the logits are those of the save" in verify_logits(tmp_path / "export")
     assert verify._difference_bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
+    model.config.id2label = {0: "expert"}
+    assert verify._difference_bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "a label is no expert"
+    for name in ("mixtral", "gpt_oss"):
+        mixture = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+        assert verify._difference_bounds(mixture, None, found, saved, far)[0] == probe.TOLERANCES["float32"]
     model.model.layers[6].self_attn.v_proj.weight.data.zero_()
     save_model(model, tmp_path / "damaged")
     probe.write(saved, tmp_path / "damaged")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import BaseHandler
 
+from toolkit.cli.serve import _command
+from toolkit.evaluate import server
 from toolkit.evaluate.server import MAX_REQUEST_BYTES, BoundedApp, _sample_by_temperature, limit_tokens, request_problem
 
 RESERVED = frozenset({"chat_template", "tokenize"})
@@ -35,6 +38,24 @@ def asked(path: str, parts: list[bytes]) -> tuple[int, bytes | None]:
     if sent[0]["status"] != 200:
         assert set(json.loads(sent[1]["body"])["error"]) == {"message", "type", "param", "code"}
     return sent[0]["status"], got[0] if got else None
+
+
+@pytest.mark.parametrize("vllm", ["", "/bin/vllm"])
+def test_each_server_has_its_command(vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.shutil, "which", lambda *_, **__: vllm or None)
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: True)
+    folder, listen = Path("dir"), ["--port", "1"]
+    assert server.server_program("auto")[0] == ("vllm" if vllm else "transformers")
+    for backend in ("transformers", "sglang", *(["vllm"] if vllm else [])):
+        name, program = server.server_program(backend)
+        command = _command(name, program, folder, "NAME", listen)
+        assert name == backend and command[: len(program)] == program
+        after = {
+            "vllm": ["serve", "dir", "--port", "1", "--served-model-name", "NAME", "dir"],
+            "sglang": ["--model-path", "dir", "--port", "1", "--served-model-name", "NAME"],
+            "transformers": ["NAME", "serve", "dir", "--port", "1"],
+        }
+        assert command[len(program) :] == after[backend]
 
 
 def test_bodies_and_paths() -> None:

@@ -221,8 +221,9 @@ def record_file(path: Path) -> FileRecord:
     digest, position = hashlib.sha256(), 0
     with open(path, "rb") as file:
 
-        def read(size: float) -> int:
-            nonlocal position  # reads on for `size` bytes and returns their CRC-32
+        def crc_of_next(size: float) -> int:
+            """Return the CRC-32 of the next `size` bytes, or of all that are left; add them to `digest`."""
+            nonlocal position
             checksum = 0
             while size > 0 and (block := file.read(int(min(size, _BLOCK_BYTES)))):
                 digest.update(block)
@@ -231,10 +232,10 @@ def record_file(path: Path) -> FileRecord:
             return checksum
 
         for name, begin, size, checksum in _members(path):
-            read(begin - position)
-            if position != begin or read(size) != checksum:
+            crc_of_next(begin - position)
+            if position != begin or crc_of_next(size) != checksum:
                 raise OSError(f"{path.name}: {name}")
-        read(math.inf)
+        crc_of_next(math.inf)
     return FileRecord(position, digest.hexdigest())
 
 

@@ -8,7 +8,7 @@ their parameters, and is the only function that knows the wrappers.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -186,9 +186,9 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
         return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
 
     fragments = list(_buffer_fragments(held)) if is_first and rank == 0 else []
-    bound = has_factored_states(engine)
+    is_factored = has_factored_states(engine)
     for flat in flat_tensors(engine):
-        states, numbers, other_states = _sorted_states(flat, bound)
+        states = _classify_states(flat, is_factored)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
             piece = _rank_share(piece, rank, size) if flat.shared else piece
@@ -196,8 +196,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
                 piece_in_states = flat.piece_in_states(piece)
                 begin = piece_in_states.offset + piece.position - piece_in_states.position
                 values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
-                values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.items()}
-                fragment = _fragment(name, piece.parameter, piece.position, values, numbers)
+                values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.elementwise.items()}
+                fragment = _fragment(name, piece.parameter, piece.position, values, states.numbers)
                 if flat.is_transposed:
                     from toolkit.checkpoint.zenflow_state import add_to_fragment
 
@@ -207,10 +207,10 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
                     fragment.scales = {
-                        name: tensor[block:end] for name, tensor in other_states.items() if name in SCALES
+                        name: tensor[block:end] for name, tensor in states.others.items() if name in SCALES
                     }
-                elif bound and rank == 0:
-                    fragment.bound = other_states
+                elif is_factored and rank == 0:
+                    fragment.bound = states.others
                 fragments.append(fragment)
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
@@ -247,24 +247,27 @@ def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
     return tensor.detach().reshape(-1).narrow(0, begin, length)
 
 
-def _sorted_states(
-    flat: FlatTensor, bound: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
-    """Return the optimizer's states in three dicts by name: elementwise ones of the flat tensor, single numbers, and
-    all others. With `bound` no state counts as elementwise.
-    """
-    values: dict[str, torch.Tensor] = {}
-    numbers: dict[str, float] = {}
-    other_states: dict[str, torch.Tensor] = {}
+class _States(NamedTuple):
+    """An optimizer's states of a flat tensor, by name."""
+
+    elementwise: dict[str, torch.Tensor]
+    numbers: dict[str, float]
+    others: dict[str, torch.Tensor]
+    """Such as the scales of 8-bit blocks, or an Adafactor's of rows and columns."""
+
+
+def _classify_states(flat: FlatTensor, is_factored: bool) -> _States:
+    """Return the optimizer's states by kind. If they are factored (see `has_factored_states`) none is elementwise."""
+    states = _States({}, {}, {})
     for state, value in sorted(flat.state.items()):
         if not isinstance(value, torch.Tensor):
-            numbers |= {state: float(value)} if isinstance(value, int | float) else {}
-        elif state == "step" or (not bound and value.numel() == 1 < flat.tensor.numel()):
-            numbers[state] = float(value)
+            states.numbers.update({state: float(value)} if isinstance(value, int | float) else {})
+        elif state == "step" or (not is_factored and value.numel() == 1 < flat.tensor.numel()):
+            states.numbers[state] = float(value)
         else:
             is_elementwise = flat.full_offsets or value.numel() == flat.tensor.numel()
-            (values if is_elementwise and not bound else other_states)[state] = value
-    return values, numbers, other_states
+            (states.elementwise if is_elementwise and not is_factored else states.others)[state] = value
+    return states
 
 
 def _fragment(

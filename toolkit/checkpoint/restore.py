@@ -25,13 +25,13 @@ from toolkit.messages import CheckpointError
 def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: Fragments) -> None:
     """Restore an engine's weights and optimizer states; CheckpointError if anything is missing. A collective."""
     names = {id(parameter): name for name, parameter in held.parameters.items()}
-    optimizer, bound = engine.optimizer, has_factored_states(engine)
+    optimizer, is_factored = engine.optimizer, has_factored_states(engine)
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if partitioned:
         optimizer.checkpoint_event_prologue()
     for flat in flat_tensors(engine, changes=True):
         for piece in flat.pieces:
-            _restore_piece(flat, piece, names[id(piece.parameter)], fragments, bound)
+            _restore_piece(flat, piece, names[id(piece.parameter)], fragments, is_factored)
         if flat.has_8_bits:
             _restore_8_bits(flat, 1, names, fragments)
             _restore_8_bits(flat, 2, names, fragments)
@@ -53,7 +53,7 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
     _restore_unoptimized(held, fragments)
 
 
-def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
+def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragments, is_factored: bool) -> None:
     """Copy what a checkpoint holds of one parameter's piece into this rank's flat tensor and the states of that.
 
     Args:
@@ -61,16 +61,16 @@ def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragmen
         piece: which elements of the parameter are where in the flat tensor.
         name: the parameter's name in the checkpoint.
         fragments: the checkpoint.
-        bound: whether states are copied whole, as they are not elementwise (Adafactor).
+        is_factored: whether states are copied whole, as they are not elementwise (Adafactor).
 
     Raises:
         CheckpointError: the saved parameter has another shape, or numbers are missing.
     """
     _check_shape(piece, name, fragments)
     _restore_numbers(flat, fragments.numbers(name))
-    if bound:
+    if is_factored:
         flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
-    states = set() if bound or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
+    states = set() if is_factored or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
             # In the type that the optimizer would use: the flat tensor's, and the saved one for Muon's full momentum.

@@ -87,7 +87,7 @@ def _evaluate(words: list[str], ranks: environment.Ranks, inherited: dict[str, s
         warn_remote_code(cfg.model)
     cfg = mesh.with_micro_batch(hub.resolve_model_path(arguments.loaded).cfg)
     cfg = replace(cfg, parallel=schema.ParallelConfig())  # each rank, or ZeRO-3, has a whole model
-    from toolkit.tasks.language_evaluation import evaluate_model
+    from toolkit.jobs.evaluate import evaluate_model
 
     evaluate_model(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
 

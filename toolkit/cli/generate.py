@@ -84,20 +84,24 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
     if is_split and "shard" in settings:
         raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
     row_format = RowFormat(one_of(settings, "format", [choice.value for choice in RowFormat]))
-    from toolkit.evaluate.answer_files import answer_source, parse_shard, question_source
+    from toolkit.evaluate.answer_files import AnswerOptions, answer_source, parse_shard, question_source
 
-    answer_source(
-        question_source(settings["input"], row_format, settings.get("columns", "{}")),
-        Path(settings["output"]),
-        lambda: _load(settings, is_split),
-        sampling,
+    source = question_source(settings["input"], row_format, settings.get("columns", "{}"))
+    options = AnswerOptions(
+        sampling=sampling,
         batch_size=positive_int(settings, "batch_size") or 8,
         samples=positive_int(settings, "samples") or 1,
         system=settings.get("system", ""),
-        models=[Path(settings[name]) for name in ("model.path", "adapter") if settings.get(name)],
-        settings={name: settings[name] for name in settings if name not in ("input", "output", "batch_size", "shard")},
         shard=parse_shard(settings.get("shard", "1/1")),
         allow_code=one_of(settings, "allow_code", ("false", "true")) == "true",
+    )
+    answer_source(
+        source,
+        Path(settings["output"]),
+        lambda: _load(settings, is_split),
+        options,
+        models=[Path(settings[name]) for name in ("model.path", "adapter") if settings.get(name)],
+        settings={name: settings[name] for name in settings if name not in ("input", "output", "batch_size", "shard")},
     )
 
 

@@ -31,6 +31,7 @@ BACKENDS = ("auto", "vllm", "sglang", "transformers")
 
 
 def run(words: list[str]) -> None:
+    """Become the server."""
     toolkit_words = list(takewhile(lambda word: not word.startswith("--"), words))
     options = words[len(toolkit_words) :]
     arguments = named_arguments(
@@ -43,16 +44,10 @@ def run(words: list[str]) -> None:
     folder = resolve_servable(Path(arguments["model.path"]))
     host, port = arguments.get("host", "127.0.0.1"), positive_int(arguments, "port") or 8000
     model = arguments.get("served_name") or name_of(folder)
-    program = server_program(one_of(arguments, "backend", BACKENDS))
-    backend = "vllm" if len(program) == 1 else "sglang" if "sglang.launch_server" in program else "transformers"
-    listen = ["--host", host, "--port", str(port)]
-    if backend == "sglang":
-        command = [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
-    elif backend == "vllm":
-        command = [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
-    else:
-        command = [*program, model, "serve", str(folder), *listen]
-        command += [] if "--dtype" in options else ["--dtype", _precision(options)]
+    backend, program = server_program(one_of(arguments, "backend", BACKENDS))
+    command = _command(backend, program, folder, model, ["--host", host, "--port", str(port)])
+    if backend == "transformers" and "--dtype" not in options:
+        command += ["--dtype", _precision(options)]
     if arguments.get("adapter"):
         name = Path(arguments["adapter"]).resolve().name
         command += adapter_options(Path(arguments["adapter"]), folder, name, backend)
@@ -66,6 +61,15 @@ def run(words: list[str]) -> None:
     # The model is here: nothing is looked up elsewhere, nor can a request have another one fetched.
     alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     os.execve(command[0], [*command, *options], os.environ | alone)  # noqa: S606  the command is made above
+
+
+def _command(backend: str, program: list[str], folder: Path, model: str, listen: list[str]) -> list[str]:
+    """Return the command by which a server's program serves a directory as `model`; `listen`: where."""
+    if backend == "sglang":
+        return [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
+    if backend == "vllm":
+        return [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
+    return [*program, model, "serve", str(folder), *listen]
 
 
 def _precision(options: list[str]) -> str:

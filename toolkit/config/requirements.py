@@ -112,7 +112,7 @@ RULES = (_check_metric_packages, _check_qlora)
 """Rules about packages and devices that a method or a metric of a language model needs."""
 
 
-def check_track_here(loaded: LoadedConfig) -> None:
+def check_tracker_packages(loaded: LoadedConfig) -> None:
     """Raise ConfigError for trackers whose package is not installed here, and for DeepSpeed's own of Comet. For rank 0
     only: no other rank needs them.
     """

@@ -127,12 +127,10 @@ def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
     """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending)."""
     until, formats, sizes = time.monotonic() + _CHECK_S, set[RowFormat](), list[int]()
     for file in local_files(data):
+        if sizes and time.monotonic() > until:
+            break
         block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
-        if (
-            block is None
-            or (with_known_format := with_format(file, block)) is None
-            or (sizes and time.monotonic() > until)
-        ):
+        if block is None or (with_known_format := with_format(file, block)) is None:
             continue
         formats.add(with_known_format.row_format)
         reader = reader_of(with_known_format.row_format, with_known_format.columns)
@@ -209,11 +207,13 @@ def tokenize_first_rows(cfg: RunConfig, encoder: "ChatEncoder") -> "tuple[Prepar
     from toolkit.data.tokenize_workers import BuiltPart, PartBuilder
 
     files = local_files(cfg.data)
-    maker = PartBuilder(encoder, cfg.data, Path(), cfg.classify.labels, 2 + cfg.embed.negatives)
+    maker = PartBuilder(encoder, cfg, Path())
     report, until, lengths = PrepareReport(), time.monotonic() + _CHECK_S, list[int]()
     for number, file in enumerate(files):
+        if time.monotonic() > until:
+            break
         block = next(blocks(file.path, _TOKENIZED_BYTES, file.columns.values()), None)
-        if block is None or time.monotonic() > until:
+        if block is None:
             continue
         if file.max_rows:
             block, _ = first_rows_of(block, file.max_rows)

@@ -192,15 +192,19 @@ def _take(answer: Any, content: bytearray, size: int) -> None:
 
 
 def _check(url: str, answer: Any, begin: int) -> None:
-    """Raise a DataError for an answer that is not of the range, or not of the file as it was at first."""
-    total = _total(url, answer, begin)
-    facts = _facts(url)
-    if total != facts.size or (not facts.is_fixed and _tag(answer) != facts.tag):
+    """Raise a DataError for an answer that is not of the file as it was at first; others as `_size_by_range`."""
+    size, facts = _size_by_range(url, answer, begin), _facts(url)
+    if size != facts.size or (not facts.is_fixed and _tag(answer) != facts.tag):
         raise DataError("{path} was changed while the run was reading it. Restore it, then resume the run.", path=url)
 
 
-def _total(url: str, answer: Any, begin: int) -> int:
-    """Return the size of the file of which an answer is a range; DataError if the server knows no ranges."""
+def _size_by_range(url: str, answer: Any, begin: int) -> int:
+    """Return the size of the file of which an answer is the range from `begin` on, by its Content-Range.
+
+    Raises:
+        DataError: the server knows no ranges.
+        ValueError: the answer is of another range; `_persist` asks again.
+    """
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
     if answer.status != 206 or not match or answer.headers.get("Content-Encoding", "identity") != "identity":
         raise DataError(
@@ -224,7 +228,7 @@ def _facts(url: str) -> _Facts:
 
     def attempt() -> bool:
         with _opened(url, 0, 1) as answer:
-            facts.append(_Facts(_total(url, answer, 0), _tag(answer)))
+            facts.append(_Facts(_size_by_range(url, answer, 0), _tag(answer)))
         return True
 
     if not facts:

@@ -12,7 +12,7 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -284,13 +284,10 @@ class CacheWriter:
         paths = sorted(self.folder.iterdir())
         for path in paths:
             self._checksums[path.name] = self._checksums.get(path.name) or checksum(path)
-        digest = hashlib.sha256()
         samples: list[NDArray[Any]] = [index.hashes, index.lengths, index.values, index.files, rows]  # not their lines
-        for part in samples + [arrays[f"{split}.npy"] for split in sorted(splits)]:
-            digest.update(part.tobytes())
         contents = {
             **manifest,
-            "content": digest.hexdigest()[:32],
+            "content": _digest(samples + [arrays[f"{split}.npy"] for split in sorted(splits)]),
             "dtype": self.dtype.name,
             "splits": counts,
             "sizes_bytes": {path.name: path.stat().st_size for path in paths},
@@ -365,6 +362,14 @@ def checksum(path: Path) -> int:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
+
+
+def _digest(arrays: Iterable[NDArray[Any]]) -> str:
+    """Return a hash of the arrays' bytes, one after another."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _map_array(path: Path) -> NDArray[Any]:

@@ -353,7 +353,7 @@ class Stream:
         self.files = list(files)
         self.sources = [[file for file in files if file.source == n] for n in range(len(cfg.data.sources))]
         # A copy, as a tokenizer must not be used by two threads at once. Nothing is written to the folder.
-        self.maker = PartBuilder(deepcopy(encoder), cfg.data, Path())
+        self.maker = PartBuilder(deepcopy(encoder), cfg, Path())
         self.sizes = [[size_of(file) for file in of_source] for of_source in self.sources]
         self.counts = RowCounts()
         self.rows = self.bad_rows = 0

@@ -366,7 +366,7 @@ class _CacheBuilder:
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
-        self.maker = PartBuilder(encoder, cfg.data, self.parts, cfg.classify.labels, 2 + cfg.embed.negatives)
+        self.maker = PartBuilder(encoder, cfg, self.parts)
         self.labels = list(cfg.classify.labels)
         self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()

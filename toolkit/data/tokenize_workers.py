@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.config.schema import DataConfig, RowFormat, TooLong
+from toolkit.config.objective import data_unit
+from toolkit.config.schema import RowFormat, RunConfig, TooLong
 from toolkit.data import readers
 from toolkit.data.formats import Conversation, RowReader, mark_trained, reader_of, turns
 from toolkit.data.rows import parse_row
@@ -172,17 +173,14 @@ _ReadRow = tuple[RowPosition, object, Conversation]
 class PartBuilder:
     """Makes parts and keeps them in a folder."""
 
-    def __init__(
-        self, encoder: ChatEncoder, data: DataConfig, folder: Path, labels: Sequence[str] = (), texts: int = 2
-    ) -> None:
-        """Keep what decides how rows become samples, and a hash key of it. `labels`: those that rows may have; () any.
-        `texts`: how many samples each row becomes, where it becomes several, as pairs do.
-        """
-        self.encoder, self.folder, self.labels, self.texts = encoder, folder, labels, texts
+    def __init__(self, encoder: ChatEncoder, cfg: RunConfig, folder: Path) -> None:
+        """Keep what decides how rows become samples, and a hash key of it."""
+        self.encoder, self.folder, data = encoder, folder, cfg.data
+        self.labels, self.texts = cfg.classify.labels, max(2, data_unit(cfg)[1])
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
-        rules += [list(labels)] if labels else []
-        rules += [texts] if texts > 2 else []
+        rules += [list(self.labels)] if self.labels else []
+        rules += [self.texts] if self.texts > 2 else []
         rules += [encoder.text_key] if encoder.text_key else []
         self._key = repr(rules).encode()
 
@@ -329,9 +327,7 @@ class PartBuilder:
         parts_trained: list[Conversation] = []
         for marked in mark_trained(conversation, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
-            parts_trained += [
-                replace(marked, messages=part if isinstance(part, list) else list(part)) for part in parts
-            ]
+            parts_trained += [replace(marked, messages=part) for part in parts]
             counts.divided += len(parts) > 1
             counts.divided_samples += len(parts) if len(parts) > 1 else 0
         if len(parts_trained) > 1 and sum(map(_num_chars, parts_trained)) > _MOST_TEXT:
@@ -365,13 +361,7 @@ class PartBuilder:
         tokenizer ends it, a conversation without a last answer where one would begin; their mask marks only the last
         token, at which a classifier's score or an embedding is taken.
         """
-        complete = [
-            conversation
-            for conversation in read
-            if not conversation.is_input_only
-            or conversation.is_text
-            or conversation.messages[-1]["role"] == "assistant"
-        ]
+        complete = [conversation for conversation in read if _is_complete(conversation)]
         encodings = iter(
             self.encoder.encode_many(
                 [conversation.messages for conversation in complete], [conversation.tools for conversation in complete]
@@ -381,7 +371,7 @@ class PartBuilder:
             return list(encodings)
         encoded = []
         for conversation in read:
-            is_complete = conversation.is_text or conversation.messages[-1]["role"] == "assistant"
+            is_complete = _is_complete(conversation)
             ids = next(encodings)[0] if is_complete else self.encoder.prompt(conversation.messages, conversation.tools)
             ids = [*ids[:-1], *self.encoder.after_text] if conversation.is_text else ids
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
@@ -548,6 +538,11 @@ def row_hashes(
         digest.update(mask_bytes[start:end])
         digests += digest.digest()
     return np.frombuffer(digests, np.uint64)
+
+
+def _is_complete(conversation: Conversation) -> bool:
+    """Whether a conversation ends with an answer, as all that are trained do, or is a text; others are prompts."""
+    return not conversation.is_input_only or conversation.is_text or conversation.messages[-1]["role"] == "assistant"
 
 
 def _num_chars(conversation: Conversation) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -344,64 +344,111 @@ def _rows_of_shard(total: int, window: int, number: int, count: int) -> int:
     return sum(min(window, total - begin) for begin in range(0, total, window)[number - 1 :: count])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """How the questions of a source are answered."""
+
+    sampling: Sampling
+    batch_size: int
+    samples: int = 1
+    """Answers to each question."""
+    system: str = ""
+    """System message of questions that have none; "" none."""
+    shard: tuple[int, int] = (1, 1)
+    """(i, n): the i-th of n shards, see `answer_rows`."""
+    allow_code: bool = False
+    """See `read_questions`."""
+
+    @property
+    def window(self) -> int:
+        """Answers in a window."""
+        return self.batch_size * BATCHES_IN_WINDOW
+
+
 def answer_source(
     source: schema.SourceConfig,
     output: Path,
     load: Callable[[], tuple[PreTrainedModel, chat.AnyChatEncoder]],
-    sampling: Sampling,
+    options: AnswerOptions,
     *,
-    batch_size: int,
-    samples: int = 1,
-    system: str,
-    models: Sequence[Path],
-    settings: Mapping[str, Any],
-    shard: tuple[int, int] = (1, 1),
-    allow_code: bool = False,
+    models: Sequence[Path] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Answer every question of a source `samples` times and write the answers to `output`, or resume that. `load` is
-    called after the questions are checked and the file is open; `models`: directories of the weights. `shard`: see
-    `answer_rows`; without it existing shards are joined. `allow_code`: see `read_questions`.
+    """Answer every question of a source and write the answers to `output`, or resume that; existing shards are joined.
+
+    Args:
+        source: see `question_source`.
+        output: the file; with several shards the file of the shard is named after it.
+        load: returns the model; called after the questions are checked and the file is open.
+        options: how they are answered.
+        models: directories of the weights.
+        settings: a file of answers is resumed only if they are the same.
     """
-    if samples > 1 and not sampling.temperature:
-        raise ConfigError(
-            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
-        )
-    total = samples * _count_questions(source, allow_code)  # a broken file is reported before the model loads
-    settings = _with_file_identities({**settings, "batch_size": batch_size}, source, models)
-    is_shard = shard[1] > 1
+    # A broken file is reported before the model loads.
+    num_rows = _rows_of_shard(_count_answers(source, options), options.window, *options.shard)
+    settings = _with_file_identities({**settings, "batch_size": options.batch_size}, source, models)
+    is_shard = options.shard[1] > 1
     if is_shard:
-        output = shard_of(output, *shard)
-    elif _merge_shards(output, settings, batch_size * BATCHES_IN_WINDOW):
-        _report_written(output, total)
+        output = shard_of(output, *options.shard)
+    elif _merge_shards(output, settings, options.window):
+        _report_written(output, num_rows)
         return
     # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
-    answer_file = (
-        AnswerFile(output, settings, batch_size * BATCHES_IN_WINDOW) if rank() == 0 else contextlib.nullcontext()
-    )
-    failed = cut = 0
+    answer_file = AnswerFile(output, settings, options.window) if rank() == 0 else contextlib.nullcontext()
     with answer_file as file:
-        model, encoder = load()
-        done = on_rank0(lambda: file.done if file else 0)
-        questions = read_questions(source, allow_code)
-        if samples > 1:
-            questions = (replace(question, sample=number) for question in questions for number in range(samples))
-        windows = answer_rows(
-            model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
-        )
-        total = _rows_of_shard(total, batch_size * BATCHES_IN_WINDOW, *shard)
-        is_quiet = file is None or shard[0] > 1
-        with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
-            for rows in windows:
-                failed += sum("error" in row for row in rows)
-                cut += sum(row.get("finish") == "length" for row in rows)
-                if file:
-                    file.write(rows)
-                bar.update(len(rows))
+        incomplete = _write_answers(source, file, *load(), options, num_rows)
         if not file:
             return
         file.finish(is_shard)
-    _report_written(output, total)
-    _report_incomplete(total - done, cut, failed)
+    _report_written(output, num_rows)
+    _report_incomplete(*incomplete)
+
+
+def _count_answers(source: schema.SourceConfig, options: AnswerOptions) -> int:
+    """Return how many answers a source asks for; ConfigError or DataError if something is wrong with it."""
+    if options.samples > 1 and not options.sampling.temperature:
+        raise ConfigError(
+            "samples = {samples} needs temperature: the likeliest tokens are the same each time.",
+            samples=options.samples,
+        )
+    return options.samples * _count_questions(source, options.allow_code)
+
+
+def _write_answers(
+    source: schema.SourceConfig,
+    file: AnswerFile | None,
+    model: PreTrainedModel,
+    encoder: chat.AnyChatEncoder,
+    options: AnswerOptions,
+    num_rows: int,
+) -> tuple[int, int, int]:
+    """Answer what a file lacks of its `num_rows` rows, with a progress bar; return how many those are, and how many of
+    them were cut and failed. A collective; rank 0 alone has the file.
+    """
+    done = on_rank0(lambda: file.done if file else 0)
+    questions = read_questions(source, options.allow_code)
+    if options.samples > 1:
+        questions = (replace(question, sample=number) for question in questions for number in range(options.samples))
+    windows = answer_rows(
+        model,
+        encoder,
+        questions,
+        options.sampling,
+        batch_size=options.batch_size,
+        system=options.system,
+        done=done,
+        shard=options.shard,
+    )
+    failed = cut = 0
+    is_quiet = file is None or options.shard[0] > 1
+    with tqdm(total=num_rows, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
+        for rows in windows:
+            failed += sum("error" in row for row in rows)
+            cut += sum(row.get("finish") == "length" for row in rows)
+            if file:
+                file.write(rows)
+            bar.update(len(rows))
+    return num_rows - done, cut, failed
 
 
 def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:

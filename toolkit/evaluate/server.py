@@ -55,15 +55,17 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-def server_program(backend: str) -> list[str]:
-    """Return the command that starts a server, without its options; ConfigError if the server is not installed."""
+def server_program(backend: str) -> tuple[str, list[str]]:
+    """Return a server's name, chosen here for `auto`, and the command that starts it, without options; ConfigError if
+    it is not installed.
+    """
     if backend == "sglang":
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError(tr("backend = sglang, but there is no sglang here:  pip install sglang"))
-        return [sys.executable, "-m", "sglang.launch_server"]
+        return backend, [sys.executable, "-m", "sglang.launch_server"]
     vllm = shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if vllm and backend != "transformers":
-        return [vllm]
+        return "vllm", [vllm]
     if backend == "vllm":
         raise ConfigError(tr("backend = vllm, but there is no vllm here:  pip install vllm"))
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
@@ -72,7 +74,7 @@ def server_program(backend: str) -> list[str]:
             "transformers' server needs packages that are not installed:  pip install {packages}",
             packages=" ".join(missing),
         )
-    return [sys.executable, "-m", "toolkit.evaluate.server"]
+    return "transformers", [sys.executable, "-m", "toolkit.evaluate.server"]
 
 
 def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[str]:

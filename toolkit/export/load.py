@@ -55,7 +55,9 @@ def load_any(
     precision = Dtype(dtype) if dtype != "auto" else usual_precision(target)
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
-    folder = _of_run(Path(path)) if path else Path(adapter)
+    folder = Path(path or adapter)
+    if path and (folder / "config.yaml").is_file():
+        folder = model_of_run(folder)
     files.check_directory(folder, ModelError)
     if path and adapters.is_adapter(folder):
         if adapter:
@@ -87,14 +89,12 @@ def load_any(
     return LoadedModel(model.eval().to(target), encoder)
 
 
-def _of_run(path: Path) -> Path:
-    """Return a run directory's export, else its newest complete checkpoint; any other path as it is."""
-    if not (path / "config.yaml").is_file():
-        return path
-    export = path / "export"
+def model_of_run(run: Path) -> Path:
+    """Return a run directory's export, else its newest complete checkpoint; ConfigError if it has neither."""
+    export = run / "export"
     if (export / "config.json").is_file() or adapters.is_adapter(export):
         return export
-    newest = directory.resolve_checkpoint(path)
+    newest = directory.resolve_checkpoint(run)
     if newest is None:
-        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=path)
+        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=run)
     return newest

@@ -24,6 +24,7 @@ from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of
 from toolkit.models import probe, stored_form, weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure, load_model, stream_parameters
+from toolkit.models.record import EXTRA_TENSORS
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 from toolkit.models.stages import capture_probe, unwrap_model
 
@@ -91,9 +92,10 @@ def write_folder(
         CheckpointError: it cannot be written, or what is read back is something else.
     """
     with atomic_directory(folder) as temporary:
+        # It writes a config.json, too; that of `files` takes its place: with old names, and with the cache on.
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
         files = {name: content for name, content in files.items() if name != stored_form.FILE}
-        if "extra_tensors.json" in files and format == "hf":
+        if EXTRA_TENSORS in files and format == "hf":
             from toolkit.export import extra_tensors
 
             files = extra_tensors.write(files, temporary, max_shard_size)

@@ -20,9 +20,11 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
     a command -> its module, whose docstring holds its usage.
     """
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
-    typed = "" if line[-1:].isspace() else words.pop()
-    if len(words) == 1:
-        choices: Iterable[str] = (*commands, "help", "--help", "--version")
+    typed = "" if not words or line[-1].isspace() else words.pop()
+    if not words:
+        choices: Iterable[str] = ()  # the program's own name is the shell's to complete
+    elif len(words) == 1:
+        choices = (*commands, "help", "--help", "--version")
     elif words[1:] == ["help"]:
         choices = commands
     elif words[1] in commands:

@@ -18,9 +18,9 @@ from toolkit.config.load import load
 from toolkit.config.schema import DistributedConfig, RowFormat, SourceConfig
 from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
-from toolkit.evaluate.answer_files import answer_source, count_passed, question_source, read_questions
+from toolkit.evaluate.answer_files import AnswerOptions, answer_source, count_passed, question_source, read_questions
 from toolkit.evaluate.generate import Sampling, check_system
-from toolkit.export.load import LoadedModel, load_any
+from toolkit.export.load import LoadedModel, load_any, model_of_run
 from toolkit.extras import harness
 from toolkit.messages import ConfigError, ModelError, say, tr
 from toolkit.models import adapters
@@ -163,11 +163,21 @@ def _score_model(
     target: Target,
     base: str,
     device: str,
-    tasks: harness.Tasks | None,
-    source: SourceConfig | None,
-    file: Path,
+    loaded_tasks: harness.Tasks | None,
+    questions: SourceConfig | None,
+    output: Path,
 ) -> _Scored:
-    """Load the model, or `base` unless that is "", and score it. A collective."""
+    """Load a model and score it. A collective.
+
+    Args:
+        request: the tasks' settings, and how questions are answered.
+        target: the model that the command was asked to score.
+        base: directory of the model to score in its place, to compare with, in the same precision; "" for the target.
+        device: such as cuda:1, with several ranks this one's; "" takes the GPU if there is one.
+        loaded_tasks: the harness's own of `request.tasks`; None without.
+        questions: the source of `request.questions`; None without.
+        output: file of the answers to tasks; those to questions are in a file next to it.
+    """
     loaded = load_any(
         base or (request.path if request.adapter else str(target.folder)),
         adapter="" if base else request.adapter,
@@ -179,13 +189,13 @@ def _score_model(
     check_system(loaded.encoder, request.system)
     scores: list[harness.Score] = []
     results: dict[str, Any] = {}
-    if tasks and request.tasks:
-        results = harness.run_tasks(loaded.model, loaded.encoder.tokenizer, request.tasks, tasks)
+    if loaded_tasks and request.tasks:
+        results = harness.run_tasks(loaded.model, loaded.encoder.tokenizer, request.tasks, loaded_tasks)
     if results:
         scores += harness.scores_of(results)
     rows = [{"model": base or target.path, **row} for row in harness.sample_rows(results)]
-    if source:
-        scores.append(_score_answers(request, source, loaded, file, is_base=bool(base)))
+    if questions:
+        scores.append(_score_answers(request, questions, loaded, output, is_base=bool(base)))
     computed = f"{str(loaded.model.dtype).removeprefix('torch.')} on {loaded.model.device}"
     shown = {name: value for name, value in results.items() if name not in ("samples", "pretty_env_info")}
     return _Scored(scores, rows, shown, computed)
@@ -214,15 +224,7 @@ def find_target(path: str) -> Target:
     folder = Path(path)
     files.check_directory(folder, ModelError)
     run = next((parent for parent in (folder, *folder.absolute().parents[:3]) if is_run(parent)), None)
-    if run != folder:
-        return Target(path, folder, run)
-    export = folder / "export"
-    if (export / "config.json").is_file() or adapters.is_adapter(export):
-        return Target(path, export, run)
-    newest = directory.resolve_checkpoint(folder)
-    if newest is None:
-        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=folder)
-    return Target(path, newest, run)
+    return Target(path, model_of_run(folder) if run == folder else folder, run)
 
 
 def find_base(target: Target, request: Request) -> str:
@@ -277,17 +279,13 @@ def _score_answers(
     name = Path(request.questions).stem
     file = output.with_name(f"{output.stem}-{name}{'-base' if is_base else ''}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
-    answer_source(
-        source,
-        file,
-        lambda: (loaded.model, loaded.encoder),
-        request.sampling,
+    options = AnswerOptions(
+        sampling=request.sampling,
         batch_size=request.batch_size,
         system=request.system,
-        models=[],
-        settings={},
         allow_code=request.allow_code,
     )
+    answer_source(source, file, lambda: (loaded.model, loaded.encoder), options)
     passed, checked = count_passed(file)
     share = passed / checked
     return harness.Score(name, "passed", share, math.sqrt(share * (1 - share) / checked), checked)

@@ -47,7 +47,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     is_other = "gpus" in values and not (machine and machine.on_cpu)
     check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
     problems.attempt(rules.check_time_left, arguments.loaded)
-    problems.attempt(requirements.check_track_here, arguments.loaded)
+    problems.attempt(requirements.check_tracker_packages, arguments.loaded)
     problems.attempt(native_ops.check_compiler, arguments.loaded)
     wrong_keys = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, wrong_keys, problems)

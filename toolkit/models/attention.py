@@ -47,6 +47,11 @@ def _has_kernel() -> bool:
     return accelerator.has_ampere_kernels() and _kernel_takes("scale")
 
 
+def _has_varlen(in_half_precision: bool) -> bool:
+    """Whether varlen computes packed rows fast here: PyTorch's kernel knows half precision only."""
+    return not trains_on_gpu() or (in_half_precision and _has_kernel())
+
+
 @torch.compiler.assume_constant_result
 def _kernel_takes(name: str) -> bool:
     """Whether PyTorch's function for variable lengths has an argument `name` in this version."""
@@ -62,8 +67,8 @@ def _arguments(function: Callable[..., Any]) -> frozenset[str]:
 
 def computes_segments(cfg: RunConfig) -> bool:
     """Whether a run's attention computes only pairs of tokens that see each other, if its model supports sdpa."""
-    has_kernel = not trains_on_gpu() or (cfg.precision.dtype is not Dtype.fp32 and _has_kernel())
-    return cfg.model.attention is Attention.varlen or (cfg.model.attention is Attention.auto and has_kernel)
+    attention, in_half_precision = cfg.model.attention, cfg.precision.dtype is not Dtype.fp32
+    return attention is Attention.varlen or (attention is Attention.auto and _has_varlen(in_half_precision))
 
 
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
@@ -76,9 +81,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     if attention is Attention.auto:
         if not packed:
             return
-        # PyTorch's kernel for variable lengths knows half precision only.
-        has_kernel = not trains_on_gpu() or (dtype in _KERNEL_DTYPES and _has_kernel())
-        name = VARLEN if has_kernel else Attention.sdpa.value
+        name = VARLEN if _has_varlen(dtype in _KERNEL_DTYPES) else Attention.sdpa.value
         # Some attention is more than PyTorch's function: Gemma 2 soft-caps its scores, gpt-oss has sinks.
         name = name if model._supports_sdpa else Attention.eager.value
         if name == VARLEN and model.config.model_type in _ADD_TO_MASK:

@@ -238,7 +238,7 @@ class TemplateChatEncoder:
 
     def _text_and_spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the rendered text of a conversation, or a plain text, and the spans that are trained."""
-        if isinstance(messages, _DividedConversation):
+        if isinstance(messages, _RenderedPrefix):
             return self._trained_spans(messages.shielded, tools, messages.text)
         messages = self._for_template(messages)
         if messages[0]["role"] != "text":
@@ -246,25 +246,25 @@ class TemplateChatEncoder:
         text = f"{messages[0]['content']}{self.tokenizer.eos_token}"
         return text, [(0, len(text))]
 
-    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
         """Return the conversations in which the answers are trained, each answer in one, with the tokens that
         generation would produce. That is the conversation itself, or prefixes of it if an earlier answer would have
         other tokens once another turn follows: if the template drops its reasoning, or the tokenizer merges its first
-        characters with the prompt.
+        characters with the prompt. Prefixes carry their rendering (`_RenderedPrefix`), which `encode_many` takes.
         """
         trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
         if trained_indices in ([], [len(messages) - 1]):
-            return [messages]
+            return [list(messages)]
         merged = {index for index in trained_indices if self._merges(messages[index])}
         is_rewritten = self.rewrites or self.no_thinking is not None
         is_rewritten = is_rewritten or (self.rewrites_reasoning and any(map(has_reasoning, messages)))
         if not is_rewritten and merged <= {trained_indices[-1]}:
-            return [messages]
+            return [list(messages)]
         shielded, tools = self._for_template(messages), self.shield.cover(tools)
         texts = {
             index: self.render(shielded[: index + 1], tools, add_generation_prompt=False) for index in trained_indices
         }
-        parts: list[Sequence[Message]] = []
+        parts: list[list[Message]] = []
         while trained_indices:
             last = trained_indices[-1]
             # Else `served_turns.after_prompt` writes the last answer in a text of its own.
@@ -282,7 +282,7 @@ class TemplateChatEncoder:
                 [{**message, "loss": index in included} for index, message in enumerate(chat[: last + 1])]
                 for chat in (messages, shielded)
             )
-            parts.insert(0, _DividedConversation(marked, marked_shielded, texts[last]))
+            parts.insert(0, _RenderedPrefix(marked, marked_shielded, texts[last]))
         return parts
 
     def _merges(self, message: Message) -> bool:
@@ -384,7 +384,7 @@ class TemplateChatEncoder:
             return False
 
     def _turn_marks(self) -> set[str]:
-        """Return the added_token tokens, special or not, by which the template begins and ends turns; not `<think>`."""
+        """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
         added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
         answer = PROBE[1]["content"]
 
@@ -657,8 +657,10 @@ class TemplateChatEncoder:
         return min(_RENDERING_S, max(_MIN_RENDERING_S, self._deadline - time.monotonic()))
 
 
-class _DividedConversation(list[Message]):
-    """A result of `divide`: messages, the messages for the template, and their rendering."""
+class _RenderedPrefix(list[Message]):
+    """A prefix of a conversation (`divide`), with the messages for the template (`shielded`) and their rendering, so
+    that `encode_many` does not render it again.
+    """
 
     def __init__(self, messages: Sequence[Message], shielded: Sequence[Message], text: str) -> None:
         super().__init__(messages)

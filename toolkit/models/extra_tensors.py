@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from toolkit.messages import say, tr
 from toolkit.models import weights
-from toolkit.models.record import record_of
+from toolkit.models.record import EXTRA_TENSORS, record_of
 
-FILE = "extra_tensors.json"
+FILE = EXTRA_TENSORS
 """File of a checkpoint that names the directory of such tensors, their types and shapes."""
 _COUNT = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
 _COMPUTED = re.compile(r"(bias|position_ids|position_index|inv_freq|num_batches_tracked)$")

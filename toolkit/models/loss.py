@@ -46,7 +46,7 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
         batch: `input_ids`, `labels` (-100 where untrained), `position_ids` and `segment_ids`, each `[B, S]`, on any
             device; if it is packed also what `attention.attention_arguments` reads.
     """
-    return loss_head(engine).losses(engine, on_device(engine, batch)).sum()
+    return loss_head(engine).loss_sum(engine, on_device(engine, batch))
 
 
 def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, t
     before = in_row.cumsum(0) - in_row
     samples = before[indices // segments.size(1)] + segments.flatten()[indices] - 1
     counts = torch.bincount(samples, minlength=int(in_row.sum()))
-    losses = loss_head(engine).losses(engine, on_device(engine, labelled), each=True)
+    losses = loss_head(engine).losses(engine, on_device(engine, labelled))
     # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
     sums_and_counts = attention.sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), labelled)
@@ -152,16 +152,19 @@ class LossHead:
             self._path = LossPath.all_logits if self.kernel is LossKernel.full else self._find_path(engine)
         return self._path
 
-    def losses(self, engine: Any, batch: Batch, each: bool = False) -> torch.Tensor:
-        """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]. With
-        gradients, unless `each` token's loss needs its own, it may be their sum [1].
-        """
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Return the sum of `losses`, a scalar, whose gradients are computed from the same logits in the same pass."""
+        if self.path(engine) is not LossPath.losses:
+            return self.losses(engine, batch).sum()
+        layer, targets, indices = _output_layer(engine), batch["targets"], batch["target_indices"]
+        return self._run_with(engine, batch, indices, lambda states: self._sum_of(states, layer, targets)).sum()
+
+    def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]."""
         path, targets, indices = self.path(engine), batch["targets"], batch["target_indices"]
         if path is LossPath.losses:
             layer = _output_layer(engine)
-            return self._run_with(
-                engine, batch, indices, lambda states: self._losses_of(states, layer, targets, each)
-            ).flatten()
+            return self._run_with(engine, batch, indices, lambda states: _each_loss(states, layer, targets)).flatten()
         logits = self._picked_logits(engine, batch, indices, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -199,12 +202,10 @@ class LossHead:
             engine, batch, indices, lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None]
         ).sum()
 
-    def _losses_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor, each: bool) -> torch.Tensor:
-        """Return the losses [T, 1, 1] of states [T, H], or their sum [1, 1, 1]."""
+    def _sum_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum [1, 1, 1] of the losses of states [T, H]."""
         if not torch.is_grad_enabled():
-            return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
-        if each:
-            return _ChunkedLosses.apply(states, layer.weight, layer.bias, targets)[:, None, None]
+            return _each_loss(states, layer, targets).sum()[None, None, None]
         if self.kernel is not LossKernel.liger or not len(states):
             return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -438,6 +439,13 @@ class LossGradients:
             _scaled(self.of_weight, outer / self.scale, self.dtype),
             _scaled(self.of_bias, outer, self.dtype),
         )
+
+
+def _each_loss(states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Return the losses [T, 1, 1] of states [T, H]."""
+    compute = _ChunkedLosses.apply if torch.is_grad_enabled() else chunked_losses
+    losses: torch.Tensor = compute(states, layer.weight, layer.bias, targets)
+    return losses[:, None, None]
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from toolkit.models.router_loss import Routers
     from toolkit.models.save import Origin
 
+EXTRA_TENSORS = "extra_tensors.json"
+"""File of a checkpoint with `ModelRecord.extra_tensors`."""
 _ATTRIBUTE = "toolkit_record"
 
 

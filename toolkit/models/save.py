@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from toolkit.messages import ModelError
 from toolkit.models import chat, old_names, stored_form, weights
-from toolkit.models.record import record_of
+from toolkit.models.record import EXTRA_TENSORS, record_of
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -78,7 +78,7 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
             encoder.tokenizer.save_pretrained(folder)
             old_names.add_to_tokenizer(folder)
         if extra := record_of(model).extra_tensors:
-            (folder / "extra_tensors.json").write_text(json.dumps(extra), encoding="utf-8")
+            (folder / EXTRA_TENSORS).write_text(json.dumps(extra), encoding="utf-8")
         else:
             _correct_prediction_layers(model)
         if stored := record_of(model).stored_shapes:

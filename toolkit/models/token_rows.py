@@ -36,7 +36,7 @@ def compute_apart(model: PreTrainedModel) -> None:
         if isinstance(layer, TrainableTokensLayer):
             rows = layer.trainable_tokens_delta  # a tied layer has those of the other
             layer.trainable_tokens_delta = shared.setdefault(id(rows), _Rows(rows))
-            vars(layer)["forward_adapters"] = MethodType(_forward, layer)
+            vars(layer)["forward_adapters"] = MethodType(_forward, layer)  # mypy lets no method be assigned to
 
 
 def _forward(layer: Any, inputs: torch.Tensor, active_adapters: list[str], *args: Any, **options: Any) -> torch.Tensor:

@@ -84,22 +84,28 @@ def activation_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 
 def layer_activation_bytes(
     outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0
 ) -> dict[str, int]:
-    """Return the same for one layer."""
+    """Return the bytes of one layer's activations by kind; `width`, `dropout`: as in `activation_bytes`."""
     if f"saved_{width}" in outline.sizes:
         return _measured_bytes(outline, rows, width, layer, dropout)
     return dict((_ChatGLM6BLayer if outline.is_v1 else _DecoderLayer)(outline, rows, width, layer, dropout).bytes)
 
 
 def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> dict[str, int]:
-    """Return the same for a layer of a model without formulas, by `toolkit.models.outline`'s measurement, in which each
-    expert gets equally many tokens: of a trained model, or with LoRA of a frozen one and what LoRA saves. That is the
-    output of each first factor, and the inputs, of which equally wide ones of a module count once.
+    """Return the bytes of a layer's activations (layers, lora, experts) in a model without formulas, as measured by
+    `toolkit.models.outline`, where each expert gets equally many tokens: of a trained model, or a frozen one with LoRA.
     """
-    if not outline.targets or rows.keeps_inputs:
-        routed = expert_activation_bytes(outline, rows, width)[0]
-        return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens, **({"experts": routed} if routed else {})}
-    inputs: dict[tuple[str, int], int] = {}
-    sizes: Counter[str] = Counter({"layers": outline.sizes[f"frozen_{width}"] * rows.tokens})
+    is_frozen = bool(outline.targets) and not rows.keeps_inputs
+    sizes = {"layers": outline.sizes[f"{'frozen' if is_frozen else 'saved'}_{width}"] * rows.tokens}
+    sizes["lora"] = _measured_lora_bytes(outline, rows, width, layer, dropout) if is_frozen else 0
+    sizes["experts"] = expert_activation_bytes(outline, rows, width)[0]
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> int:
+    """Return the bytes that a layer's LoRA saves: the output of each first factor, and the inputs, of which those of
+    the same width count once in a module.
+    """
+    outputs, inputs = 0, dict[tuple[str, int], int]()
     for name in outline.targets:
         if layer_of(name) != layer:
             continue
@@ -107,13 +113,11 @@ def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropou
         rank = factor[0]
         if is_routed(name):
             rank, count = factor[0] // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
-        sizes["lora"] += int(rows.tokens * count * width * rank)
+        outputs += int(rows.tokens * count * width * rank)
         is_apart = dropout > 0  # then each has its own input, and a mask
         key = (name if is_apart else name.rpartition(".")[0], factor[1])
         inputs[key] = int(rows.tokens * count * factor[1] * (width + is_apart * (width if rows.on_cpu else 1)))
-    sizes["lora"] += sum(inputs.values())
-    sizes["experts"] += expert_activation_bytes(outline, rows, width)[0]
-    return {kind: size for kind, size in sizes.items() if size}
+    return outputs + sum(inputs.values())
 
 
 def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
@@ -159,9 +163,9 @@ class _Layer:
         # Whether the layer's input has a gradient, as something before it is trained.
         before = (name for name in outline.trained if not name.startswith(("lm_head", "score.")) and "norm" not in name)
         self.has_gradient = any(layer_of(name) < layer for name in before)
-        self.run()
+        self.add_parts()
 
-    def run(self) -> None:
+    def add_parts(self) -> None:
         """Add the layer's operations in the order of the forward pass."""
         raise NotImplementedError
 
@@ -220,7 +224,7 @@ class _DecoderLayer(_Layer):
             self.save("norms", self.width * wide)
         self.has_gradient = self.has_gradient or trains
 
-    def run(self) -> None:
+    def add_parts(self) -> None:
         size, rows = self.size, self.rows
         wide, groups = size["heads"] * size["head_size"], size["keys"] // size["head_size"]
         self.norm("input_layernorm")
@@ -254,7 +258,7 @@ class _ChatGLM6BLayer(_Layer):
             self.save("norms", self.width * self.size["hidden"] + 2 * _layernorm_statistic_bytes(self.rows, self.width))
             self.has_gradient = True
 
-    def run(self) -> None:
+    def add_parts(self) -> None:
         """Add the layer's parts in forward order: each adds to `bytes` and may set `has_gradient`, which the next one
         reads. Attention itself saves only what a trained part before it needs.
         """

@@ -300,7 +300,7 @@ def next_commands(run: Run, verdict: Verdict, again: Sequence[str]) -> list[tupl
         return [(label, shlex.join(map(str, words)))] if isinstance(words, list) else []
     commands, every = [], f"evaluate.every={max(run.step // 5, 1)}"
     if verdict.kind in (LEARNED, UNSEEN, OVERFIT):
-        commands += _use(run, is_best=verdict.kind != OVERFIT)
+        commands += _chat_and_export(run, is_best=verdict.kind != OVERFIT)
     if verdict.best_step is not None:
         commands.append(_best(run, verdict.best_step, again))
     if verdict.kind == UNSEEN:
@@ -315,8 +315,10 @@ def next_commands(run: Run, verdict: Verdict, again: Sequence[str]) -> list[tupl
     return [(label, shlex.join(words)) for label, words in commands]
 
 
-def _use(run: Run, *, is_best: bool) -> list[tuple[str, list[str]]]:
-    """Return the commands to chat with a run's model and, if it is the best one, to export it where that is left."""
+def _chat_and_export(run: Run, *, is_best: bool) -> list[tuple[str, list[str]]]:
+    """Return (what for, command) to chat with a run's export, if it generates text, and if its last step is the best
+    one (`is_best`) to export the model if it is not yet, or to merge an exported adapter; [] of a custom model.
+    """
     export: Path = run.folder / "export"
     if run.is_custom:
         return []

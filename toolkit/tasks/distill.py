@@ -253,7 +253,9 @@ class DistillTask(language.LanguageTask):
     def _teacher_scores(
         self, engine: Any, batch: Batch, inputs: Batch, indices: torch.Tensor
     ) -> loss.Scores | StoredScores:
-        """Return the teacher's scores of the tokens at `indices`, without gradients."""
+        """Return the teacher's scores of the tokens at `indices`, without gradients: stored ones that came with the
+        batch, those of the student's model without its adapter, or those of another model, `self.teacher`.
+        """
         if "teacher_ids" in inputs:
             return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
         if objective.has_own_teacher(self.cfg):
@@ -389,16 +391,16 @@ def weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schem
 
 
 def sample_batches(
-    cfg: schema.RunConfig, prepared: language_data.LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
+    cfg: schema.RunConfig, data: language_data.LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
 ) -> tuple[list[list[int]], Iterator[Batch]]:
     """Return this rank's share of `samples` of a split, each in a row by itself: the samples of each micro-batch, and
     an iterator over the micro-batches. Every rank has as many; the last may be empty.
     """
-    cache, _ = prepared.split(split)
+    cache, _ = data.split(split)
     shares = sampler.sequential(len(samples), mesh.micro_rows(cfg), *sample_share(cfg, ranks))
     numbers = [samples[share].tolist() for share in shares]
     everything = packing.PackingPlan(cache.num_numbers)
-    rows = loader.build_loader(cache, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
+    rows = loader.build_loader(cache, everything, numbers, data.pad_id, data.layout, seed=cfg.run.seed)
     return numbers, language_batches.prefetch(iter(rows), 2)
 
 

@@ -134,26 +134,28 @@ class EmbedTask(samples.ScoreTask):
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
-            own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]
-        all_texts, begin = self._gather_texts(own_texts, engine.device)
-        all_texts.requires_grad_(True)
-        losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
-        gradients = torch.autograd.grad(losses.sum(), all_texts)[0]
-        is_first = ranks_of(all_texts.detach(), self._size) == 1
+            own_embeddings = [embedded for _, embedded in stages.measure_each(engine, batches, self._embed)]
+        all_embeddings, begin = self._gather_embeddings(own_embeddings, engine.device)
+        all_embeddings.requires_grad_(True)
+        losses = pair_losses(all_embeddings, self.cfg.embed.temperature, self._size)
+        gradients = torch.autograd.grad(losses.sum(), all_embeddings)[0]
+        is_first = ranks_of(all_embeddings.detach(), self._size) == 1
         self._pair_results = deque()
-        for batch_texts in own_texts:
-            end = begin + len(batch_texts)
+        for batch_embeddings in own_embeddings:
+            end = begin + len(batch_embeddings)
             pairs = slice(begin // self._size, end // self._size)
             self._pair_results.append((losses.detach()[pairs], gradients[begin:end], is_first[pairs]))
             begin = end
 
     def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of pairs; its gradients are those of the global batch's loss."""
-        texts = self._embed(engine, batch)
+        """Return the sum of the losses of pairs; its gradients are those of the global batch's loss. A step's
+        micro-batches come in the order in which `prepare_step` got them.
+        """
+        own_embeddings = self._embed(engine, batch)
         losses, gradients, is_first = self._pair_results.popleft()
         count = losses.new_full((), len(losses))
         self._add({"recall_at_1": torch.stack((is_first.sum().to(losses), count))})
-        surrogate = (texts * gradients).sum()
+        surrogate = (own_embeddings * gradients).sum()
         return surrogate + (losses.sum() - surrogate).detach()
 
     def _embed(self, engine: Any, batch: Batch) -> torch.Tensor:
@@ -163,10 +165,10 @@ class EmbedTask(samples.ScoreTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
-            own_texts = [texts for _, texts in stages.measure_each(engine, batches, self._embed)]
-        all_texts, _ = self._gather_texts(own_texts, engine.device)
-        indices = ranks_of(all_texts, self._size)
-        losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
+            own_embeddings = [embedded for _, embedded in stages.measure_each(engine, batches, self._embed)]
+        all_embeddings, _ = self._gather_embeddings(own_embeddings, engine.device)
+        indices = ranks_of(all_embeddings, self._size)
+        losses = pair_losses(all_embeddings, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),
@@ -175,11 +177,11 @@ class EmbedTask(samples.ScoreTask):
             reciprocal: float((1 / indices.double()).mean()),
         }
 
-    def _gather_texts(self, texts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+    def _gather_embeddings(self, own_embeddings: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
         """Return the embeddings of all ranks, those of ranks with parts of the same rows once, and the index at which
         this rank's begin. A collective.
         """
-        own_rows = torch.cat(texts) if self._is_leader else torch.zeros(0)
+        own_rows = torch.cat(own_embeddings) if self._is_leader else torch.zeros(0)
         sizes = process_group.gather(len(own_rows))
         rows = process_group.gather_metrics({"rows": own_rows}, device)["rows"]
         leader = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).leader

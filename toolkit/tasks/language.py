@@ -207,7 +207,7 @@ class LanguageTask(task.Task):
         """Set the evaluation up, without questions whose answers would be too long for the model."""
         if self.has_validation:
             self.evaluation = language_evaluation.Evaluation(
-                cfg=run.cfg, prepared=self.data, ranks=run.ranks, questions=self.questions, model=run.engine
+                cfg=run.cfg, data=self.data, ranks=run.ranks, questions=self.questions, model=run.engine
             )
             self.evaluation.drop_too_long()
 

@@ -39,15 +39,15 @@ def rows_per_step(cfg: schema.RunConfig, packing: schema.Packing) -> tuple[int, 
     return cfg.batch.global_size, micro_rows(cfg)
 
 
-def epoch_rows(cfg: schema.RunConfig, prepared: LanguageData) -> int:
+def epoch_rows(cfg: schema.RunConfig, data: LanguageData) -> int:
     """Return the number of rows of an epoch: the plan's, unless the sources' weights change with the steps."""
-    order = changing_order(cfg, prepared) if any(source.weights for source in cfg.data.sources) else None
-    return order.num_rows if order else len(prepared.train_plan)
+    order = changing_order(cfg, data) if any(source.weights for source in cfg.data.sources) else None
+    return order.num_rows if order else len(data.train_plan)
 
 
-def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
+def epoch_steps(cfg: schema.RunConfig, data: LanguageData) -> int:
     """Return the optimizer steps of an epoch; ConfigError if the curriculum takes more."""
-    steps = sampler.steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
+    steps = sampler.steps_per_epoch(epoch_rows(cfg, data), rows_per_step(cfg, data.packing)[0])
     if cfg.data.curriculum.steps > steps:
         raise ConfigError(
             "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
@@ -58,55 +58,54 @@ def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
     return steps
 
 
-def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> "Order | None":
+def changing_order(cfg: schema.RunConfig, data: LanguageData) -> "Order | None":
     """Return the order of rows for a curriculum or scheduled weights, None if rows are shuffled."""
-    data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _order_key(cfg, prepared)
-    is_mixture = any(source.weights for source in data.sources)
-    if not is_mixture and not data.curriculum.steps:
+    sources, curriculum, key = cfg.data.sources, cfg.data.curriculum, _order_key(cfg, data)
+    is_mixture = any(source.weights for source in sources)
+    if not is_mixture and not curriculum.steps:
         return None
     from toolkit.data import orders
 
+    global_size, _ = rows_per_step(cfg, data.packing)
     if is_mixture:
-        names = prepared.source_names[: len(data.sources)]
-        return orders.ScheduledMixture(prepared.train_plan.bounds, data.sources, names, global_size, cfg.train, key)
-    lengths, offsets = prepared.train.lengths(prepared.train_plan.members), prepared.train_plan.offsets
+        names = data.source_names[: len(sources)]
+        return orders.ScheduledMixture(data.train_plan.bounds, sources, names, global_size, cfg.train, key)
+    lengths, offsets = data.train.lengths(data.train_plan.members), data.train_plan.offsets
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
-    limits = orders.length_limits(data.curriculum, data.max_length)
-    return orders.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
+    limits = orders.length_limits(curriculum, cfg.data.max_length)
+    return orders.CurriculumOrder(longest_samples, limits, global_size, cfg.data.max_length, key)
 
 
-def _order_key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
+def _order_key(cfg: schema.RunConfig, data: LanguageData) -> str:
     """Return the text that seeds the order of rows."""
-    return f"{cfg.run.seed} {prepared.train.content}"
+    return f"{cfg.run.seed} {data.train.content}"
 
 
 def training_batches(
     cfg: schema.RunConfig,
-    prepared: LanguageData,
+    data: LanguageData,
     ranks: Ranks,
     total_steps: int,
     start: sampler.Position = sampler.BEGINNING,
 ) -> Iterator[Batch]:
     """Yield this rank's micro-batches of `total_steps` steps from a position on, prefetched by a thread."""
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = _training_sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
+    shares = _training_sampler(cfg, data, mesh, start, total_steps, changing_order(cfg, data))
     # iter() here, in the main thread: only then the loader watches its worker processes.
-    batches = _with_columns(
-        _load_batches(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train"
-    )
+    batches = _with_columns(_load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
     return prefetch(map(partial(part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
 def _load_batches(
-    cfg: schema.RunConfig, prepared: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
+    cfg: schema.RunConfig, data: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
 ) -> Iterator[Batch]:
     """Return an iterator over micro-batches of a split; `shares` lists the rows of each."""
     return iter(
         build_loader(
-            *prepared.split(split),
+            *data.split(split),
             shares,
-            prepared.pad_id,
-            prepared.layout,
+            data.pad_id,
+            data.layout,
             seed=cfg.run.seed,
             num_workers=num_workers,
             multiple=pad_multiple(cfg.parallel.sequence),
@@ -124,37 +123,42 @@ def part_of(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def _with_columns(
-    batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
+    batches: Iterator[Batch], shares: Iterable[list[int]], data: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield each batch, whose rows `shares` lists, with its further columns if it has any: `reference` and `value` of
-    samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
+    """Return the batches, whose rows `shares` lists, with their further columns if there are any: `reference` and
+    `value` of samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
     """
-    store, plan = prepared.split(split)
-    reference, targets = prepared.reference.get(split), prepared.targets.get(split)
-    has_columns = store.has_values or reference is not None or targets is not None
-    for rows, batch in zip(shares, batches, strict=True):
-        samples = [sample for row in rows for sample in plan[row]] if has_columns else []
+    store, plan = data.split(split)
+    reference, targets = data.reference.get(split), data.targets.get(split)
+
+    def with_columns(rows: list[int], batch: Batch) -> Batch:
+        samples = [sample for row in rows for sample in plan[row]]
         columns = targets.columns(samples) if targets is not None else {}
         if reference is not None:
             columns["reference"] = torch.from_numpy(reference[samples])
         if (values := store.values(samples)) is not None:
             columns["value"] = torch.from_numpy(values)
-        yield {**batch, **columns}
+        return {**batch, **columns}
+
+    has_columns = store.has_values or reference is not None or targets is not None
+    if not has_columns:
+        return batches
+    return (with_columns(rows, batch) for rows, batch in zip(shares, batches, strict=True))
 
 
 def answer_batches(
-    cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks
+    cfg: schema.RunConfig, data: LanguageData, split: str, ranks: Ranks
 ) -> tuple[list[list[int]], Iterator[Batch]]:
     """Return this rank's share of a split's answers, each of which is on one data-parallel rank: the samples of each
     micro-batch, row by row, and an iterator over the micro-batches. Every rank has as many; the last may be empty.
     """
-    _, plan = prepared.split(split)
+    _, plan = data.split(split)
     assert plan.members is not None
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, prepared, split, planned))
+    parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, data, split, planned))
     return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
 
 
@@ -184,31 +188,31 @@ def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 def step_samples(
-    cfg: schema.RunConfig, prepared: LanguageData, world_size: int, start: sampler.Position
+    cfg: schema.RunConfig, data: LanguageData, world_size: int, start: sampler.Position
 ) -> list[list[list[int]]]:
     """Return the numbers of the samples of the step at a position, by rank and micro-batch."""
-    plan, order = prepared.train_plan, changing_order(cfg, prepared)
+    plan, order = data.train_plan, changing_order(cfg, data)
     meshes = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
-    by_rank = [_training_sampler(cfg, prepared, mesh, start, 1, order) for mesh in meshes]
+    by_rank = [_training_sampler(cfg, data, mesh, start, 1, order) for mesh in meshes]
     return [[[sample for row in rows for sample in plan[row]] for rows in share] for share in by_rank]
 
 
 def _training_sampler(
     cfg: schema.RunConfig,
-    prepared: LanguageData,
+    data: LanguageData,
     mesh: Mesh,
     start: sampler.Position,
     num_steps: int,
     order: "Order | None",
 ) -> sampler.GlobalBatchSampler:
     """Return the sampler of this rank's rows of the training plan from a position on, in `order` or shuffled."""
-    global_size, micro = rows_per_step(cfg, prepared.packing)
-    store, plan = prepared.train, prepared.train_plan
+    global_size, micro = rows_per_step(cfg, data.packing)
+    store, plan = data.train, data.train_plan
 
     def costs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
-        if prepared.packing is not schema.Packing.none:
+        if data.packing is not schema.Packing.none:
             return plan.attention_pairs(store, rows)
         # The samples of a preference pair's answers are at `first` and `first + 1` of the members.
         first = plan.offsets[rows]
@@ -223,7 +227,7 @@ def _training_sampler(
         micro_per_gpu=micro,
         rank=mesh.data_rank,
         world_size=mesh.data_ranks,
-        key=_order_key(cfg, prepared),
+        key=_order_key(cfg, data),
         start=start,
         num_steps=num_steps,
         costs=costs,
@@ -231,25 +235,25 @@ def _training_sampler(
     )
 
 
-def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+def evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     """Yield this rank's validation micro-batches, prefetched; each sample is on one data-parallel rank. `sources`,
     int64 [T]: number of each trained token's source.
     """
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    return prefetch(map(partial(part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
+    return prefetch(map(partial(part_of, mesh=mesh), _evaluation_batches(cfg, data, ranks)), 2)
 
 
 @contextmanager
 def evaluation_with_progress(
-    cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks, alive: Callable[[], object]
+    cfg: schema.RunConfig, data: LanguageData, ranks: Ranks, alive: Callable[[], object]
 ) -> Iterator[Iterator[Batch]]:
     """Yield the same batches with a progress bar; `alive` is called after each."""
-    at_once = rows_per_step(cfg, prepared.packing)[1] * mesh_of(cfg, ranks.world_size).data_ranks
-    count = -(-len(prepared.split("validation")[1]) // at_once)
+    at_once = rows_per_step(cfg, data.packing)[1] * mesh_of(cfg, ranks.world_size).data_ranks
+    count = -(-len(data.split("validation")[1]) // at_once)
     with phase(tr("Evaluating"), count, tr("batches")) as advance:
 
         def batches() -> Iterator[Batch]:
-            for batch in evaluation_batches(cfg, prepared, ranks):
+            for batch in evaluation_batches(cfg, data, ranks):
                 yield batch
                 alive()
                 advance(1)
@@ -257,14 +261,14 @@ def evaluation_with_progress(
         yield batches()
 
 
-def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     """Yield the full batches of `evaluation_batches`, without prefetching."""
-    store, plan = prepared.split("validation")
+    store, plan = data.split("validation")
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], mesh.data_rank, mesh.data_ranks)
-    sources, loaded = store.sources(), _load_batches(cfg, prepared, "validation", shares)
-    for rows, batch in zip(shares, _with_columns(loaded, shares, prepared, "validation"), strict=True):
-        samples = laid_out([plan[row] for row in rows], prepared.layout)
+    shares = sampler.sequential(len(plan), rows_per_step(cfg, data.packing)[1], mesh.data_rank, mesh.data_ranks)
+    sources, loaded = store.sources(), _load_batches(cfg, data, "validation", shares)
+    for rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
+        samples = laid_out([plan[row] for row in rows], data.layout)
         # [rows, segments + 1]: the source of each segment; 0 is padding.
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
@@ -273,33 +277,33 @@ def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ra
         yield {**labelled, "sources": by_token[labelled["target_indices"]]}
 
 
-def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:
+def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:
     """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
-    num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
+    num_rows, (per_step, micro) = len(data.train_plan), rows_per_step(cfg, data.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
-    return _collate(cfg, prepared, _longest_rows(prepared, -(-per_rank // times)))
+    return _collate(cfg, data, _longest_rows(data, -(-per_rank // times)))
 
 
-def repeated_batch(cfg: schema.RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
+def repeated_batch(cfg: schema.RunConfig, data: LanguageData, times: int, share: float = 1.0) -> Batch:
     """Return a micro-batch of `times` copies of the longest row, with samples cut to a `share` of their tokens."""
-    [samples] = _longest_rows(prepared, 1)
+    [samples] = _longest_rows(data, 1)
     if share < 1:
         samples = [_shortened(sample, share) for sample in samples]
-    return _collate(cfg, prepared, [samples] * times)
+    return _collate(cfg, data, [samples] * times)
 
 
-def _longest_rows(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
+def _longest_rows(data: LanguageData, count: int) -> list[list[Sample | Branch]]:
     """Return the samples of the plan's rows that take the most memory, the largest row first."""
-    plan, store = prepared.train_plan, prepared.train
+    plan, store = data.train_plan, data.train
     lengths = plan.lengths(store)
     if plan.shared is not None:  # a shared token's keys and values are copied, about a sixteenth of its memory
         lengths = lengths + plan.shared // 16
-    if plan.offsets is not None and prepared.layout is not Layout.alone:
+    if plan.offsets is not None and data.layout is not Layout.alone:
         lengths = np.add.reduceat(lengths, plan.offsets[:-1])
     order = np.argsort(-lengths, kind="stable")
-    if plan.offsets is not None and prepared.layout is Layout.alone:
+    if plan.offsets is not None and data.layout is Layout.alone:
         # Samples are padded to the longest of a row; with as many tokens, longer samples need more for attention.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
         order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
@@ -322,6 +326,6 @@ def _shortened(sample: Sample | Branch, share: float) -> Sample | Branch:
     return ids[end - length : end], trained
 
 
-def _collate(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
-    batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
+def _collate(cfg: schema.RunConfig, data: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
+    batch = collate_planned(rows, data.pad_id, data.layout, pad_multiple(cfg.parallel.sequence))
     return part_of(batch, mesh_of(cfg, world_size(), rank()))

@@ -268,13 +268,13 @@ def split_card(store: TokenizedCache) -> dict[str, Any]:
     }
 
 
-def check_same_data(cfg: schema.RunConfig, prepared: LanguageData) -> None:
+def check_same_data(cfg: schema.RunConfig, data: LanguageData) -> None:
     """Raise DataError on every rank if the nodes have different data. A collective."""
-    identity = prepared.identity
+    identity = data.identity
     facts = {
-        "data: training samples": f"{len(prepared.train):,} ({identity['store'][:12]})",
-        "data: training sequences": f"{len(prepared.train_plan):,} ({identity['rows'][:12]})",
+        "data: training samples": f"{len(data.train):,} ({identity['store'][:12]})",
+        "data: training sequences": f"{len(data.train_plan):,} ({identity['rows'][:12]})",
     }
-    if (validation := prepared.validation) is not None:
+    if (validation := data.validation) is not None:
         facts["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
     check_alike(cfg.distributed, facts, DataError)

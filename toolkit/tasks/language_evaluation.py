@@ -1,8 +1,6 @@
 """Evaluates a language model: the loss of the validation split, answers to its questions, and their scores."""
 
 import json
-import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,28 +12,27 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit import messages, terminal
 from toolkit.config.load import to_dict
-from toolkit.config.mesh import Mesh, mesh_of, micro_rows
+from toolkit.config.mesh import Mesh, mesh_of
 from toolkit.config.schema import RunConfig
-from toolkit.data import loader
-from toolkit.distributed import accelerator, process_group
-from toolkit.engine import build, ds_config, memory, parameters
+from toolkit.distributed import process_group
+from toolkit.engine import memory, parameters
 from toolkit.evaluate import generate
 from toolkit.evaluate.loss import Measure, evaluate_loss
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
-from toolkit.models import load, loss, stages
+from toolkit.models import loss, stages
 from toolkit.tasks import language_batches, language_data
 
 if TYPE_CHECKING:
     from toolkit.evaluate.questions import Answers, ValidationQuestion
 
 
-def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "list[ValidationQuestion]":
+def choose_prompts(cfg: RunConfig, data: language_data.LanguageData) -> "list[ValidationQuestion]":
     """Return the validation samples that the model answers for `evaluate.metrics`, [] without metrics. DataError if
     none has a question and an answer.
     """
     evaluate = cfg.evaluate
-    if prepared.validation is None:
+    if data.validation is None:
         if evaluate.metrics or evaluate.keep_best:
             raise messages.DataError(
                 "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
@@ -47,9 +44,9 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "lis
         return []
     from toolkit.evaluate.questions import choose_questions
 
-    names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
+    names, limits = data.source_names, (evaluate.max_samples, evaluate.max_answers)
     limit = min((limit for limit in limits if limit), default=0)
-    questions, others = choose_questions(prepared.validation, prepared.encoder, names, limit)
+    questions, others = choose_questions(data.validation, data.encoder, names, limit)
     if not questions:
         raise messages.DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
@@ -71,7 +68,7 @@ class Evaluation:
     """Evaluates a model on the validation split: loss, answers and their scores."""
 
     cfg: RunConfig
-    prepared: language_data.LanguageData
+    data: language_data.LanguageData
     """With a validation split."""
     ranks: Ranks
     questions: "list[ValidationQuestion]"
@@ -105,10 +102,10 @@ class Evaluation:
         are restored. A collective. Answers are written to `file`, a line each; settings and all figures to the same
         name with .json. `alive` is called after each batch.
         """
-        cfg, prepared = self.cfg, self.prepared
-        with language_batches.evaluation_with_progress(cfg, prepared, self.ranks, alive) as batches:
+        cfg, data = self.cfg, self.data
+        with language_batches.evaluation_with_progress(cfg, data, self.ranks, alive) as batches:
             figures = evaluate_loss(
-                self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
+                self.model, batches, data.source_names, self.model.device, self._layout.copies, self.measure
             )
         if not self.questions:
             return figures
@@ -118,7 +115,7 @@ class Evaluation:
         with terminal.phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
             answers = generate_all(
                 self._module,
-                prepared.encoder,
+                data.encoder,
                 [question.prompt for question in self.questions],
                 self._sampling(),
                 cfg.evaluate.batch_size,
@@ -134,15 +131,15 @@ class Evaluation:
         """Evaluate one batch and generate two tokens of answers; ModelError if that fails. A collective, after which
         everything is as before.
         """
-        batches = islice(language_batches.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
+        batches = islice(language_batches.evaluation_batches(self.cfg, self.data, self.ranks), 1)
+        names, copies, device = self.data.source_names, self._layout.copies, self.model.device
         evaluate_loss(self.model, batches, names, device, copies, self.measure)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
         sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
         try:
-            generate.generate(self._module, self.prepared.encoder, longest, sampling, device, in_step=self._in_step)
+            generate.generate(self._module, self.data.encoder, longest, sampling, device, in_step=self._in_step)
         except Exception as error:
             if memory.is_out_of_memory(error):
                 raise
@@ -190,7 +187,7 @@ class Evaluation:
             return {}
         from toolkit.evaluate.metrics import score_answers
 
-        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.data.encoder)
         for name, reason in results.failures.items():
             warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
         try:
@@ -212,67 +209,3 @@ class Evaluation:
         except OSError as error:
             warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
         return results.values
-
-
-def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
-    """Load a model, with the adapter of a directory unless `adapter` is "", evaluate it data-parallel, and print the
-    scores; answers are written to `file`. A collective.
-    """
-    if ranks.world_size > 1:
-        from toolkit.train.consistency import check_settings
-
-        check_settings(cfg)
-    prepared = language_data.load_data(cfg)
-    language_data.check_same_data(cfg, prepared)
-    questions = choose_prompts(cfg, prepared)
-    if prepared.validation is None:
-        raise messages.DataError(tr("the validation split is empty: there are too few rows."))
-    device = process_group.start(cfg.distributed)
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore", FutureWarning)  # meant for developers of libraries
-    accelerator.set_tf32(cfg.precision.tf32)
-    packed = prepared.layout is not loader.Layout.alone
-    # There are no steps, so that the recipe's batch.global_size need not fit these ranks.
-    batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
-    ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
-    model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
-    if adapter:
-        from toolkit.models import adapters, base_model
-
-        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, Path(cfg.model.path)), ds_config=ds)
-    # Under ZeRO-3 the model is partitioned over ranks as in training, else each rank has a copy.
-    loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
-    if packed:
-        arguments = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
-        from toolkit.models.isolation import check_isolation
-
-        check_isolation(*arguments, shared=prepared.shares_prefixes)
-    evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
-    evaluation.drop_too_long()
-    figures = evaluation.run(file)
-    say("\n".join(_table_of_figures(figures)))
-    if not cfg.evaluate.metrics:
-        say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
-    elif file.exists():
-        say("Each prompt, answer and score: {file}", file=file)
-    process_group.stop()
-
-
-def _table_of_figures(figures: dict[str, float]) -> list[str]:
-    """Return the lines of a table of figures, with a column for each source if there are several.
-
-    Args:
-        figures: Value by eval_NAME (of all rows), and by eval_NAME/SOURCE; a source may lack some.
-    """
-
-    def shown(value: float | None) -> str:
-        return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-
-    sources = sorted({name.partition("/")[2] for name in figures} - {""})
-    rows = []
-    for name in figures:
-        if "/" not in name:
-            cells = [shown(figures.get(key)) for key in (name, *(f"{name}/{source}" for source in sources))]
-            rows.append([name.removeprefix("eval_"), *cells])
-    return terminal.text_table(["", tr("all"), *sources], rows)

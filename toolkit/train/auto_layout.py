@@ -27,11 +27,11 @@ SHARE = 0.92
 
 
 def choose_layout(
-    cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
+    cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, source: run_dir.RunSource
 ) -> RunConfig:
     """Return the config with plan.auto's layout: a same-sized checkpoint's, else the fastest. A collective."""
     state = None
-    if (checkpoint := origin.checkpoint) is not None:
+    if (checkpoint := source.checkpoint) is not None:
         state = on_rank0(lambda: directory.read_run_state(checkpoint))
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
@@ -66,11 +66,11 @@ def choose_layout(
     return chosen.cfg
 
 
-def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) -> int:
+def micro_batch_before(cfg: RunConfig, ranks: Ranks, source: run_dir.RunSource) -> int:
     """Return the micro-batch of the checkpoint that a run resumes; 0 without one, or if it does not divide here."""
-    if origin.checkpoint is None:
+    if source.checkpoint is None:
         return 0
-    rows = int(directory.read_run_state(origin.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
+    rows = int(directory.read_run_state(source.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
     return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
 
 

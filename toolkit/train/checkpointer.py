@@ -90,6 +90,8 @@ class Checkpointer:
         self.newest: Path | None = None
         self.failed = False
         """Whether the last save failed, and is to be tried again."""
+        self.no_step_follows = False
+        """Whether the run ends with the next save, so that it is not tried again."""
         self.ruin = ""
         """What was NaN or Inf when it failed; "" if it failed for another reason."""
         self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
@@ -301,8 +303,11 @@ class Checkpointer:
         return [published[min(rated)[1]]] if rated else []
 
     def _give_up(self, name: str, reason: str) -> None:
-        """Note and warn that a checkpoint could not be saved; training continues unless the caller ends it."""
+        """Note and warn that a checkpoint could not be saved; training continues unless `no_step_follows`."""
         self.failed = True
+        if self.no_step_follows:
+            warn("the checkpoint {name} could not be saved: {reason}.", name=name, reason=reason)
+            return
         warn(
             "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training continues. "
             "It is retried soon.",

@@ -149,6 +149,7 @@ class TrainLoop:
                 self._evaluate()
             if saves or last:
                 self.watchdog.enter("checkpoint", step)
+            self.checkpointer.no_step_follows = stops or last
             if saves:
                 self.saving.save(self._state(), last)
             if stops or last:

@@ -63,7 +63,10 @@ class Saving:
             self.publish()
         if is_saved and self.checkpointer.failed:
             if not self.checkpointer.ruin:
-                raise CheckpointError(tr("the last checkpoint could not be saved; see the warning above."))
+                reason = tr(
+                    "the last checkpoint could not be saved; see the warning above. Earlier ones are untouched."
+                )
+                raise CheckpointError(reason)
             raise Diverged(
                 "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
                 "precision=fp32. The last checkpoint is {checkpoint}.",
@@ -78,7 +81,7 @@ class Saving:
         self.watchdog.enter("checkpoint", state.step)
         rescued = process_group.on_rank0(lambda: run_dir.rescue(folder))
         failure.watch_failures(rescued)
-        checkpointer.folder = rescued / "checkpoints"
+        checkpointer.folder, checkpointer.no_step_follows = rescued / "checkpoints", True
         checkpointer.begin(state)
         checkpointer.finish()
         what = run_dir.lost_text(folder)

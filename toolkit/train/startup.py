@@ -13,7 +13,7 @@ from typing import IO
 from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import devices, files, load, mesh, native_ops, requirements, schema
 from toolkit.launch import allocator, environment
-from toolkit.messages import Problems, say, tr
+from toolkit.messages import ConfigError, Problems, say, tr
 from toolkit.models.directory import has_runnable_code
 from toolkit.plan import machine
 from toolkit.secrets import HidingFilter, hide
@@ -44,6 +44,8 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(native_ops.extensions_dir()))
     if "--cfg" in words:
         index = words.index("--cfg")
+        if words[index + 1 : index + 2] not in (["job"], ["all"]):  # Hydra's values; a third shows its own config
+            raise ConfigError(tr("write --cfg job: it prints the resolved config and stops."))
         others = words[:index] + words[index + 2 :]
         say(load.to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
@@ -52,7 +54,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     problems.attempt(requirements.check_packages)
     problems.attempt(native_ops.check_compiler, arguments.loaded)
     if ranks.rank == 0:
-        problems.attempt(requirements.check_track_here, arguments.loaded)
+        problems.attempt(requirements.check_tracker_packages, arguments.loaded)
     cfg = arguments.loaded.cfg
     if ranks.local_rank == 0 and devices.on_nvidia() and (here := machine.this_machine()):
         problems.attempt(machine.check_precision, here.card, cfg.precision)

@@ -95,9 +95,9 @@ class FamilyChatEncoder:
             )
         return self.encode_pieces(self.example(with_tools(*pair)) for pair in pairs)
 
-    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
         """Return the conversation: what follows an answer changes nothing of it."""
-        return [messages]
+        return [list(messages)]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
