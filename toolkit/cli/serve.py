@@ -22,9 +22,9 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from toolkit.command_line import named_arguments, one_of, positive_int
+from toolkit.evaluate.servable import resolve_servable
 from toolkit.evaluate.server import adapter_options, server_program
 from toolkit.messages import say
-from toolkit.models.directory import resolve_servable
 
 USAGE = "toolkit serve PATH"
 BACKENDS = ("auto", "vllm", "sglang", "transformers")

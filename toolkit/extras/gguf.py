@@ -18,6 +18,7 @@ from toolkit.config.context_length import position_limit
 from toolkit.config.schema import TrainOn
 from toolkit.data import preview
 from toolkit.evaluate.generate import Sampling, generate
+from toolkit.evaluate.servable import resolve_servable
 from toolkit.export.assemble import scratch_directory
 from toolkit.export.convert import export_verified
 from toolkit.export.load import load_any
@@ -32,7 +33,6 @@ from toolkit.models.directory import (
     architecture_of,
     read_config,
     read_json_or_empty,
-    resolve_servable,
     saved_template,
 )
 

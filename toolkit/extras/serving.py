@@ -35,6 +35,7 @@ from toolkit.config import devices
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, mark_trained
+from toolkit.evaluate.servable import resolve_servable
 from toolkit.export.verify import judge_logits, logits_of_directory
 from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
@@ -42,7 +43,6 @@ from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
 from toolkit.models import chat_template, extra_tensors, load, probe, served_turns, weights
 from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.directory import resolve_servable
 from toolkit.models.shield import Shield
 from toolkit.sample_types import Message
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from toolkit.config import files
 from toolkit.config.schema import Family
 from toolkit.messages import (
     LARGEST_JSON_BYTES,
-    ConfigError,
     ModelError,
     file_bytes,
     json_object,
@@ -382,43 +380,6 @@ def _check_safetensors(file: Path, size: int) -> None:
         opened.keys()  # the library's own rules for a header: shapes, offsets, types
     if empty := [name for name, entry in tensors.items() if 0 in entry["shape"]]:
         raise ModelError("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
-
-
-def resolve_servable(path: Path) -> Path:
-    """Return the directory to serve: `path`, or the export in it if it is a run's. ConfigError or ModelError if neither
-    transformers' server nor vLLM could load it.
-    """
-    files.check_directory(path)
-    folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
-            "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
-            folder=folder,
-        )
-    config = read_config(str(folder))
-    architecture = architecture_of(config)
-    if architecture is Architecture.v1:
-        raise ModelError(
-            "{folder} holds a ChatGLM-6B, which neither transformers' server nor vLLM knows. What works: `toolkit "
-            "chat`, `toolkit generate`, and the original's own servers (`toolkit export-model format=official`).",
-            folder=folder,
-        )
-    if architecture is not None:
-        raise ConfigError(
-            "{folder} is an official ChatGLM directory, which servers load with its remote code only. "
-            "Convert it first: toolkit export-model model.path={folder} format=hf output=DIR",
-            folder=folder,
-        )
-    if not saved_template(folder):
-        raise ConfigError(
-            "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
-        )
-    if "@" in str(folder):
-        raise ConfigError(
-            "servers take what follows the @ in {folder} for a revision. Rename the directory.", folder=folder
-        )
-    return folder
 
 
 def saved_template(folder: Path) -> Any:

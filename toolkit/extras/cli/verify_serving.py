@@ -42,10 +42,10 @@ def run(words: list[str]) -> None:
 
     from toolkit.config.schema import TrainOn
     from toolkit.data.preview import style_of
+    from toolkit.evaluate.servable import resolve_servable
     from toolkit.extras import serving
     from toolkit.models import load, trainable
     from toolkit.models.chat import load_chat_encoder
-    from toolkit.models.directory import resolve_servable
     from toolkit.tasks.language_data import build_encoder
 
     transformers.utils.logging.disable_progress_bar()
