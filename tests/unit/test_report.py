@@ -86,7 +86,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Until it ended at step 40: 40 steps are too few: validation loss 8.00 → 4.00." in page.text
     assert "2.81" in page.text and "from 7.71" in page.text, "the losses of the last step and of the first"
     assert not {"link", "img", "iframe", "object"} & set(page.elements), "nothing is fetched"
-    assert "A step was planned to take 0.250 s: 4,320 tokens/s." in page.text
+    assert "data.max_length: 0.250 s per step, 4,320 tokens/s. Shorter rows take less." in page.text
     assert "weights 1.00, logits and loss 0.500" in page.text
     before = (folder / "report.html").stat().st_ino
     for name in ("step-time.png", "mine.png", "answers-mine.png"):

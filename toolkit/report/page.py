@@ -237,7 +237,12 @@ def plan(run: Run) -> Table | None:
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
     note = ""
     if isinstance(step_s, float) and isinstance(pace, float):
-        note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=digits(step_s), pace=digits(pace))
+        note = tr(
+            "Planned, if each row had all tokens of data.max_length: {time} s per step, {pace} tokens/s. Shorter rows "
+            "take less.",
+            time=digits(step_s),
+            pace=digits(pace),
+        )
     heads = (tr("phase"), tr("GiB of tensors, planned"), tr("of it"))
     return Table(heads, rows, note=note) if rows else None
 
@@ -436,6 +441,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted key -> value; of the sections in a list (data sources) only values that are not defaults."""
     values: dict[str, Any] = {}
     for key, value in dotted_keys.leaves(config):
+        if key.startswith("model.published."):  # facts about a model, not settings
+            continue
         sections = value if isinstance(value, list) and all(isinstance(section, dict) for section in value) else []
         for number, section in enumerate(sections):
             for name, setting in dotted_keys.leaves(section):
