@@ -4,6 +4,7 @@ Where nobody watches (a pipe, a scheduler's log) there are plain lines that can 
 """
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -185,22 +186,29 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
 def text_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False
 ) -> list[str]:
-    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`."""
+    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`. On a
+    terminal that is narrower, `texts` are wrapped.
+    """
     listed = [list(heads), *map(list, rows)]
-    widths = [max(_text_width(row[column]) for row in listed) for column in range(len(heads))]
+    widths = [max(text_width(row[column]) for row in listed) for column in range(len(heads))]
+    room = shutil.get_terminal_size().columns if texts and sys.stdout.isatty() else 0
+    if room and len(indent) + sum(widths) + 2 * len(widths) - 2 > room:
+        from toolkit.narrow_tables import wrapped_table
+
+        return wrapped_table(listed, widths, indent, room)
     return [
-        indent
-        + "  ".join(
-            cell + " " * (width - _text_width(cell))
-            if texts or not column
-            else " " * (width - _text_width(cell)) + cell
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in listed
+        indent + "  ".join(padded(*cell, left=texts or not column) for column, cell in enumerate(cells)).rstrip()
+        for cells in (zip(row, widths, strict=True) for row in listed)
     ]
 
 
-def _text_width(text: str) -> int:
+def padded(text: str, width: int, *, left: bool = True) -> str:
+    """Return a text with spaces up to a width, to the left or to the right."""
+    spaces = " " * (width - text_width(text))
+    return text + spaces if left else spaces + text
+
+
+def text_width(text: str) -> int:
     """Return the columns of a terminal that a text takes: Chinese letters take two."""
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 

@@ -6,10 +6,14 @@ from toolkit import terminal
 from toolkit.cli import COMMANDS
 from toolkit.config import key_texts
 from toolkit.config.files import conf_folder
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, current_language, did_you_mean, joined, shortened, tr
 
 ALL = ("keys", "key", "config")
 """Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
+
+
+_END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|[。；]")
+_LONGEST_BRIEF = 90
 
 
 def help_of_keys(words: list[str]) -> str:
@@ -29,7 +33,7 @@ def help_of_keys(words: list[str]) -> str:
         raise _unknown(name, list(keys))
     parts = [_of_key(key) for key in named]
     for section in inside:
-        rows = [(key.name, key.default, key.meaning) for key in section.keys]
+        rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
         table = terminal.text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
         parts.append("\n".join([f"{section.name}: {section.about}", *table]))
     choices = ", ".join(path.stem for path in sorted((conf_folder() / name).glob("*.yaml")))
@@ -51,6 +55,12 @@ def _of_key(key: key_texts.Key) -> str:
     return "\n".join(
         [key.name, *(f"  {line}" for line in (key.meaning, kind, tr("default: {value}", value=key.default)))]
     )
+
+
+def _brief(meaning: str) -> str:
+    """Return the beginning of a text, in one line."""
+    most = _LONGEST_BRIEF // 2 if current_language() == "zh" else _LONGEST_BRIEF
+    return shortened(_END_OF_BRIEF.split(meaning)[0], most)
 
 
 def _groups() -> str:

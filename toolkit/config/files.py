@@ -278,14 +278,10 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
     """Raise `error` if a run, checkpoint or model is not there, with the most similar name in its folder."""
     if os.path.isdir(path):
         return
+    from toolkit.config.suggest import directory_meant  # read in errors alone
+
     sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""
-    sentence = sentence or tr("there is no directory {folder}", folder=path) + "."
-    advice = similar_path(path, Path.is_dir)
-    if str(path) in known_recipes():
-        advice = tr("It is a recipe: train it, `toolkit train {name} run.name=NAME`, then type runs/NAME.", name=path)
-    elif not advice and is_hub_name(str(path)) and path.parts[0] != "runs":
-        advice = tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
-    raise error(joined(sentence, advice))
+    raise error(joined(sentence or tr("there is no directory {path}.", path=path), directory_meant(path)))
 
 
 def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:

@@ -40,8 +40,6 @@ _CHOSEN_RECIPE = "chosen"
 that it builds on."""
 _MULTIPLE_CHOICE = ("track",)
 """Groups that allow several choices: track=[tensorboard,wandb]."""
-_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
-"""What PyTorch calls choices of ours, where that is not like them."""
 _MAX_SHOWN_CHARS = 200
 """Characters of an argument that a message quotes."""
 
@@ -446,18 +444,14 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
         return False
     for name in names:
         if name not in groups[group]:
+            from toolkit.config.suggest import choice_meant  # read in errors alone
+
             sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
             choices = tr(
                 "Known: {choices}.",
                 choices=shortlist(groups[group], "toolkit models" if group == "model" else f"conf/{group}/", like=name),
             )
-            advice = did_you_mean(_OTHER_CHOICES.get(str(name).lower(), str(name)), groups[group])
-            losses = groups["preference"].keys() - {"none"}
-            if group == "task" and name in {"preference", *losses}:
-                loss = name if name in losses else "dpo"
-                advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
-            elif group == "model" and data_forms.is_path(name):
-                advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
+            advice = choice_meant(group, name, groups[group], groups["preference"])
             raise error_about(joined(sentence, advice, choices), group)
     return True
 
