@@ -101,6 +101,25 @@ def test_errors_of_a_command_are_too(words: str, capsys: pytest.CaptureFixture[s
     assert re.match("ConfigError: (没有选择配方|未知命令)", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("words", "first"), [("recipes QWEN", "deepseek_r1_distill_qwen_7b_lora"), ("models glm-4", "glm45_air")]
+)
+def test_lists_can_be_filtered(words: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].startswith(f"  {first} ") and all(line == line.rstrip() for line in (head, *rows))
+    assert all(words.split()[1].lower() in row.lower() for row in rows)
+
+
+def test_a_filter_that_finds_nothing_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "qwn"]) == 2
+    assert "No name in `toolkit recipes` has 'qwn'. The nearest: qwen3_8b" in capsys.readouterr().err
+    assert main(["models", "glmm"]) == 2
+    assert (
+        "there is no directory glmm. No name in `toolkit models` has 'glmm'. The nearest: " in capsys.readouterr().err
+    )
+
+
 def test_other_programs_commands_are_not_ours() -> None:
     others = read_table("cli/other_names.yaml")
     assert not set(others) & set(COMMANDS)
