@@ -32,6 +32,8 @@ WRONG = {
         "command line: ds_extra.zero_optimisation: DeepSpeed has no key 'zero_optimisation'. Did you mean "
         "'zero_optimization'?"
     ),
+    "run.dir=/proc/x": "command line: run.dir = /proc/x: /proc cannot be written to.",
+    "prepare.dir=/proc/x": "command line: prepare.dir = /proc/x: /proc cannot be used by this user.",
     "resume=runs/nope": "command line: resume = runs/nope is not auto, must or never, nor a checkpoint",
     "precision=fp16": "conf/precision/fp16.yaml:2: precision.dtype = fp16 needs a GPU",
 }

@@ -148,10 +148,16 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
+def _is_writable(folder: Path) -> bool:
+    """Whether a directory can be made in a folder. To root the kernel's own file systems only look writable."""
+    of_kernel = [os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path)]
+    return os.access(folder, os.W_OK) and os.stat(folder).st_dev not in of_kernel
+
+
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if no run directory can be made in `run.dir`."""
     existing = _existing(Path(loaded.cfg.run.dir).absolute())
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
+    if not os.path.isdir(existing) or not _is_writable(existing):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
@@ -159,8 +165,8 @@ def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if tokenized data in `prepare.dir` cannot be read, or where there are none, not be written."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
     existing = _existing(stores)
-    wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
-    if not existing.is_dir() or not os.access(existing, wanted):
+    is_usable = existing.is_dir() and os.access(existing, os.R_OK | os.X_OK)
+    if not is_usable or (existing != stores and not _is_writable(existing)):
         yield loaded.error(
             "prepare.dir", "prepare.dir = {value}: {folder} cannot be used by this user.", folder=existing
         )
