@@ -4,14 +4,12 @@ Where nobody watches (a pipe, a scheduler's log) there are plain lines that can 
 """
 
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
-from unicodedata import east_asian_width
 
 from toolkit import messages
 from toolkit.messages import say, tr, write_to_stdout
@@ -183,34 +181,11 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
         ended.set()
 
 
-def text_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False
-) -> list[str]:
-    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`. On a
-    terminal that is narrower, `texts` are wrapped.
-    """
-    listed = [list(heads), *map(list, rows)]
-    widths = [max(text_width(row[column]) for row in listed) for column in range(len(heads))]
-    room = shutil.get_terminal_size().columns if texts and sys.stdout.isatty() else 0
-    if room and len(indent) + sum(widths) + 2 * len(widths) - 2 > room:
-        from toolkit.narrow_tables import wrapped_table
+def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", **how: bool) -> list[str]:
+    """Return the lines of a table, see tables.py, which a run that prints none does not import."""
+    from toolkit import tables
 
-        return wrapped_table(listed, widths, indent, room)
-    return [
-        indent + "  ".join(padded(*cell, left=texts or not column) for column, cell in enumerate(cells)).rstrip()
-        for cells in (zip(row, widths, strict=True) for row in listed)
-    ]
-
-
-def padded(text: str, width: int, *, left: bool = True) -> str:
-    """Return a text with spaces up to a width, to the left or to the right."""
-    spaces = " " * (width - text_width(text))
-    return text + spaces if left else spaces + text
-
-
-def text_width(text: str) -> int:
-    """Return the columns of a terminal that a text takes: Chinese letters take two."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+    return tables.text_table(heads, rows, indent, **how)
 
 
 def clock(seconds: float) -> str:

@@ -183,8 +183,8 @@ def test_all_errors_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     code, said = check(capsys, "zero.stag=3", "optim.lr=-1", *WRONG, "batch.micro_per_gpu=0", data="bad.jsonl")
     assert code == 2
     lines = said.splitlines()
-    assert lines[0] == "ConfigError: 8 errors:"
-    assert [line[: line.index(" ")] for line in lines[1:]] == [f"{number}." for number in range(1, 9)]
+    assert lines[0] == "ConfigError: 10 errors:"
+    assert [line[: line.index(" ")] for line in lines[1:]] == [f"{number}." for number in range(1, 11)]
     for expected in (*WRONG.values(), "'zero.stag'", "optim.lr = -1", "batch.micro_per_gpu = 0", "bad.jsonl:7: "):
         assert sum(expected in line for line in lines) == 1, expected
 
@@ -261,6 +261,19 @@ def test_total_steps_that_contradict_the_recipe(capsys: pytest.CaptureFixture[st
     assert main(["export-config", *TINY, "train.max_steps=10", "total_steps=20"]) == 2
     assert "train.max_steps = 10 and total_steps=20 contradict each other" in capsys.readouterr().err
     assert main(["export-config", *TINY, "total_steps=20"]) == 0
+
+
+def test_a_deepspeed_json_says_that_it_was_made_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "torch_adam is true because this machine has no GPU."
+    monkeypatch.setattr("toolkit.config.devices.device_here", lambda environ=None: "cpu")
+    for accelerator, words in (("cpu", []), ("", ["optim.torch=true"]), ("", ["optim.torch=false"])):
+        monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+        assert main(["export-config", *TINY, "world_size=8", "total_steps=20", *words]) == 0
+        assert said not in capsys.readouterr().err
+    assert main(["export-config", *TINY, "world_size=8", "total_steps=20"]) == 0
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("deadline", ["'1970-01-01 08:00'", "0s"])
