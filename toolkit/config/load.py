@@ -444,15 +444,9 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
         return False
     for name in names:
         if name not in groups[group]:
-            from toolkit.config.suggest import choice_meant  # read in errors alone
+            from toolkit.config.suggest import unknown_choice  # its tables are read in errors alone
 
-            sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
-            choices = tr(
-                "Known: {choices}.",
-                choices=shortlist(groups[group], "toolkit models" if group == "model" else f"conf/{group}/", like=name),
-            )
-            advice = choice_meant(group, name, groups[group], groups["preference"])
-            raise error_about(joined(sentence, advice, choices), group)
+            raise unknown_choice(group, name, groups, location)
     return True
 
 

@@ -100,13 +100,15 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
                 path=source.path,
             )
     elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
+        from toolkit.config import suggest  # read in errors alone
+
         key, folder = f"{location}.path", Path.cwd()
         sentence = tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
         is_named = files.is_dataset_name(source.path)
         hub = tr("A dataset on Hugging Face is data={name}.", name=source.path) if is_named else ""
-        yield joined(sentence, hub or files.similar_path(Path(source.path), Path.exists))
+        yield joined(sentence, hub or suggest.similar_path(Path(source.path), Path.exists))
     elif source.path and source.split != "train" and not os.path.isfile(Path(source.path, "dataset_dict.json")):
         yield tr(
             "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -85,6 +85,15 @@ def check_word(word: str, value: str, names: Sequence[str]) -> None:
         raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
 
 
+def unknown_choice(group: str, name: str, groups: Mapping[str, Mapping[str, Path]], location: str) -> ConfigError:
+    """Return the error for a choice that a group has not, with what it probably means. `groups`: all, by name."""
+    sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
+    source = "toolkit models" if group == "model" else f"conf/{group}/"
+    choices = tr("Known: {choices}.", choices=shortlist(groups[group], source, like=name))
+    advice = choice_meant(group, name, groups[group], groups["preference"])
+    return error_about(joined(sentence, advice, choices), group)
+
+
 def choice_meant(key: str, value: str, choices: Iterable[str], losses: Iterable[str] = ()) -> str:
     """Return what a wrong choice of a group, or of a key, probably means; `losses`: the choices of preference=, which
     others take for a task.
@@ -105,7 +114,7 @@ def directory_meant(path: Path) -> str:
     """Return what a run, checkpoint or model that is not there probably means: a directory with a similar name, a
     recipe, a model of conf/ or on Hugging Face, or one of the runs that are there; "" without any of these.
     """
-    if similar := files.similar_path(path, Path.is_dir):
+    if similar := similar_path(path, Path.is_dir):
         return similar
     if (run := "runs" / path).is_dir():
         return tr("Did you mean '{name}'?", name=run)
@@ -128,6 +137,18 @@ def directory_meant(path: Path) -> str:
     if files.is_hub_name(str(path)):
         return tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
     return ""
+
+
+def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return "Did you mean …?" for a path that is not there, with the most similar one of a kind next to it, or ""."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
+    longer = [name for name in names if name.startswith(path.name)]
+    # What is after the dot is mostly equal, which makes no name alike.
+    alike = [name for name in names if nearest(path.stem, [Path(name).stem])]
+    name = longer[0] if longer and path.name else nearest(path.name, alike)
+    return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
 
 
 def _newest_runs(parent: Path) -> list[Path]:
