@@ -1,8 +1,6 @@
 """recipes/recipe.schema.json: the JSON schema of recipes, by which editors complete and check them."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import typing
 from enum import Enum
@@ -10,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from toolkit.config import schema
+from toolkit.config.key_texts import field_default, field_texts
 from toolkit.config.load import group_choices, to_plain
 from toolkit.config.schema import RunConfig, SourceConfig
 
@@ -89,23 +87,3 @@ def _bound(constraint: Any) -> tuple[str, float]:
         if isinstance(constraint, kind):
             return keyword, getattr(constraint, attribute)
     raise TypeError(constraint)
-
-
-def field_texts() -> dict[str, dict[str, str]]:
-    """Return class -> field -> the string literal below it."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(field.target, ast.Name)
-                ):
-                    found.setdefault(node.name, {})[field.target.id] = str(ast.literal_eval(text.value))
-    return found
-
-
-def field_default(item: "dataclasses.Field[Any]") -> Any:
-    """Return the default of a field."""
-    return item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[operator]

@@ -292,6 +292,8 @@ def test_most_chinese_is_chinese() -> None:
         "{file}:{line}: {reason}",
         "{file}：{reason}。",
         "{place}：{reason}。",
+        "true、false",
+        "true、false、`auto`",
     } | {text for text in without if "auto ->" in text}
 
 

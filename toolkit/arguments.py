@@ -10,7 +10,7 @@ from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import OWNED, check_ds_config
-from toolkit.messages import ConfigError, Problems, nearest, raise_all, set_language, tr
+from toolkit.messages import ConfigError, Problems, raise_all, set_language
 
 _ALONE = r"\w[\w./-]*|[./~][\w./-]+"
 """A word without =: a recipe's name or path."""
@@ -99,40 +99,36 @@ def _separate(
             wrong.append(unknown_option(word, following, names, [*flags, *options, "--config-dir DIR"], keys_meant))
         else:
             try:
-                overrides.append(named_recipe(word, rest[0] if rest else ""))
+                overrides.append(named_recipe(word, rest[0] if rest else "", names))
             except ConfigError as error:
                 wrong.append(error)
     raise_all(wrong)
     return overrides, config_dir, values, own_flags
 
 
-def named_recipe(word: str, following: str = "") -> str:
+def named_recipe(word: str, following: str = "", names: Sequence[str] = ()) -> str:
     """Return an argument, `recipe=WORD` for a word that stands alone: every command takes its recipe in both forms.
 
     Raises:
-        ConfigError: the word is a key whose `=` is missing, or there are spaces around its `=`; `following` is the
-            next word, its value perhaps.
+        ConfigError: the word is a key whose `=` is missing, there are spaces around its `=`, or it is one of the
+            command's own `names` misspelt; `following` is the next word, its value perhaps.
     """
     is_file = "=" not in word and word.endswith((".yaml", ".yml"))
     if not is_file and ("=" in word or word not in known_recipes()):
-        _check_equals(word, following)
+        _check_equals(word, following, names)
     return f"recipe={word}" if is_file or re.fullmatch(_ALONE, word) else word
 
 
-def _check_equals(word: str, following: str) -> None:
-    """Raise a ConfigError for a key without `=`, and for spaces around `=`."""
+def _check_equals(word: str, following: str, names: Sequence[str]) -> None:
+    """Raise a ConfigError for a key without `=`, for spaces around `=`, and for a misspelt one of `names`."""
     has_value = bool(following) and "=" not in following and not following.startswith("--")
     is_recipe = following in known_recipes() or following.endswith((".yaml", ".yml"))
-    if following.startswith("=") or (word.endswith("=") and has_value and not is_recipe):
+    if following.startswith("=") or (word.endswith("=") and has_value and (not is_recipe or word == "recipe=")):
         raise ConfigError("'{words}': write key=value without spaces around the =.", words=f"{word} {following}")
-    if "=" in word or os.sep in word:
-        return
-    from toolkit.config.suggest import foreign_names, keys_meant  # its tables are read in errors alone
+    if os.sep not in word and not ("=" in word and field_type(word.partition("=")[0])):
+        from toolkit.config.suggest import check_word  # its tables are read in errors alone
 
-    is_key = field_type(word) is not None or word in foreign_names()
-    if keys := keys_meant(word) if is_key or ("." in word and not nearest(word, known_recipes())) else ():
-        written = tr(" or ").join(f"{key}={following if has_value else 'VALUE'}" for key in keys)
-        raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
+        check_word(word, following if has_value else "VALUE", names)
 
 
 def parse_checked(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
-from unicodedata import east_asian_width
 
 from toolkit import messages
 from toolkit.messages import say, tr, write_to_stdout
@@ -182,27 +181,11 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
         ended.set()
 
 
-def text_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False
-) -> list[str]:
-    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`."""
-    listed = [list(heads), *map(list, rows)]
-    widths = [max(_text_width(row[column]) for row in listed) for column in range(len(heads))]
-    return [
-        indent
-        + "  ".join(
-            cell + " " * (width - _text_width(cell))
-            if texts or not column
-            else " " * (width - _text_width(cell)) + cell
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in listed
-    ]
+def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", **how: bool) -> list[str]:
+    """Return the lines of a table, see tables.py, which a run that prints none does not import."""
+    from toolkit import tables
 
-
-def _text_width(text: str) -> int:
-    """Return the columns of a terminal that a text takes: Chinese letters take two."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+    return tables.text_table(heads, rows, indent, **how)
 
 
 def clock(seconds: float) -> str:

@@ -236,6 +236,21 @@ def test_a_terminal_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert written().model.name == "ChatGLM3-6B"
 
 
+def test_a_terminal_is_asked_for_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the data has names of its own: a mistake asks for the data again, as nothing does."""
+    Path("strange.jsonl").write_text('{"q": "a", "a": "b"}\n' * 20)
+    asked: list[str] = []
+    data = ["strange.jsonl", "", "strange.jsonl", "promt: q", "strange.jsonl", "prompt: q, response: a"]
+    answers = iter(["chatglm3_6b", *data, "8x80GB"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    monkeypatch.setattr("toolkit.extras.new_recipe.this_machine", lambda: None)
+    assert main(["new"]) == 0
+    assert [question.split()[0] for question in asked] == ["Model", *["Data", "Columns"] * 3, "GPUs"]
+    assert "2xcpu" in asked[-1]
+    assert written().data.sources[0].columns == {"prompt": "q", "response": "a"}
+
+
 def test_the_gpus_of_this_node_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     nvidia = folder / "bin" / "nvidia-smi"
     nvidia.parent.mkdir()

@@ -75,7 +75,7 @@ def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in said
     asked = json.loads(re.search(r"-d '(.*)'", said)[1])  # type: ignore[index]
-    assert asked == {"model": "run", "messages": [{"role": "user", "content": "你好"}]}
+    assert asked == {"model": "run", "messages": [{"role": "user", "content": "Hello"}]}
     words = [f"model.path={model}", "port=9", "host=0.0.0.0", "backend=transformers", "--device", "cpu"]
     served = [*by_transformers, "--host", "0.0.0.0", "--port", "9"]
     assert command(started, *words) == [*served, "--dtype", "float32", "--device", "cpu"], "as generate on CPUs"

@@ -135,7 +135,7 @@ def test_ctrl_c_stops_the_answer_alone(tmp_path: Path, terminals: list[Terminal]
     terminal.type("/undo\r")
     terminal.wait_for("Forgotten: 为什么")
     terminal.wait_for("> ")
-    terminal.type("/exit\r")
+    terminal.type("quit\r")
     assert terminal.end() == 0
 
 
@@ -149,6 +149,8 @@ def test_questions_through_a_pipe(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
         return main(["chat", str(model), "max_new_tokens=30"])
 
+    assert pipe(b"exit\n") == 0  # a question like any other
+    assert capsys.readouterr().out == f"{SAYS}\n"
     assert pipe("你好\n\n/undo\n".encode() + b"half a character \xe4\xbd\n") == 0
     found = capsys.readouterr()
     assert found.out == f"{SAYS}\n{SAYS}\n"
@@ -170,6 +172,11 @@ def chat(usable: LoadedModel, max_new_tokens: int = 8) -> ChatSession:
     """Return a conversation in which nothing was said."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
     return ChatSession(usable.model, usable.encoder, sampling, is_terminal=False, help_text="")
+
+
+@pytest.mark.parametrize("line", ["exit", " Quit ", "/exit", "/quit"])
+def test_what_leaves_a_terminal(line: str, usable: LoadedModel) -> None:
+    assert not ChatSession(usable.model, usable.encoder, Sampling(max_new_tokens=1), True, "").handle(line)
 
 
 def test_the_prompt_is_the_training_prompt(usable: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:

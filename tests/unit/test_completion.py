@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.recipe_schema import field_texts
 from toolkit.cli import COMMANDS, main, module_of
 from toolkit.config.dotted_keys import sections, types_of
 from toolkit.config.files import known_recipes
+from toolkit.config.key_texts import field_texts
 from toolkit.extras.cli.completion import SCRIPTS
 from toolkit.extras.completion import PATH_KEYS, candidates
 

@@ -4,6 +4,7 @@ import copy
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -186,6 +187,14 @@ def test_secrets_that_would_not_arrive() -> None:
     (found,) = findings_module.secrets(machines, ["HF_TOKEN"])
     assert found.level == ERROR
     assert found.text.startswith("the sshd of b does not take LC_TOOLKIT_ENV, so HF_TOKEN would not arrive.")
+
+
+def test_the_example_of_a_hostfile_is_no_hostfile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=OSError))
+    assert main(["doctor", f"hostfile={Path(__file__).parents[2] / 'hostfile.example'}"]) == 2
+    assert "node1 is a name in hostfile.example, and no node here has it" in capsys.readouterr().err
 
 
 def test_what_is_hidden_is_no_part_of_a_model(tmp_path: Path) -> None:

@@ -259,9 +259,8 @@ ANSWER = {"from": "gpt", "value": "a"}
         ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
         (
             {"conversations": [{"from": "narrator", "value": "x"}, ANSWER]},
-            "message 1 of 'conversations': unknown role 'narrator'; expected one of system, developer, user, human, "
-            "assistant, gpt, chatgpt, bing, bard, model, function_call, tool_call, observation, function_response, "
-            "tool_response, function, tool",
+            "message 1 of 'conversations': unknown role 'narrator'; expected one of system, user, assistant, "
+            "function_call, tool, or another of docs/data.md",
         ),
         (
             {"conversations": [TURN, {"from": "gpt", "value": ""}]},

@@ -48,6 +48,11 @@ def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "你吗\n", "three bytes each: a token is a byte"
 
 
+def test_a_question_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "runs/library", "Who are you?"]) == 2
+    assert capsys.readouterr().err == "ConfigError: 'Who are you?': write a question as prompt='Who are you?'\n"
+
+
 def test_a_gpu_is_left_alone_where_ranks_leave_it(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)

@@ -1,6 +1,8 @@
 """Help texts: the overview is short, wrong commands name the right one, unexpected errors say what to attach."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,8 @@ MEANT = {
     "quickstart": "toolkit train quickstart",
     "mine.yaml": "toolkit train mine.yaml",
     "--hlep": "--help",
+    "hlep": "help",
+    "optim.lr": "toolkit help optim.lr",
     "-v": "toolkit --version",
 }
 
@@ -43,16 +47,77 @@ def test_a_wrong_command_names_the_right_one(word: str, capsys: pytest.CaptureFi
     assert f"unknown command '{word}'. Did you mean '{MEANT[word]}'?\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["help language=zh", "language=zh", "--help language=zh"])
+@pytest.mark.parametrize(
+    "words", ["help language=zh", "language=zh", "--help language=zh", "language=zh --help", "language=zh help"]
+)
 def test_the_overview_is_in_the_language_that_is_asked_for(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == (2 if words == "language=zh" else 0)
     assert "\n用法：toolkit 命令" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["language=zh help check", "language=zh --help check", "help check language=zh"])
+def test_the_language_may_come_before_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("不训练，只检查配方")
+
+
+def test_help_of_a_key_is_what_the_reference_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "optim.decay"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "optim.decay" and "weight decay" in said[1]
+    assert said[2:] == ["  choices: all, matrices, hidden", "  default: all"]
+    assert main(["help", "optim.lr", "language=zh"]) == 0
+    assert re.search("学习率峰值.*\n  类型：数\n  默认值：2e-05\n", capsys.readouterr().out)
+
+
+def test_help_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "tuning"]) == 0
+    said = capsys.readouterr().out
+    assert "\n  tuning.rank " in said and "Choices of the group: tuning=… of freeze, full, lora" in said
+    assert main(["help", "keys", "report"]) == 0  # `help report` is the command's
+    assert "\n  report.every " in capsys.readouterr().out
+    for words in (["help", "keys"], ["help", "config"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert "\n  zero.offload_optimizer " in said and "docs/config.md" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("optm.lr", "toolkit help optim.lr"), ("trian", "train"), ("optim.rl", "toolkit help optim.lr")]
+)
+def test_help_of_a_mistyped_key_names_the_right_one(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", name]) == 2
+    assert f"is called '{name}'. Did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_help_of_a_key_needs_no_torch() -> None:
+    program = "import sys; from toolkit.cli import main; main(['help', 'optim.lr']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("words", ["language=zh check", "trian language=zh"])
 def test_errors_of_a_command_are_too(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert re.match("ConfigError: (没有选择配方|未知命令)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"), [("recipes QWEN", "deepseek_r1_distill_qwen_7b_lora"), ("models glm-4", "glm45_air")]
+)
+def test_lists_can_be_filtered(words: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].startswith(f"  {first} ") and all(line == line.rstrip() for line in (head, *rows))
+    assert all(words.split()[1].lower() in row.lower() for row in rows)
+
+
+def test_a_filter_that_finds_nothing_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "qwn"]) == 2
+    assert "No name in `toolkit recipes` has 'qwn'. The nearest: qwen3_8b" in capsys.readouterr().err
+    assert main(["models", "glmm"]) == 2
+    assert (
+        "there is no directory glmm. No name in `toolkit models` has 'glmm'. The nearest: " in capsys.readouterr().err
+    )
 
 
 def test_other_programs_commands_are_not_ours() -> None:

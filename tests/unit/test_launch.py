@@ -73,6 +73,12 @@ def test_wrong_options_are_explained(words: str, capsys: pytest.CaptureFixture[s
     assert f"unknown option {MISSPELT[words]}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "option"), [("num_gpus=2", "--num_gpus 2"), ("nodes=2", "--num_nodes 2")])
+def test_options_of_the_launcher_are_no_keys(word: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", word, "recipe=zero1"]) == 2
+    assert capsys.readouterr().err == f"ConfigError: '{word}' is an option here: {option}\n"
+
+
 @pytest.mark.parametrize("options", [["--num_gpus", "3"], ["hostfile=hosts"], ["--hostfile", "hosts", "-e", "b:1"]])
 def test_a_batch_that_does_not_fit_the_ranks_starts_nothing(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -265,6 +265,7 @@ def test_history_system_tools_and_names() -> None:
         ({"prompt": "q", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is 3, not a text"),
         ({"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "must end with a question"),
+        ({"messages": [USER, GOOD]}, "the row has no 'chosen' and 'rejected' answer, only 'messages': preference data"),
         (
             {"messages": [USER], "chosen": {"role": "x", "content": "a"}, "rejected": BAD},
             "'chosen' cannot be used: unknown role 'x'",

@@ -285,6 +285,22 @@ def test_given_format_is_not_guessed(tmp_path: Path) -> None:
     assert read(path)[0][0] == [user("p"), assistant("r")]
 
 
+def test_an_empty_file_among_others_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, b"", "a.jsonl")
+    written(tmp_path, b'{"prompt": "p", "response": "r"}\n', "b.jsonl")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        source = SourceConfig(path=str(path))
+        assert [file.name for file in sources.files_of(source)] == ["b.jsonl"]
+    assert capsys.readouterr().out == f"WARNING: The data file '{tmp_path}/a.jsonl' is empty: it is skipped.\n"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "notes.md", "notes"])
+def test_plain_text_is_no_format(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"notes.*' is no data file: plain text .* \.jsonl file\. Known are \.jsonl, "):
+        read(written(tmp_path, "你好。\nA text.\n".encode(), name))
+    assert read(written(tmp_path, b'\xef\xbb\xbf {"text": "a"}\n', name))[0][0] == [{"role": "text", "content": "a"}]
+
+
 def test_missing_folder_and_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as error:
@@ -297,6 +313,8 @@ def test_missing_folder_and_empty_files(tmp_path: Path, monkeypatch: pytest.Monk
         read(tmp_path)
     with pytest.raises(DataError, match=r"The data file '.*e\.jsonl' is empty\."):
         read(written(tmp_path, b"", "e.jsonl"))
+    with pytest.raises(DataError, match=r"The data file '.*e\.jsonl' is empty\."):
+        read(tmp_path)
     for content in (b"\n\n", b"[]", b"[\n]\n"):
         with pytest.raises(DataError, match=r"d\.jsonl holds no row\."):
             read(written(tmp_path, content))

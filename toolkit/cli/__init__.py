@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
-    if words[:1] == ["--version"]:
+    if [word for word in words if not word.startswith("language=")] == ["--version"]:
         _show(f"toolkit {__version__}")
         return 0
     from toolkit.distributed.exits import run_guarded
@@ -86,9 +86,9 @@ def _use_utf8() -> None:
 
 def _dispatch(words: list[str]) -> int:
     """Run the command that the first word names; return its exit code."""
+    words = choose_language(words) if words and words[0].startswith("language=") else words
     is_help = any(word in ("help", "-h", "--help") for word in words[:1])
-    words = words[is_help:]
-    others = choose_language(words) if is_help or not words or words[0].startswith("language=") else words
+    others = choose_language(words[1:]) if is_help else words
     command, rest = (others[0], others[1:]) if others else ("", [])
     if not command:
         from toolkit.cli.help import overview
@@ -98,10 +98,10 @@ def _dispatch(words: list[str]) -> int:
     if command == "train" and set(rest).intersection(MULTIRUN):
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
-        from toolkit.cli.help import unknown_command
+        from toolkit.cli.help import help_without_command
 
-        choose_language(rest)
-        raise unknown_command(command)
+        _show(help_without_command(others, is_help))
+        return 0
     module = import_module(module_of(command))
     if is_help or any(word in ("-h", "--help") for word in rest):
         from toolkit.cli.help import help_of

@@ -14,7 +14,7 @@ Commands:
   /undo            remove the last question and its answer
   /system TEXT     set the system message; without TEXT, remove it
   /help            list these commands
-  /exit            quit, like Ctrl-D
+  /exit            quit, like Ctrl-D; exit or quit alone does too
 
 A question must not begin with `/`; put a space before it. If stdin is not a terminal, each line is a question.
 """

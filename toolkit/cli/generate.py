@@ -49,6 +49,9 @@ _FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard", "
 
 def run(words: list[str]) -> None:
     optional = (*MODEL, "prompt", "input", *_FOR_FILES, "system", *SAMPLING, "engine")
+    bare = [word for word in words if "=" not in word]
+    if len(bare) > 1 and not any(word.startswith(("prompt=", "input=", "-")) for word in words):
+        raise ConfigError("'{word}': write a question as prompt='{word}'", word=bare[1])
     settings = named_arguments(words, required=(), optional=optional, usage=USAGE, bare="model.path")
     check_model(settings, USAGE)
     is_split = one_of(settings, "engine", ("transformers", "deepspeed")) == "deepspeed"

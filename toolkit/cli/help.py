@@ -6,6 +6,7 @@ from importlib import import_module
 from toolkit.cli import COMMANDS, GROUPS, module_of
 from toolkit.messages import (
     ConfigError,
+    choose_language,
     current_language,
     did_you_mean,
     joined,
@@ -43,11 +44,21 @@ def overview() -> str:
     lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
     help_lines = {
         "toolkit help COMMAND": tr("arguments and examples of a command; --version: the version"),
-        "toolkit doctor --report": tr("one file to attach when you ask for help"),
-        "docs/config.md": tr("every key; docs/debugging.md: what to do about an error"),
+        "toolkit help KEY": tr("a key or a group of keys, as optim.lr or tuning; all: docs/config.md"),
+        "toolkit doctor --report": tr("one file to attach when you ask for help; errors: docs/debugging.md"),
     }
     lines += ["", tr("Help:"), *(f"  {name:<25}{text}" for name, text in help_lines.items())]
     return "\n".join(lines)
+
+
+def help_without_command(words: list[str], is_help: bool) -> str:
+    """Return the help of keys if help is asked for; a ConfigError for a first word that should be a command."""
+    command, *rest = choose_language(words)
+    if not is_help:
+        raise unknown_command(command)
+    from toolkit.cli.key_help import ALL, help_of_keys
+
+    return help_of_keys(rest if command in ALL else [command])
 
 
 def unknown_command(command: str) -> ConfigError:
@@ -63,10 +74,13 @@ def unknown_command(command: str) -> ConfigError:
 
 def _command_meant(word: str) -> str:
     """Return "Did you mean …?" for a wrong command: another program's name of one, a recipe, or a misspelling."""
+    from toolkit.cli.key_help import is_key
     from toolkit.config.files import known_recipes
 
     if other := read_table("cli/other_names.yaml").get(word):
         return tr("Did you mean '{name}'?", name=f"toolkit {other}")
     if word in known_recipes() or word.endswith((".yaml", ".yml")) or word.startswith("recipe="):
         return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
-    return did_you_mean(word, (*COMMANDS, "--help", "--version"))
+    if "." in word and is_key(word):
+        return tr("Did you mean '{name}'?", name=f"toolkit help {word}")
+    return did_you_mean(word, (*COMMANDS, *(("--help", "--version") if word.startswith("-") else ("help",))))

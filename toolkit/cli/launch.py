@@ -14,15 +14,19 @@ On one node a free port is chosen if --master_port is not given.
 """
 
 from toolkit.arguments import check_parsed, parse
+from toolkit.config.validate import field_type
 from toolkit.jobs.launch import launch
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import Problems
+from toolkit.messages import ConfigError, Problems
 
 
 def run(words: list[str]) -> int:
     typed, options, rest = deepspeed.typed_options(words)
     environment.reject_if_rank()
     problems = Problems()
+    for word in [word for word in rest if _option_meant(word)]:
+        rest.remove(word)
+        problems.add(ConfigError("'{word}' is an option here: {option}", word=word, option=_option_meant(word)))
     named_ranks = problems.attempt(deepspeed.ranks_of, options)
     arguments = parse(rest, options=deepspeed.OPTIONS, problems=problems)
     # With the number of ranks: else each rank would report it, on all nodes, after their start. With `launch.min_nodes`
@@ -32,3 +36,10 @@ def run(words: list[str]) -> int:
     check_parsed(arguments.loaded, ranks, problems, files=False)
     problems.raise_all()
     return launch(typed, rest, arguments.loaded.cfg)
+
+
+def _option_meant(word: str) -> str:
+    """Return the launcher's option that a `name=value` means, such as num_gpus=2; "" for any other word."""
+    name, equals, value = word.partition("=")
+    option = deepspeed.OTHER_NAMES.get(name, f"--{name}")
+    return f"{option} {value}" if equals and option in deepspeed.OPTIONS and field_type(name) is None else ""

@@ -1,23 +1,39 @@
 """List the available recipes (recipe=NAME) and what each is for.
 
-toolkit recipes
+toolkit recipes [TEXT]
+
+  TEXT   only those with it in their names
 """
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from toolkit import command_line, terminal
 from toolkit.config.files import known_recipes
-from toolkit.messages import current_language, say, tr
+from toolkit.messages import ConfigError, current_language, joined, say, tr
 
 _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 """Comments that Hydra and editors read."""
 
 
 def run(words: list[str]) -> None:
-    command_line.named_arguments(words, required=(), optional=(), usage="toolkit recipes")
-    rows = [(name, about(path)) for name, path in known_recipes().items()]
+    values = command_line.named_arguments(words, required=(), optional=(), usage="toolkit recipes", bare="text")
+    rows: list[tuple[str, ...]] = [(name, about(path)) for name, path in known_recipes().items()]
+    rows = with_text(rows, values.get("text", ""), "toolkit recipes")
     say("\n".join(terminal.text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
+
+
+def with_text(rows: list[tuple[str, ...]], text: str, command: str) -> list[tuple[str, ...]]:
+    """Return the rows of a table in whose names, all columns but the last, a text is; ConfigError if it is in none.
+    `command` lists all.
+    """
+    found = [row for row in rows if any(text.lower() in name.lower() for name in row[:-1])]
+    if found:
+        return found
+    nearest = ", ".join(get_close_matches(text, [row[0] for row in rows], n=5, cutoff=0.4))
+    advice = tr("The nearest: {names}.", names=nearest) if nearest else ""
+    raise ConfigError(joined(tr("No name in `{command}` has '{text}'.", command=command, text=text), advice))
 
 
 def about(path: Path) -> str:

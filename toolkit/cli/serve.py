@@ -24,7 +24,7 @@ from pathlib import Path
 from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.evaluate.servable import resolve_servable
 from toolkit.evaluate.server import adapter_options, server_program
-from toolkit.messages import say
+from toolkit.messages import say, tr
 
 USAGE = "toolkit serve PATH"
 BACKENDS = ("auto", "vllm", "sglang", "transformers")
@@ -52,7 +52,7 @@ def run(words: list[str]) -> None:
         name = Path(arguments["adapter"]).resolve().name
         command += adapter_options(Path(arguments["adapter"]), folder, name, backend)
         model = f"{model}:{name}" if backend == "sglang" else name
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": tr("Hello")}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(
         "Ask it:  {command}",

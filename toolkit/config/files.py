@@ -6,8 +6,7 @@ import importlib
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yaml
 
 from toolkit.config.dotted_keys import types_of
 from toolkit.config.schema import DataConfig, RowFormat
-from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, nearest, reason_of, tr
+from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, reason_of, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
@@ -278,26 +277,10 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
     """Raise `error` if a run, checkpoint or model is not there, with the most similar name in its folder."""
     if os.path.isdir(path):
         return
+    from toolkit.config.suggest import directory_meant  # read in errors alone
+
     sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""
-    sentence = sentence or tr("there is no directory {folder}", folder=path) + "."
-    advice = similar_path(path, Path.is_dir)
-    if str(path) in known_recipes():
-        advice = tr("It is a recipe: train it, `toolkit train {name} run.name=NAME`, then type runs/NAME.", name=path)
-    elif not advice and is_hub_name(str(path)) and path.parts[0] != "runs":
-        advice = tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
-    raise error(joined(sentence, advice))
-
-
-def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
-    """Return "Did you mean …?" for a path that is not there, with the most similar one of a kind next to it, or ""."""
-    names: list[str] = []
-    with suppress(OSError):
-        names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
-    longer = [name for name in names if name.startswith(path.name)]
-    # What is after the dot is mostly equal, which makes no name alike.
-    alike = [name for name in names if nearest(path.stem, [Path(name).stem])]
-    name = longer[0] if longer and path.name else nearest(path.name, alike)
-    return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
+    raise error(joined(sentence or tr("there is no directory {path}.", path=path), directory_meant(path)))
 
 
 _NO_TEXT = re.compile(r"true|false|null|[-+]?(?:\.?\d[\d_.]*(?:e[-+]?\d+)?|inf|nan)", re.IGNORECASE)

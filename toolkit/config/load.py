@@ -40,8 +40,6 @@ _CHOSEN_RECIPE = "chosen"
 that it builds on."""
 _MULTIPLE_CHOICE = ("track",)
 """Groups that allow several choices: track=[tensorboard,wandb]."""
-_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
-"""What PyTorch calls choices of ours, where that is not like them."""
 _MAX_SHOWN_CHARS = 200
 """Characters of an argument that a message quotes."""
 
@@ -446,19 +444,9 @@ def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
         return False
     for name in names:
         if name not in groups[group]:
-            sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
-            choices = tr(
-                "Known: {choices}.",
-                choices=shortlist(groups[group], "toolkit models" if group == "model" else f"conf/{group}/", like=name),
-            )
-            advice = did_you_mean(_OTHER_CHOICES.get(str(name).lower(), str(name)), groups[group])
-            losses = groups["preference"].keys() - {"none"}
-            if group == "task" and name in {"preference", *losses}:
-                loss = name if name in losses else "dpo"
-                advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
-            elif group == "model" and data_forms.is_path(name):
-                advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
-            raise error_about(joined(sentence, advice, choices), group)
+            from toolkit.config.suggest import unknown_choice  # its tables are read in errors alone
+
+            raise unknown_choice(group, name, groups, location)
     return True
 
 

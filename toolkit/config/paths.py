@@ -100,13 +100,15 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
                 path=source.path,
             )
     elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
+        from toolkit.config import suggest  # read in errors alone
+
         key, folder = f"{location}.path", Path.cwd()
         sentence = tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
         is_named = files.is_dataset_name(source.path)
         hub = tr("A dataset on Hugging Face is data={name}.", name=source.path) if is_named else ""
-        yield joined(sentence, hub or files.similar_path(Path(source.path), Path.exists))
+        yield joined(sentence, hub or suggest.similar_path(Path(source.path), Path.exists))
     elif source.path and source.split != "train" and not os.path.isfile(Path(source.path, "dataset_dict.json")):
         yield tr(
             "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
@@ -148,10 +150,16 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
+def _is_writable(folder: Path) -> bool:
+    """Whether a directory can be made in a folder. To root the kernel's own file systems only look writable."""
+    of_kernel = [os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path)]
+    return os.access(folder, os.W_OK) and os.stat(folder).st_dev not in of_kernel
+
+
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if no run directory can be made in `run.dir`."""
     existing = _existing(Path(loaded.cfg.run.dir).absolute())
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
+    if not os.path.isdir(existing) or not _is_writable(existing):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
@@ -159,8 +167,8 @@ def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if tokenized data in `prepare.dir` cannot be read, or where there are none, not be written."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
     existing = _existing(stores)
-    wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
-    if not existing.is_dir() or not os.access(existing, wanted):
+    is_usable = existing.is_dir() and os.access(existing, os.R_OK | os.X_OK)
+    if not is_usable or (existing != stores and not _is_writable(existing)):
         yield loaded.error(
             "prepare.dir", "prepare.dir = {value}: {folder} cannot be used by this user.", folder=existing
         )

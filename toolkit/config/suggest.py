@@ -1,25 +1,33 @@
-"""Which keys a wrong name means: those for another program's name, or the nearest of ours. Read in errors alone."""
+"""What a wrong key, choice or directory means: another program's name, or the nearest of ours. Read in errors alone."""
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 
+from toolkit.config import data_forms, files
 from toolkit.config.dotted_keys import REMOVED, all_keys
 from toolkit.config.program_keys import keys_of, sentence
 from toolkit.config.validate import error_about, field_type, members
-from toolkit.messages import ConfigError, joined, read_table, shortlist, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, nearest, read_table, shortlist, tr
 
 _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 _MOST_GUESSES = 3
 _LAUNCH = "toolkit launch --num_gpus N"
 _ELSEWHERE = {
     "hostfile": "toolkit launch hostfile=FILE, toolkit doctor hostfile=FILE",
-    "gpus": f"{_LAUNCH}, toolkit plan gpus=8x80GB",
+    **dict.fromkeys(("gpus", "gpu"), f"{_LAUNCH}, toolkit plan gpus=8x80GB"),
     "world_size": f"{_LAUNCH}, toolkit check world_size=N",
     **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_processes"), _LAUNCH),
 }
 """Arguments of some commands, or of launchers, which others take for a key -> the commands to type."""
+_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
+"""What PyTorch calls choices of ours, where that is not like them."""
+_ONLINE = {"grpo", "ppo", "rlhf", "rl", "dapo", "gspo", "rloo", "reinforce", "online_dpo"}
+"""What other programs call online reinforcement learning."""
+_MOST_RUNS = 5
 _LEAST_NAME, _LEAST_SHORT, _LEAST_HERE, _LEAST_PATH = 0.75, 0.85, 0.6, 0.8
 """How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one of up to four
 letters; one in the section that was typed; a dotted path as a whole."""
@@ -61,6 +69,93 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     # Without sections among the meant keys, so that errors in these are still reported.
     keys = (path, *(key for key in meant if not members(key)))
     return error_about(text, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+
+
+def check_word(word: str, value: str, names: Sequence[str]) -> None:
+    """Raise a ConfigError for a key without its `=value`, and for a command's own argument, of `names`, misspelt."""
+    name, equals, _ = word.partition("=")
+    if equals:
+        if name not in foreign_names() and (own := _most_similar(name, names, _LEAST_PATH)):
+            unknown = tr("{place}: unknown key '{key}'.", place=tr("command line"), key=name)
+            raise ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=own)))
+        return
+    is_key = field_type(word) is not None or word in foreign_names()
+    if keys := keys_meant(word) if is_key or ("." in word and not nearest(word, files.known_recipes())) else ():
+        written = tr(" or ").join(f"{key}={value}" for key in keys)
+        raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
+
+
+def unknown_choice(group: str, name: str, groups: Mapping[str, Mapping[str, Path]], location: str) -> ConfigError:
+    """Return the error for a choice that a group has not, with what it probably means. `groups`: all, by name."""
+    sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
+    source = "toolkit models" if group == "model" else f"conf/{group}/"
+    choices = tr("Known: {choices}.", choices=shortlist(groups[group], source, like=name))
+    advice = choice_meant(group, name, groups[group], groups["preference"])
+    return error_about(joined(sentence, advice, choices), group)
+
+
+def choice_meant(key: str, value: str, choices: Iterable[str], losses: Iterable[str] = ()) -> str:
+    """Return what a wrong choice of a group, or of a key, probably means; `losses`: the choices of preference=, which
+    others take for a task.
+    """
+    if value.lower() in _ONLINE and key in ("preference", "preference.loss", "task", "task.kind"):
+        return tr(
+            "There is no online reinforcement learning (docs/limits.md): `toolkit rounds` samples answers, scores them "
+            "and trains on them."
+        )
+    if key == "task" and value in {"preference", *losses} - {"none"}:
+        return tr("Preferences are a group of their own: preference={loss}.", loss=value if value in losses else "dpo")
+    if key == "model" and data_forms.is_path(value):
+        return tr("A directory or a name on Hugging Face is model.path={name}.", name=value)
+    return did_you_mean(_OTHER_CHOICES.get(value.lower(), value), choices)
+
+
+def directory_meant(path: Path) -> str:
+    """Return what a run, checkpoint or model that is not there probably means: a directory with a similar name, a
+    recipe, a model of conf/ or on Hugging Face, or one of the runs that are there; "" without any of these.
+    """
+    if similar := similar_path(path, Path.is_dir):
+        return similar
+    if (run := "runs" / path).is_dir():
+        return tr("Did you mean '{name}'?", name=run)
+    model = files.conf_folder() / "model" / f"{path}.yaml"
+    if model.is_file() and (hub := files.read(model).values.get("hub_id", "")):
+        return tr(
+            "It is a model of `toolkit models`, not on this disk:  hf download {hub} --local-dir DIR  and write DIR; "
+            "to train it: recipe=NAME model={name}",
+            hub=hub,
+            name=path,
+        )
+    if str(path) in files.known_recipes():
+        return tr("It is a recipe: train it, `toolkit train {name} run.name=NAME`, then type runs/NAME.", name=path)
+    here = Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path
+    if path.parent != Path() and (runs := _newest_runs(path.parent)):
+        return tr("The newest runs there: {names}", names=", ".join(map(str, runs[:_MOST_RUNS])))
+    if path.parts[:-1] == ("runs",):
+        return tr("There is no run yet: train one, `toolkit train quickstart`, then type runs/quickstart.")
+    if files.is_hub_name(str(path)):
+        return tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
+    return ""
+
+
+def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return "Did you mean …?" for a path that is not there, with the most similar one of a kind next to it, or ""."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
+    longer = [name for name in names if name.startswith(path.name)]
+    # What is after the dot is mostly equal, which makes no name alike.
+    alike = [name for name in names if nearest(path.stem, [Path(name).stem])]
+    name = longer[0] if longer and path.name else nearest(path.name, alike)
+    return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
+
+
+def _newest_runs(parent: Path) -> list[Path]:
+    """Return the runs in a directory, the newest first."""
+    with suppress(OSError):
+        return [file.parent for file in sorted(parent.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)]
+    return []
 
 
 def keys_meant(path: str) -> tuple[str, ...]:

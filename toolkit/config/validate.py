@@ -13,7 +13,7 @@ from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
 from toolkit.config.dotted_keys import did_nothing, types_of
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, shortened, shortlist, tr
+from toolkit.messages import ConfigError, Problems, joined, shortened, shortlist, tr
 
 _LONGEST_VALUE = 40
 Locator = Callable[[str], str]
@@ -174,7 +174,9 @@ def _enum_member(value: Any, kind: type[Enum], path: str, locate: Locator) -> En
         value=value,
         choices=shortlist(kind.__members__, "docs/config.md"),
     )
-    raise error_about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
+    from toolkit.config.suggest import choice_meant  # read in errors alone
+
+    raise error_about(joined(sentence, choice_meant(path, str(value), kind.__members__)), path)
 
 
 def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:

@@ -280,7 +280,9 @@ class RowReader:
         role = _ROLE_NAMES.get(name)
         if role is None:
             raise RowError(
-                "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
+                "unknown role '{name}'; expected one of {names}, or another of docs/data.md",
+                name=name[:40],
+                names=", ".join(ROLES),
             )
         is_call = role == "tool" and "parameters" in item
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])

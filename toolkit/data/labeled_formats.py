@@ -18,7 +18,7 @@ from toolkit.data.formats import (
     check_trainable,
     plain_message,
 )
-from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, required_text
+from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, quoted_keys, required_text
 from toolkit.messages import RowError, tr
 from toolkit.sample_types import TEXT, Message
 
@@ -40,6 +40,12 @@ class PairReader(RowReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return a row's [chosen, rejected] conversation, which differ in the last answer only; or raise a RowError."""
         mapping, names = as_object(row), self.names
+        if not any(names[key] in mapping for key in PREFERENCE_KEYS):
+            raise RowError(
+                "the row has no 'chosen' and 'rejected' answer, only {keys}: preference data are pairs of answers "
+                "(docs/preference.md)",
+                keys=quoted_keys(mapping),
+            )
         answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
         if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
             # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.

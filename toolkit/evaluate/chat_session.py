@@ -16,6 +16,8 @@ from toolkit.models import chat
 from toolkit.sample_types import Message
 
 COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
+_EXITS = ("exit", "quit", "/quit")
+"""What people type for /exit in a terminal; through a pipe it is a question."""
 
 
 class ChatSession:
@@ -47,6 +49,8 @@ class ChatSession:
 
     def handle(self, line: str) -> bool:
         """Answer a typed question or execute a typed command; return False if the session is to end."""
+        if self.is_terminal and line.strip().lower() in _EXITS:
+            return False
         try:
             if line.startswith("/"):
                 return self._execute(line)

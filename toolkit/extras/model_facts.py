@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from toolkit.config import files, schema
 from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
-from toolkit.messages import ModelError, ToolkitError, silent, tr
+from toolkit.messages import ConfigError, ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, extra_tensors, load, packable, quantized, structure, trainable
 from toolkit.models.record import record_of
 from toolkit.plan import kernels
@@ -74,6 +74,14 @@ class ModelFacts:
 
 def model_folders(path: Path) -> list[Path]:
     """Return a model directory, or the model directories in one that is none."""
+    named = files.conf_folder() / "model" / f"{path}.yaml"
+    if not path.is_dir() and named.is_file() and (hub := files.read(named).values.get("hub_id", "")):
+        raise ConfigError(
+            "{name} is a model of this list, not on this disk. To see its methods:  hf download {hub} --exclude "
+            "'*.safetensors' --local-dir {name}  and then  toolkit models {name}",
+            name=path,
+            hub=hub,
+        )
     files.check_directory(path)
     inner = [] if (path / "config.json").is_file() else sorted(file.parent for file in path.glob("*/config.json"))
     return inner or [path]

@@ -161,7 +161,9 @@ def _lock_to_resume(folder: Path) -> None:
     disk.check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
-            "the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder
+            "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
+            "further, set model.path={folder}/export as well, or tuning.adapter={folder}/export for an adapter.",
+            folder=folder,
         )
     lock_run_dir(folder)
     stop = folder / STOP

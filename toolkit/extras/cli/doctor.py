@@ -12,6 +12,7 @@ toolkit doctor --report [RUN] [output=FILE.md]
   output=FILE.md   that file; default: doctor-DATE-TIME.md here
 """
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,8 +21,8 @@ from toolkit.arguments import parse
 from toolkit.command_line import check_output, named_arguments, one_of, positive_int, write_output
 from toolkit.config.schema import RunConfig
 from toolkit.extras.doctor import agents, examine, findings
-from toolkit.launch import deepspeed
-from toolkit.messages import ConfigError, say, tr
+from toolkit.launch import deepspeed, hostfile
+from toolkit.messages import ConfigError, LaunchError, say, tr
 
 _OWN = ("quick", "timeout_s")
 _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note", "": "ok"}
@@ -40,10 +41,25 @@ def run(words: list[str]) -> int:
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
     cfg = parse(overrides, options=("--report", *deepspeed.OPTIONS)).loaded.cfg if overrides else RunConfig()
     examination = examine.plan_examination(options, overrides, cfg)
+    _reject_example(examination.resources)
     examination.limit_s = float(positive_int(settings, "timeout_s") or examination.limit_s)
     examination.run(is_quick)
     _tell(examination, time.monotonic() - started)
     return ConfigError.exit_code if examination.has_errors() else 0
+
+
+def _reject_example(resources: hostfile.Resources) -> None:
+    """Raise a LaunchError for the nodes of hostfile.example where there are none of these names."""
+    if {host: len(gpus) for host, gpus in resources.items()} != {"node1": 8, "node2": 8}:
+        return
+    try:
+        socket.getaddrinfo("node1", None)
+    except OSError as error:
+        raise LaunchError(
+            "{host} is a name in hostfile.example, and no node here has it. Write your nodes into the hostfile, or "
+            "make one: toolkit hostfile output=hostfile nodes=…; without hostfile= this node is checked.",
+            host="node1",
+        ) from error
 
 
 def _write_report(words: list[str]) -> int:

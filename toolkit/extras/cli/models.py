@@ -1,8 +1,10 @@
 """Show which methods can train the models in a directory; without one, list the models of model=NAME.
 
 toolkit models [PATH …] [max_length=1024] [--json]
+toolkit models TEXT
 
   PATH             a directory with a config.json, or one that holds such directories; no weights are read
+  TEXT             list only the models with it in their names
   max_length=1024  tokens of a sequence: attention over a shorter window cannot be packed
   --json           print the same as JSON
 
@@ -13,15 +15,16 @@ Every answer is what training with that setting would say. Exit code 0 if all of
 """
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import command_line, terminal
-from toolkit.cli.recipes import about
+from toolkit.cli.recipes import about, with_text
 from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import DataConfig
-from toolkit.messages import printable, say, tr
+from toolkit.messages import ConfigError, joined, printable, say, tr
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from toolkit.extras.model_facts import ModelFacts
@@ -36,8 +39,9 @@ def run(words: list[str]) -> int:
     rest = [word for word in words if word not in (*paths, "--json")]
     optional = ("max_length",) if paths else ()
     values = command_line.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
-    if not paths:
-        _list_groups()
+    text = paths[0] if len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0] else ""
+    if not paths or (text and not (conf_folder() / "model" / f"{text}.yaml").is_file()):
+        _list_groups(text)
         return 0
     max_length = command_line.positive_int(values, "max_length") or DataConfig().max_length
     from toolkit.extras.model_facts import facts_of, model_folders
@@ -59,11 +63,16 @@ def _print(lines: list[str]) -> None:
     say(printable("\n".join(line.rstrip() for line in lines)))
 
 
-def _list_groups() -> None:
-    rows = []
+def _list_groups(text: str) -> None:
+    """List the models of model=NAME, those with a text in their names."""
+    rows = list[tuple[str, ...]]()
     for path in sorted((conf_folder() / "model").glob("*.yaml")):
         values = read(path).values
         rows.append((path.stem, str(values.get("hub_id", "")), str(values.get("modelscope_id", "")), about(path)))
+    try:
+        rows = with_text(rows, text, "toolkit models")
+    except ConfigError as error:
+        raise ConfigError(joined(tr("there is no directory {path}.", path=text), str(error))) from None
     say("\n".join(terminal.text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
 
 

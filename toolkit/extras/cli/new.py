@@ -53,7 +53,7 @@ def run(words: list[str]) -> None:
     model = tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): ")
     _ask(arguments, "model", model, check_model)
     _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "), check_data)
-    _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "), machine_of)
+    _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090; without GPUs 2xcpu): "), machine_of)
     machine = machine_of(arguments)
     facts = data_facts(arguments)
     seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
@@ -112,9 +112,31 @@ def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[M
             break
         except ToolkitError as error:
             warn(str(error))
-            del arguments[name]
+            if not _ask_columns(arguments, error, check):
+                del arguments[name]
     if not arguments.get(name):
         raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
+
+
+def _ask_columns(arguments: dict[str, str], error: ToolkitError, check: Callable[[Mapping[str, str]], object]) -> bool:
+    """Ask which column holds what, if an error is about that; return whether the data can be used then."""
+    if "columns={" not in str(error) or arguments.get("columns"):
+        return False
+    try:
+        question = tr(
+            "Columns (such as {example}; Enter for other data): ", example="prompt: question, response: reply"
+        )
+        typed = input(question).strip().removeprefix("columns=")
+        if typed:
+            columns = typed if typed.startswith("{") else f"{{{typed}}}"
+            check({**arguments, "columns": columns})
+            arguments["columns"] = columns
+            return True
+    except EOFError:
+        pass  # as is noticed by whoever asks next
+    except ToolkitError as wrong:
+        warn(str(wrong))
+    return False
 
 
 def _commands(recipe: str, machine: Machine) -> list[str]:

@@ -1,0 +1,96 @@
+"""`toolkit help` of a key, of a group of keys, and where the list of all is. No torch."""
+
+import re
+
+from toolkit import terminal
+from toolkit.cli import COMMANDS
+from toolkit.config import key_texts
+from toolkit.config.files import conf_folder
+from toolkit.messages import ConfigError, current_language, did_you_mean, joined, shortened, tr
+
+ALL = ("keys", "key", "config")
+"""Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
+
+
+_END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|[。；]")
+_LONGEST_BRIEF = 90
+
+
+def help_of_keys(words: list[str]) -> str:
+    """Return the help of the key or group that the first word names, or the list of groups without one.
+
+    Raises:
+        ConfigError: there is no such key, with the most similar one.
+    """
+    if not words:
+        return _groups()
+    name = _plain(words[0].partition("=")[0]).rstrip(".")
+    sections = key_texts.sections()
+    keys = {_plain(key.name): key for section in sections for key in section.keys}
+    inside = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
+    named = [keys[name]] if name in keys else [] if inside else [key for one, key in keys.items() if _leaf(one) == name]
+    if not named and not inside:
+        raise _unknown(name, list(keys))
+    parts = [_of_key(key) for key in named]
+    for section in inside:
+        rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
+        table = terminal.text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
+        parts.append("\n".join([f"{section.name}: {section.about}", *table]))
+    choices = ", ".join(path.stem for path in sorted((conf_folder() / name).glob("*.yaml")))
+    parts += [tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices)] if choices else []
+    return "\n\n".join([*parts, *([tr("One key in full: toolkit help KEY")] if inside else [])])
+
+
+def is_key(word: str) -> bool:
+    """Whether a word names a key or a group of keys."""
+    from toolkit.config.validate import field_type
+
+    return field_type(_plain(word)) is not None
+
+
+def _of_key(key: key_texts.Key) -> str:
+    """Return what the page of all keys says of one."""
+    kind = key.kind.replace("`", "")
+    kind = tr("choices: {choices}", choices=kind) if key.kind.startswith("`") else tr("type: {type}", type=kind)
+    return "\n".join(
+        [key.name, *(f"  {line}" for line in (key.meaning, kind, tr("default: {value}", value=key.default)))]
+    )
+
+
+def _brief(meaning: str) -> str:
+    """Return the beginning of a text, in one line."""
+    most = _LONGEST_BRIEF // 2 if current_language() == "zh" else _LONGEST_BRIEF
+    return shortened(_END_OF_BRIEF.split(meaning)[0], most)
+
+
+def _groups() -> str:
+    """Return all groups, each with its purpose, and where the list of all keys is."""
+    top, *sections = key_texts.sections()
+    rows = [(section.name, section.about) for section in sections]
+    lines = terminal.text_table((tr("group"), tr("what it is for")), rows, texts=True)
+    lines += ["", tr("Keys outside of groups: {keys}.", keys=", ".join(key.name for key in top.keys))]
+    return "\n".join(
+        [*lines, tr("One group or key: toolkit help keys NAME, such as optim or optim.lr. All of them: docs/config.md")]
+    )
+
+
+def _unknown(name: str, keys: list[str]) -> ConfigError:
+    """Return the error for a name that no key has, with the most similar key."""
+    from toolkit.config.suggest import keys_meant
+
+    unknown = tr("no command and no key is called '{name}'.", name=name)
+    if "." not in name and (command := did_you_mean(name, COMMANDS)):
+        return ConfigError(joined(unknown, command))
+    if meant := keys_meant(name):
+        shown = "' / '".join(f"toolkit help {_plain(key)}" for key in meant[:3])
+        return ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=shown)))
+    return ConfigError(joined(unknown, did_you_mean(name, keys) or tr("All groups: toolkit help keys")))
+
+
+def _plain(name: str) -> str:
+    """Return a dotted name without positions in lists."""
+    return re.sub(r"\[\w*\]", "", name)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
