@@ -48,7 +48,7 @@ def test_two_ranks_packed_give_the_losses_of_a_trainer_that_pads(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
     save_model(tmp_path / "model", lines)
     words = ["recipe=smollm2_135m", "model.path=model", "data=rows.jsonl", "tuning=full", "optim.lr=1e-3"]
-    words += ["schedule=constant", "schedule.warmup_steps=0", "data.validation_fraction=0", "evaluate.every=0"]
+    words += ["schedule=constant", "schedule.warmup_ratio=0", "data.validation_fraction=0", "evaluate.every=0"]
     words += ["evaluate.prompts=[]", "batch.global_size=32", "batch.micro_per_gpu=8", "train.max_steps=3"]
     words += ["train.log_every=1", "report.enabled=false", "run.name=two", "zero=stage3", "data.packing=packed"]
     trained = run([str(BIN / "toolkit"), "launch", "--num_gpus", "2", *words], cwd=tmp_path)

@@ -29,7 +29,6 @@ OF_SOURCES = [f"{SOURCE}.{name}" for name in dotted_keys.types_of(schema.SourceC
 NOT_IN_A_RUN = {
     "model.hub_id": "the base model in an export's card, which is made from the config as it was written",
     "model.modelscope_id": "a way to get the weights, told where they cannot be had",
-    "model.published": "sizes for `toolkit plan`",
     "batch.world_sizes": "a rule alone",
     "train.on_bad_step": "a step whose numbers go wrong",
     "checkpoint.allow_changes": "a resume",

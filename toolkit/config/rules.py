@@ -145,6 +145,9 @@ def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "both given: keep one of them. {advice}",
             advice="" if are_from_one_place(*warmup) else tr("Set the other to 0."),
         )
+    elif schedule.warmup_ratio and loaded.layers.get(warmup[0], 0) > loaded.layers.get(warmup[1], 0):
+        rest = tr("{key} = 0 leaves the warm-up of schedule.warmup_ratio: set that to 0 for none.", key=warmup[0])
+        loaded.notices.append(loaded.position(warmup[0]) + rest)
 
 
 def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
