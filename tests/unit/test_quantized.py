@@ -5,6 +5,7 @@ the formulas that the formats' own programs publish.
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,28 @@ def test_a_model_computes_as_its_copy(write_model: Callable[..., Any], tmp_path:
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in (whole, copied, streamed)]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe", "ministral3", "llama4"])
+def test_experts_and_multimodal_models_in_fp8(name: str, tmp_path: Path) -> None:
+    """Experts that are one by one in the files and joint in memory, and language models inside of others."""
+    folder, plain = write(tmp_path / "fp8", name), tmp_path / "plain"
+    stored, expected = {}, {}
+    for key, value in load_file(folder / "model.safetensors").items():
+        expected[key] = value
+        stored[key] = value
+        if value.ndim == 2 and re.search(r"layers.*proj\.weight$", key) and "vision" not in key:
+            scale = value.float().abs().max() / 448
+            stored[key] = (value.float() / scale).to(torch.float8_e4m3fn)
+            stored[f"{key}_scale_inv"] = scale
+            expected[key] = (stored[key].float() * scale).to(value.dtype)
+    assert len(stored) > len(expected) + 7
+    shutil.copytree(folder, plain)
+    save_file(expected, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    change(folder, {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}})
+    read, copied = (load_model(path, dtype="bfloat16").state_dict() for path in (folder, plain))
+    assert read.keys() == copied.keys() and all(torch.equal(read[key], value) for key, value in copied.items())
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
