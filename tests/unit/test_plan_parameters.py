@@ -212,4 +212,5 @@ def test_published_models_are_those_that_transformers_builds(name: str) -> None:
 
 def test_what_is_not_known_is_not_guessed() -> None:
     assert shapes_of_config({"model_type": "glm4_moe", **COMMON}) is None
-    assert shapes_of_config({"model_type": "llama", **COMMON, "quantization_config": {}}) is None
+    quantized = {"model_type": "llama", **COMMON, "quantization_config": {"quant_method": "fp8"}}  # as it is read
+    assert shapes_of_config(quantized) == shapes_of_config({"model_type": "llama", **COMMON})
