@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.architectures import stored_tensors, write
+from tests.architectures import stored_tensors, write, write_predicting
 from tests.quantizers import INTEGER_FORMATS, INTEGERS, change, write_fp8, write_integers
 from tests.unit.tiny_model import SIZES
 from toolkit.cli import main
@@ -24,7 +24,11 @@ from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
 from toolkit.messages import LARGEST_JSON_BYTES, ModelError
 from toolkit.models.added_tokens import _check_supported
+from toolkit.models.extra_tensors import dtype_and_shape
 from toolkit.models.load import load_model, stream_parameters, streamed_model
+from toolkit.models.quantized import check_readable
+from toolkit.models.record import record_of
+from toolkit.models.weights import files_of
 from toolkit.tasks.distill import check_teacher
 
 COPY, ORIGINAL = "toolkit export-model {folder} dtype=bf16 output=DIR", "Use the original repository in bf16"
@@ -95,7 +99,7 @@ def test_where_a_wrapper_says_it(tmp_path: Path) -> None:
         change(folder, {"text_config": config["text_config"] | {"quantization_config": settings}})
         if not is_read:
             with pytest.raises(ModelError, match=r"\(modelopt in config.json\)"):
-                load_model(folder)
+                check_readable(folder)
             continue
         assert "quant" not in str(load_model(folder).config.to_dict())
 
@@ -223,6 +227,34 @@ def test_a_model_computes_as_its_copy(write_model: Callable[..., Any], tmp_path:
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in (whole, copied, streamed)]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+def test_transformers_loads_bitsandbytes_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    write(tmp_path / "base", "llama")
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    auto = transformers.AutoModelForCausalLM
+    auto.from_pretrained(tmp_path / "base", quantization_config=settings, device_map="cpu").save_pretrained(
+        tmp_path / "4 bits"
+    )
+    layer = load_model(tmp_path / "4 bits", dtype="bfloat16").model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "Linear4bit"
+
+
+def test_layers_for_several_tokens_are_recorded_as_an_export_reads_them(tmp_path: Path) -> None:
+    """A model in float32 has layers for multi-token prediction in 16 bits, as they would be in unquantized files."""
+    extra = write_predicting(tmp_path / "model", "deepseek_v3")
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    for key in [key for key in extra if key.endswith("proj.weight")]:
+        stored |= {key: stored[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(())}
+    save_file(stored, file, {"format": "pt"})
+    change(tmp_path / "model", {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}})
+    source = files_of(tmp_path / "model")
+    for dtype in ("float32", "bfloat16"):
+        recorded = record_of(load_model(tmp_path / "model", dtype=dtype)).extra_tensors
+        assert recorded is not None and recorded["tensors"].keys() == extra.keys()
+        assert all(dtype_and_shape(source, name) == found for name, found in recorded["tensors"].items())
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe", "ministral3", "llama4"])

@@ -68,6 +68,8 @@ _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 
 BASE_FILE = "base.json"
 """In an adapter's directory or a checkpoint without frozen weights: what identifies the base model."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where NVIDIA ModelOpt's exports say how they are quantized; config.json need not say it."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json, or of a section of it, that say how weights are quantized."""
 ADDED_TOKENS = "toolkit_tokens.json"
@@ -222,9 +224,9 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a directory's weights are quantized; NVIDIA ModelOpt's exports need not say it in config.json."""
+    """Whether a directory's weights are quantized."""
     settings = quantization_settings(read_json_or_empty(folder / "config.json"))
-    return bool(settings) or (folder / "hf_quant_config.json").is_file()
+    return bool(settings) or (folder / MODELOPT_FILE).is_file()
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -216,7 +216,9 @@ def record_extra_tensors(
     if names := (layout or stored_form.TransformersLayout(model, files.shapes)).unread(files):
         from toolkit.models import extra_tensors
 
-        extra_tensors.record(model, files, names)
+        # In the precision of an export that copies them, whatever that of the model is.
+        source = weights.files_of(files.folder) if directory.is_quantized(files.folder) else files
+        extra_tensors.record(model, source, names)
 
 
 def create_model(
@@ -252,7 +254,7 @@ def create_model(
         model = load_model(
             config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, needed_rows=needed_rows, ready=ready
         )
-        quantized.report(Path(config.path), dtype.value)
+        quantized.report(Path(config.path), dtype)
         trainable.check_vocabulary(model, tokenizer)
         if head is None:
             trainable.check_generates_text(model, config.path)
@@ -404,7 +406,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
         raise _loading_error(folder, error) from error
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
-        files = weights.files_of(folder)
+        files = weights.WeightFiles(folder)  # quantized ones, which transformers loads as they are, too
         record_extra_tensors(model, files, stored_form.record(model, files.shapes))
     return _prepare_loaded(model, folder)
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.schema import Dtype
 from toolkit.messages import ModelError, json_object, say, tr
 from toolkit.models.directory import (
+    MODELOPT_FILE,
     QUANTIZATION_KEYS,
     is_quantized,
     is_trusted,
@@ -13,8 +15,6 @@ from toolkit.models.directory import (
     read_json_or_empty,
 )
 
-MODELOPT_FILE = "hf_quant_config.json"
-"""Where NVIDIA ModelOpt's exports say how they are quantized; config.json need not say it."""
 READABLE = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
 """Values of quant_method of which `toolkit export-model` writes a copy in 16 bits."""
 _FORMATS = {
@@ -74,10 +74,11 @@ def check_readable(path: str | Path) -> None:
         raise quantization_error(read_json_or_empty(folder / "config.json"), folder)
 
 
-def report(folder: Path, dtype: str) -> None:
-    """Report in which precision the weights of a directory are read if they are quantized."""
-    if method := method_of(folder, read_json_or_empty(folder / "config.json")):
-        say("Quantized weights ({method}) are read in {dtype}. An export has none.", method=method, dtype=dtype)
+def report(folder: Path, dtype: Dtype) -> None:
+    """Report in which precision the quantized weights of a directory are read."""
+    if is_read_in_16_bits(folder):
+        method = method_of(folder, read_json_or_empty(folder / "config.json"))
+        say("Quantized weights ({method}) are read in {dtype}. An export has none.", method=method, dtype=dtype.value)
 
 
 def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:

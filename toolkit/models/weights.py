@@ -253,8 +253,8 @@ def read_weights(
                     ready(model, target)
             if partitioned or ready is not None:
                 return_memory()
-    if not is_partitioned or ready is not None:  # a tied head has lost the parameter that was replaced
-        model.tie_weights()
+    if not is_partitioned or needed_rows is not None or ready is not None:
+        model.tie_weights()  # a tied head has lost the parameter that was replaced
         if not any(parameter.is_meta for parameter in model.parameters()):
             compute_buffers(model)
 
