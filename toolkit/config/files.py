@@ -283,6 +283,12 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
     raise error(joined(sentence or tr("there is no directory {path}.", path=path), directory_meant(path)))
 
 
+def hub_id_of_group(name: str) -> str:
+    """Return the repository of a model of model=NAME, "" if there is no such model, or it has none."""
+    file = conf_folder() / "model" / f"{name}.yaml"
+    return str(read(file).values.get("hub_id", "")) if file.is_file() else ""
+
+
 _NO_TEXT = re.compile(r"true|false|null|[-+]?(?:\.?\d[\d_.]*(?:e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
 """What Hydra reads as another value than a text."""
 

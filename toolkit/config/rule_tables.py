@@ -243,6 +243,7 @@ BOUNDS: dict[str, str] = _TABLES["bounds"]
 
 
 UNUSUAL: dict[str, float] = _TABLES["unusual"]
+"""Key -> the largest usual value."""
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
 
 INCOMPATIBLE: tuple[Rule, ...] = (

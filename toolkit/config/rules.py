@@ -35,11 +35,7 @@ def check_rules(
     all_problems.apply((_check_bounds,), loaded)
     all_problems.apply((_check_table,), loaded, rule_tables.RANGES)
     all_problems.settle()
-    for key, most in rule_tables.UNUSUAL.items():
-        value: Any = dotted_keys.get_value(loaded.cfg, key)
-        if value > most:
-            sentence = tr("{key} = {value} is unusual: above {most:g}. Is it meant?", key=key, value=value, most=most)
-            loaded.notices.append(loaded.position(key) + sentence)
+    _report_unusual(loaded)
     if custom:
         all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
     all_problems.apply((_check_both_given,), loaded)
@@ -121,6 +117,15 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
         ):
             sentence = rule_tables.BOUNDS[" ".join(name for name, _ in named)]
             yield loaded.about(key, loaded.fill(key, sentence, least=named[0][1], most=named[-1][1]))
+
+
+def _report_unusual(loaded: LoadedConfig) -> None:
+    """Add a notice for each number that is more likely a slip than meant."""
+    for key, most in rule_tables.UNUSUAL.items():
+        value: Any = dotted_keys.get_value(loaded.cfg, key)
+        if value > most:
+            sentence = tr("{key} = {value} is unusual: above {most:g}. Is it meant?", key=key, value=value, most=most)
+            loaded.notices.append(loaded.position(key) + sentence)
 
 
 def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -118,8 +118,7 @@ def directory_meant(path: Path) -> str:
         return similar
     if (run := "runs" / path).is_dir():
         return tr("Did you mean '{name}'?", name=run)
-    model = files.conf_folder() / "model" / f"{path}.yaml"
-    if model.is_file() and (hub := files.read(model).values.get("hub_id", "")):
+    if hub := files.hub_id_of_group(str(path)):
         return tr(
             "It is a model of `toolkit models`, not on this disk:  hf download {hub} --local-dir DIR  and write DIR; "
             "to train it: recipe=NAME model={name}",

@@ -150,6 +150,8 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
     """Return about (samples, sequences) of an epoch, from a second of reading rows and sizes, without a tokenizer; None
     if there are more than `most` sequences, or if the data are not local files that can be read in that time.
     """
+    from toolkit.data.tokenize import held_out
+
     until = time.monotonic() + _ESTIMATE_S
     fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction
     all_rows, rows, size = 0, 0.0, 0.0  # the latter two weighted
@@ -179,9 +181,7 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
             return None  # told by the check of the files
     share = min(1.0, data.max_samples / max(rows, 1.0)) if data.max_samples else 1.0
     all_rows = max(1, round(all_rows * share))
-    held = 0 if data.validation else data.validation_rows
-    if fraction:
-        held = min(max(1, round(all_rows * fraction)), all_rows - 1)  # as `split_rows`
+    held = 0 if data.validation else data.validation_rows or held_out(all_rows, fraction)
     share *= max(0.0, 1.0 - held / all_rows)
     return round(rows * share), _sequences(data, rows * share, size * share)
 

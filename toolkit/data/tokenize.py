@@ -609,12 +609,16 @@ def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     return first[number]
 
 
+def held_out(num_rows: int, fraction: float) -> int:
+    """Return how many of so many rows a fraction keeps for validation: one of two at least, and not all."""
+    return min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
+
+
 def split_rows(num_rows: int, fraction: float, seed: int, *, count: int = 0) -> dict[str, NDArray[np.int64]]:
     """Return {"train", "validation": row numbers, ascending}, chosen at random. `fraction`: of validation; if above 0,
     at least one row of two. `count`: rows of validation, in the place of a fraction.
     """
-    if not count and fraction > 0:
-        count = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    count = count or held_out(num_rows, fraction)
     chosen = np.zeros(num_rows, dtype=np.bool_)
     chosen[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True
     return {"train": np.flatnonzero(~chosen), "validation": np.flatnonzero(chosen)}

@@ -74,8 +74,7 @@ class ModelFacts:
 
 def model_folders(path: Path) -> list[Path]:
     """Return a model directory, or the model directories in one that is none."""
-    named = files.conf_folder() / "model" / f"{path}.yaml"
-    if not path.is_dir() and named.is_file() and (hub := files.read(named).values.get("hub_id", "")):
+    if not path.is_dir() and (hub := files.hub_id_of_group(str(path))):
         raise ConfigError(
             "{name} is a model of this list, not on this disk. To see its methods:  hf download {hub} --exclude "
             "'*.safetensors' --local-dir {name}  and then  toolkit models {name}",

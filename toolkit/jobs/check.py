@@ -87,14 +87,14 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
             say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
-    _warn_of_steps(cfg, world_size or 1)
+    _check_steps(cfg, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)
 
 
-def _warn_of_steps(cfg: schema.RunConfig, world_size: int) -> None:
-    """Warn of what is wrong with the number of steps, as far as files show it."""
+def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
+    """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up."""
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     needed = max(FEWEST_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
     most = size * math.ceil(needed / cfg.train.epochs)
