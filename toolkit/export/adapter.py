@@ -250,7 +250,7 @@ def _write_merged(
         dtype: of the weights; None takes the base's, which config.json names already.
     """
     probed = probe.read(source)
-    with assemble.scratch_directory(folder) as scratch:
+    with write.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)
         stored_form.record(plan.model, weights.files_of(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])

@@ -129,13 +129,21 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
 
 
 @contextmanager
+def scratch_directory(folder: Path) -> Iterator[Path]:
+    """Yield a temporary directory next to an export's `folder`, whose parent directories are made. Its name is unique:
+    other files next to the export are the user's.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        yield Path(scratch)
+
+
+@contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory to write to; after the body, flush it, add a manifest and rename it to `folder`."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # A unique name: other files next to the directory are the user's.
-        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
-            temporary = Path(parent) / folder.name
+        with scratch_directory(folder) as parent:
+            temporary = parent / folder.name
             yield temporary
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
             for path in paths:
@@ -213,8 +221,8 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
 def trial_directory(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory next to an export's, to try it in; any error of the body becomes one ModelError."""
     try:
-        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
-            yield Path(temporary)
+        with scratch_directory(folder) as temporary:
+            yield temporary
     except Exception as error:
         raise ModelError(
             "the model of this run could not be exported after training: {reason} Nothing was trained. To train it all "
