@@ -26,7 +26,7 @@ from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure, load_model, stream_parameters
 from toolkit.models.record import EXTRA_TENSORS
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
-from toolkit.models.stages import capture_probe, unwrap_model
+from toolkit.models.stages import unwrap_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class ExportOptions:
 
 def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the model of an engine to `folder`, with its logits of `probe_ids`. A collective."""
-    probed = capture_probe(engine, probe_ids)
+    probed = probe.capture_probe(engine, probe_ids)
     # On rank 0 all of the model, on others nothing.
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(unwrap_model(engine.module), files, folder, "hf", probed, state))

@@ -34,7 +34,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
 from toolkit.models import load, probe, save
 from toolkit.terminal import phase
-from toolkit.train import checkpointer, run_dir, schedule, task
+from toolkit.train import run_dir, schedule, task
 from toolkit.train.step import Samples, TokenCounts
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -451,10 +451,10 @@ class CustomTask(task.Task):
             cast_inputs(model, dtype)
         return model
 
-    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> task.ModelFiles:
         """Return the model's card; checkpoints hold frozen parameters too, which are nowhere else."""
         files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
-        return checkpointer.ModelFiles(files, None, holds_frozen=True)
+        return task.ModelFiles(files, None, holds_frozen=True)
 
     def start_lines(self, run: task.RunContext) -> str:
         return tr(

@@ -32,7 +32,7 @@ from toolkit.models.loss import token_loss_sum
 from toolkit.models.record import record_of
 from toolkit.sample_types import Batch
 from toolkit.tasks import language_batches, language_data, language_evaluation, language_model
-from toolkit.train import checkpointer, run_dir, schedule, task
+from toolkit.train import run_dir, schedule, task
 from toolkit.train.step import Samples, TokenCounts
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class LanguageTask(task.Task):
         """Check the engine, and report its attention, loss and optimizer. A collective."""
         language_model.check_engine(engine, self.cfg, self.data)
 
-    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> task.ModelFiles:
         """Return config, tokenizer and the adapter's settings, read now, as the model's directory may go away."""
         files: dict[str, bytes] = {}
         model = stages.unwrap_model(engine.module)
@@ -201,7 +201,7 @@ class LanguageTask(task.Task):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return checkpointer.ModelFiles(files, probe.probe_ids(rows, model.config))
+        return task.ModelFiles(files, probe.probe_ids(rows, model.config))
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Set the evaluation up, without questions whose answers would be too long for the model."""

@@ -168,8 +168,10 @@ def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_dat
     """
     packed, parts = data.layout is not loader.Layout.alone, cfg.parallel.sequence
     forward = None
-    if stages.is_pipeline(engine):  # some of the vocabulary is enough
-        forward = partial(stages.forward_logits, engine, pick=lambda logits: logits[..., :1024])
+    if stages.is_pipeline(engine):
+        from toolkit.layouts.pipeline import forward_logits
+
+        forward = partial(forward_logits, engine, pick=lambda logits: logits[..., :1024])  # of some tokens: enough
     elif cfg.task.has_head:
         from toolkit.models.classifier import token_scores
 
