@@ -8,6 +8,7 @@ chunk of tokens at a time: nothing of the size [T, V] is ever held, and no logit
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from toolkit.models import attention, probe
 from toolkit.models.record import record_of
 from toolkit.sample_types import UNTRAINED, Batch
 
+Compute = Callable[[torch.Tensor], torch.Tensor]
+"""Makes of states [T, H] what takes the place of the output layer's logits."""
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
 
@@ -137,9 +140,10 @@ class LossHead:
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
         self._path: LossPath | None = None
-        self._compute: Callable[[torch.Tensor], torch.Tensor]
+        self._replacement: tuple[Compute, torch.Tensor, int]
+        """What `_run_with` computes in this pass, of which tokens, and the length of the rows."""
         # The same function object in all passes, which torch.compile calls without tracing it.
-        self._forward = torch.compiler.disable(lambda states: self._compute(states))
+        self._forward = torch.compiler.disable(self._compute_picked)
 
     @property
     def name(self) -> str:
@@ -156,15 +160,15 @@ class LossHead:
         """Return the sum of `losses`, a scalar, whose gradients are computed from the same logits in the same pass."""
         if self.path(engine) is not LossPath.losses:
             return self.losses(engine, batch).sum()
-        layer, targets, indices = _output_layer(engine), batch["targets"], batch["target_indices"]
-        return self._run_with(engine, batch, indices, lambda states: self._sum_of(states, layer, targets)).sum()
+        sum_of = partial(self._sum_of, layer=_output_layer(engine), targets=batch["targets"])
+        return self._run_with(engine, batch, batch["target_indices"], sum_of).sum()
 
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]."""
         path, targets, indices = self.path(engine), batch["targets"], batch["target_indices"]
         if path is LossPath.losses:
-            layer = _output_layer(engine)
-            return self._run_with(engine, batch, indices, lambda states: _each_loss(states, layer, targets)).flatten()
+            each_loss = partial(_each_loss, layer=_output_layer(engine), targets=targets)
+            return self._run_with(engine, batch, indices, each_loss).flatten()
         logits = self._picked_logits(engine, batch, indices, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -174,7 +178,7 @@ class LossHead:
         if path is not LossPath.losses:
             return Scores(self._picked_logits(engine, batch, indices, path))
         layer = _output_layer(engine)
-        states = self._run_with(engine, batch, indices, lambda states: states[:, None]).flatten(0, 1)
+        states = self._run_with(engine, batch, indices, _as_rows).flatten(0, 1)
         return Scores(states, layer.weight, layer.bias)
 
     def states(self, engine: Any, batch: Batch, indices: torch.Tensor) -> torch.Tensor:
@@ -184,7 +188,7 @@ class LossHead:
         layer = _output_layer(engine)
 
         def with_weight(states: torch.Tensor) -> torch.Tensor:
-            return (states + 0 * layer.weight.flatten()[0])[:, None]
+            return _as_rows(states + 0 * layer.weight.flatten()[0])
 
         # `_run_with` takes the state before each index, which predicts the token there.
         return self._run_with(engine, batch, indices + 1, with_weight).flatten(0, 1)
@@ -198,9 +202,11 @@ class LossHead:
         if self.path(engine) is not LossPath.losses:
             return compute(self.scores(engine, batch, indices))
         layer = _output_layer(engine)
-        return self._run_with(
-            engine, batch, indices, lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None]
-        ).sum()
+
+        def total_of(states: torch.Tensor) -> torch.Tensor:
+            return compute(Scores(states, layer.weight, layer.bias))[None, None, None]
+
+        return self._run_with(engine, batch, indices, total_of).sum()
 
     def _sum_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum [1, 1, 1] of the losses of states [T, H]."""
@@ -219,35 +225,28 @@ class LossHead:
         """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked`: no others."""
         if path is LossPath.all_logits:
             return logits_of(engine, batch).flatten(0, 1).index_select(0, indices - 1)
-        layer_forward = _output_layer(engine).forward
-        return self._run_with(engine, batch, indices, lambda states: layer_forward(states[:, None])).flatten(0, 1)
+        return self._run_with(engine, batch, indices, _logits_by(_output_layer(engine))).flatten(0, 1)
 
-    def _run_with(
-        self,
-        engine: Any,
-        batch: Batch,
-        indices: torch.Tensor,
-        compute: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def _run_with(self, engine: Any, batch: Batch, indices: torch.Tensor, compute: Compute) -> torch.Tensor:
         """Run forward with `compute` in place of the output layer; return what it returns for the states [T, H] before
         the tokens at some indices. The model takes that for its logits, so it needs three dimensions: tuning=prompt
         cuts [B, S, V] along the second.
         """
-        layer = _output_layer(engine)
-        length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
-
-        def compute_picked(states: torch.Tensor) -> torch.Tensor:
-            # Skips the learned tokens in front of each row (tuning=prompt).
-            return compute(states[:, -length:].flatten(0, 1).index_select(0, indices - 1))
-
-        self._compute = compute_picked
+        layer, length = _output_layer(engine), batch["input_ids"].size(1)
+        self._replacement, instance_forward = (compute, indices, length), layer.__dict__.get("forward")
         layer.forward = self._forward
         try:
             return _forward_output(engine, batch)
         finally:
-            del layer.forward, self._compute
+            del layer.forward, self._replacement
             if instance_forward is not None:
                 layer.forward = instance_forward
+
+    def _compute_picked(self, states: torch.Tensor) -> torch.Tensor:
+        """What the output layer's forward is during `_run_with`, for its inputs [B, S, H]."""
+        compute, indices, length = self._replacement
+        # Skips the learned tokens in front of each row (tuning=prompt).
+        return compute(states[:, -length:].flatten(0, 1).index_select(0, indices - 1))
 
     def _find_path(self, engine: Any) -> LossPath:
         """Return how losses can be computed, by a forward pass over a few tokens: from the output layer's inputs if the
@@ -257,7 +256,6 @@ class LossHead:
         module, layer = getattr(engine, "module", engine), _output_layer(engine)
         if layer is None:
             return LossPath.all_logits
-        layer_forward = layer.forward
         # A row of eight tokens of which the last five are trained.
         token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
         ids = torch.full((1, 8), token, device=engine.device)
@@ -284,9 +282,7 @@ class LossHead:
         without_compiling = torch.compiler.set_stance("force_eager")
         try:
             with probe.evaluating(engine), without_compiling:
-                logits = self._run_with(
-                    engine, batch, batch["target_indices"], lambda states: layer_forward(states[:, None])
-                )
+                logits = self._run_with(engine, batch, batch["target_indices"], _logits_by(layer))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -310,6 +306,22 @@ def _forward_output(engine: Any, batch: Batch) -> torch.Tensor:
 
 def _output_layer(engine: Any) -> Any:
     return getattr(engine, "module", engine).get_output_embeddings()
+
+
+def _as_rows(states: torch.Tensor) -> torch.Tensor:
+    """Return states [T, H] as those of T rows of one token, [T, 1, H]."""
+    return states[:, None]
+
+
+def _logits_by(layer: Any) -> Compute:
+    """Return what computes logits [T, 1, V] by a layer's forward, which `LossHead` is going to replace."""
+    layer_forward = layer.forward
+
+    def logits(states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer_forward(_as_rows(states))
+        return output
+
+    return logits
 
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
