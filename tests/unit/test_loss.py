@@ -18,6 +18,7 @@ from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_token
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
 from toolkit.models.record import record_of
 from toolkit.plan import memory
+from toolkit.sample_types import with_targets
 
 SOP, PAD = 120, 3
 
@@ -155,7 +156,7 @@ def test_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
     assert model.training
     assert "forward" not in model.get_output_embeddings().__dict__
-    assert num_trained_tokens(batch) == int((expected != 0).sum())
+    assert num_trained_tokens(with_targets(batch)) == int((expected != 0).sum())
 
 
 @pytest.mark.parametrize("name", ["glm", "chatglm", "prompt", "gemma2", "lora-head"])
@@ -199,7 +200,7 @@ def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with Watch():
         token_loss_sum(model, batch).backward()
     # Seven tokens a chunk, and their gradients in a buffer of half the bytes of the weight's gradient.
-    assert num_trained_tokens(batch) > 16
+    assert num_trained_tokens(with_targets(batch)) > 16
     assert sorted(set(made))[-2:] == [7, 16], made
 
 

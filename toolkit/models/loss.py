@@ -18,24 +18,12 @@ from torch.nn import functional
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
 from toolkit.models.record import record_of
-from toolkit.sample_types import UNTRAINED, Batch
+from toolkit.sample_types import UNTRAINED, Batch, with_targets
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 """Makes of states [T, H] what takes the place of the output layer's logits."""
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
-
-
-def with_targets(batch: Batch) -> Batch:
-    """Return a batch with `target_indices`, int64 [T], of its trained tokens in the flattened rows, and `targets`,
-    their ids [T]. They determine the shapes of the loss, so they are computed before the batch is copied to a device.
-    """
-    if "target_indices" in batch:
-        return batch
-    is_trained = batch["labels"] != UNTRAINED
-    is_trained[:, 0] = False  # there is no token before it that could predict it
-    indices = is_trained.flatten().nonzero().flatten()
-    return {**batch, "target_indices": indices, "targets": batch["labels"].flatten()[indices]}
 
 
 def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
@@ -57,17 +45,16 @@ def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, t
     which has gradients, and the number of these tokens, both float32 [samples] on the engine's device. A sample without
     trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
     """
-    labelled = with_targets(batch)
     # The predicting tokens count: they are of the same sample, and always in this rank's part of the rows.
-    indices, segments = labelled["target_indices"].cpu() - 1, labelled["segment_ids"].cpu()
-    in_row = samples_in_rows(labelled)
+    indices, segments = batch["target_indices"].cpu() - 1, batch["segment_ids"].cpu()
+    in_row = samples_in_rows(batch)
     before = in_row.cumsum(0) - in_row
     samples = before[indices // segments.size(1)] + segments.flatten()[indices] - 1
     counts = torch.bincount(samples, minlength=int(in_row.sum()))
-    losses = loss_head(engine).losses(engine, on_device(engine, labelled))
+    losses = loss_head(engine).losses(engine, on_device(engine, batch))
     # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    sums_and_counts = attention.sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), labelled)
+    sums_and_counts = attention.sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), batch)
     return sums_and_counts[0], sums_and_counts[1].detach()
 
 
@@ -88,7 +75,7 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
 
 def num_trained_tokens(batch: Batch) -> int:
     """Return the number of tokens that `token_loss_sum` sums over, T."""
-    return len(with_targets(batch)["target_indices"])
+    return len(batch["target_indices"])
 
 
 def on_device(engine: Any, batch: Batch) -> Batch:

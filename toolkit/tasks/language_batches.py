@@ -23,7 +23,6 @@ from toolkit.data.store import Sample
 from toolkit.distributed.process_group import rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, tr
-from toolkit.models import loss
 from toolkit.sample_types import Batch
 from toolkit.tasks.language_data import LanguageData
 from toolkit.terminal import phase
@@ -163,8 +162,8 @@ def answer_batches(
 
 
 def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield the batches with their targets, in pinned memory unless the device is a CPU. A thread, which alone uses
-    `batches`, prepares `count` in advance; an error in it is raised in place of its batch.
+    """Yield the batches, in pinned memory unless the device is a CPU. A thread, which alone uses `batches`, prepares
+    `count` in advance; an error in it is raised in place of its batch.
     """
     accelerator = get_accelerator()
     on_gpu = accelerator.device_name() != "cpu"  # False for a run on CPUs of a machine with a GPU
@@ -172,8 +171,8 @@ def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and loss.with_targets(batch)
-        return {name: tensor.pin_memory() for name, tensor in loss.with_targets(batch).items()}
+            return batch
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
     # The current device of a new thread is the first GPU.
     own_gpu = partial(accelerator.set_device, accelerator.current_device()) if on_gpu else None
@@ -273,8 +272,8 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             source_of[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        labelled, by_token = loss.with_targets(batch), source_of.gather(1, batch["segment_ids"]).flatten()
-        yield {**labelled, "sources": by_token[labelled["target_indices"]]}
+        by_token = source_of.gather(1, batch["segment_ids"]).flatten()
+        yield {**batch, "sources": by_token[batch["target_indices"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:
