@@ -15,7 +15,7 @@ from toolkit.data import loader
 from toolkit.distributed import accelerator, process_group
 from toolkit.engine import ds_config
 from toolkit.messages import ConfigError, say, tr
-from toolkit.models import load, loss, probe, save, stages, structure
+from toolkit.models import load, loss, probe, save, stages
 from toolkit.models.record import record_of, tuning_state
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
@@ -39,7 +39,8 @@ def adapt(
     record = record_of(model)
     record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
-    if structure.routers_in(model) or max(settings) > 0:
+    recorded = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    if any("router_logits" in outputs for outputs in recorded) or max(settings) > 0:
         from toolkit.models.router_loss import routers_of
 
         record.routers = routers_of(model, cfg)
