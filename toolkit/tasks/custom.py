@@ -195,10 +195,12 @@ class _MicroBatchReader:
         self.dataset, self.collate, self.seed = dataset, collate, seed
 
     def __getitem__(self, epoch_and_rows: tuple[int, list[int]]) -> MicroBatch:
+        return self.read(*epoch_and_rows)
+
+    def read(self, epoch: int, rows: list[int]) -> MicroBatch:
         """Return a micro-batch; without rows the first sample with a size of 0, so that the rank stays in step.
         Random transforms depend on seed, epoch and the sample's index alone, not on ranks, workers or resuming.
         """
-        epoch, rows = epoch_and_rows
         with _preserved_generators():
             samples = []
             for row in rows or [0]:
@@ -323,13 +325,17 @@ def validation_batches(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) ->
     with _preserved_generators():
         _seed(f"{cfg.run.seed} validation")
         samples = spec.validation if is_map_style(spec.validation) else list(spec.validation)
-        rows = _MicroBatchReader(samples, spec.collate, cfg.run.seed)
+        reader = _MicroBatchReader(samples, spec.collate, cfg.run.seed)
     if len(set(process_group.gather(len(samples)))) > 1:
         raise DataError(_validation_problem())
     if not len(samples):
         raise DataError(tr("the validation dataset is empty."))
     for numbers in sequential(len(samples), size, rank, world):
-        yield numbers, rows[-1, numbers]
+        yield numbers, reader.read(_VALIDATION, numbers)
+
+
+_VALIDATION = -1
+"""What stands for the epoch in the seeds of validation samples."""
 
 
 def _validation_problem() -> str:
