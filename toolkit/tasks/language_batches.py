@@ -91,11 +91,11 @@ def training_batches(
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = _training_sampler(cfg, data, mesh, start, total_steps, changing_order(cfg, data))
     # iter() here, in the main thread: only then the loader watches its worker processes.
-    batches = _with_columns(_load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
+    batches = _with_columns(load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
     return prefetch(map(partial(part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
-def _load_batches(
+def load_batches(
     cfg: schema.RunConfig, data: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
 ) -> Iterator[Batch]:
     """Return an iterator over micro-batches of a split; `shares` lists the rows of each."""
@@ -143,22 +143,6 @@ def _with_columns(
     if not has_columns:
         return batches
     return (with_columns(rows, batch) for rows, batch in zip(shares, batches, strict=True))
-
-
-def answer_batches(
-    cfg: schema.RunConfig, data: LanguageData, split: str, ranks: Ranks
-) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of a split's answers, each of which is on one data-parallel rank: the samples of each
-    micro-batch, row by row, and an iterator over the micro-batches. Every rank has as many; the last may be empty.
-    """
-    _, plan = data.split(split)
-    assert plan.members is not None
-    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    _, rows = np.unique(plan.members[::2], return_index=True)
-    shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
-    planned = [rows[share].tolist() for share in shares]
-    parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, data, split, planned))
-    return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
 
 
 def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -265,7 +249,7 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
     store, plan = data.split("validation")
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, data.packing)[1], mesh.data_rank, mesh.data_ranks)
-    sources, loaded = store.sources(), _load_batches(cfg, data, "validation", shares)
+    sources, loaded = store.sources(), load_batches(cfg, data, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], data.layout)
         # [rows, segments + 1]: the source of each segment; 0 is padding.
