@@ -385,13 +385,11 @@ def _every_second_row(batch: Batch, first: int) -> Batch:
     if len(batch["input_ids"]) == 1:
         return batch
     rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
-    if "part" in batch:
-        length = batch["input_ids"].size(1)
-        row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
-        is_own = row % 2 == first
-        indices = row[is_own] // 2 * length + column[is_own] + 1
-        rows |= {"part": batch["part"], "targets": batch["targets"][is_own], "target_indices": indices}
-    return rows
+    length = batch["input_ids"].size(1)
+    row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
+    is_own = row % 2 == first
+    rows |= {"targets": batch["targets"][is_own], "target_indices": row[is_own] // 2 * length + column[is_own] + 1}
+    return rows | ({"part": batch["part"]} if "part" in batch else {})
 
 
 def _mean_at_least_zero(sums: torch.Tensor) -> torch.Tensor:
