@@ -30,8 +30,9 @@ from toolkit.models.save import non_weight_files
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_batches import training_batches
 from toolkit.tasks.language_data import LanguageData
-from toolkit.train.checkpointer import Checkpointer, ModelFiles
+from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.step import StepGuard, train_step
+from toolkit.train.task import ModelFiles
 
 
 def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from toolkit import children
 from toolkit.distributed import accelerator
-from toolkit.models import loss as loss_module
+from toolkit.models import loss_kernels
 
 DEFAULTS: dict[str, Any] = {
     "tokens": 2048,
@@ -24,14 +24,14 @@ DEFAULTS: dict[str, Any] = {
     "vocab": 65024,
     "dtype": "float32",
     "frozen": 0,
-    "chunk_mib": loss_module.CHUNK_BYTES / 2**20,
+    "chunk_mib": loss_kernels.CHUNK_BYTES / 2**20,
     "rounds": 5,
 }
 
 
 def measure(way: str, given: dict[str, Any]) -> None:
     """Print seconds per forward and backward pass, and bytes."""
-    loss_module.CHUNK_BYTES = int(given["chunk_mib"] * 2**20)
+    loss_kernels.CHUNK_BYTES = int(given["chunk_mib"] * 2**20)
     device, dtype = accelerator.device_alone().type, getattr(torch, given["dtype"])
     torch.manual_seed(0)
     hidden = torch.randn(given["tokens"], given["hidden"], device=device).to(dtype).requires_grad_()
@@ -47,7 +47,7 @@ def measure(way: str, given: dict[str, Any]) -> None:
         if way == "logits":
             loss = functional.cross_entropy(functional.linear(hidden, weight).float(), targets, reduction="sum")
         else:
-            loss = loss_module.chunked_loss_sum(hidden.index_select(0, places), weight, None, targets[places])
+            loss = loss_kernels.chunked_loss_sum(hidden.index_select(0, places), weight, None, targets[places])
         loss.backward()
         value = loss.item()
         seconds.append(time.perf_counter() - started)

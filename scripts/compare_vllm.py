@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.test_templates import FOUND, PUBLISHED, Family, chats, text_of, tokenizer_of
-from toolkit.models.chat_template import MODES, TemplateChatEncoder
+from toolkit.models.answer_spans import MODES
+from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.served_turns import with_ids, with_text_arguments
 
 MODEL: Any = SimpleNamespace(

@@ -17,13 +17,26 @@ Encoded = tuple[list[int], list[bool]]
 
 Batch = dict[str, "torch.Tensor"]
 """A micro-batch: input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens,
-int32 [segments+1] over the B x S tokens, padding as segments of its own.
+int32 [segments+1] over the B x S tokens, padding as segments of its own. `target_indices`, int64 [T], of the trained
+tokens in the flattened rows, and `targets`, their ids [T].
 
 Where samples share what they begin with, also `seen_until`, int64 [B, S], the last segment that sees each token, from
 its own on; `keys`, int64 [K], segment after segment the places in the B x S tokens that it sees; and `cu_seq_lens_k`,
 int32 [segments + 1], over these."""
 UNTRAINED = -100
 """Label of a token that the loss does not cover."""
+
+
+def with_targets(batch: Batch) -> Batch:
+    """Return a batch with `target_indices` and `targets`. They determine the shapes of the loss, so they are computed
+    before the batch is copied to a device.
+    """
+    if "target_indices" in batch:
+        return batch
+    is_trained = batch["labels"] != UNTRAINED
+    is_trained[:, 0] = False  # there is no token before it that could predict it
+    indices = is_trained.flatten().nonzero().flatten()
+    return {**batch, "target_indices": indices, "targets": batch["labels"].flatten()[indices]}
 
 
 class ChatEncoder(Protocol):

@@ -19,7 +19,8 @@ from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, 
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.messages import ConfigError
-from toolkit.models.loss import LossPath, loss_head, with_targets
+from toolkit.models.loss import LossPath, loss_head
+from toolkit.sample_types import with_targets
 from toolkit.tasks import language
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import step

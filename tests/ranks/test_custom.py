@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from toolkit.cli import main as toolkit_main
 from toolkit.data.sampler import GlobalBatchSampler
 from toolkit.launch.environment import free_port
-from toolkit.tasks.custom import _MicroBatchReader
+from toolkit.tasks.custom_data import _MicroBatchReader
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "custom_worker.py")
 EXAMPLES = REPOSITORY / "examples"

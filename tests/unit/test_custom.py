@@ -21,17 +21,17 @@ from toolkit.distributed.process_group import gather_metrics
 from toolkit.export import custom as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError
-from toolkit.tasks import custom as custom_task
+from toolkit.tasks import custom as custom_task, custom_data
 from toolkit.tasks.custom import (
     CustomSpec,
     _metrics_of_batch,
     cast_inputs,
     evaluate,
-    is_map_style,
     losses_of,
     on_device,
     structure_digest,
 )
+from toolkit.tasks.custom_data import is_map_style
 from toolkit.train.schedule import warn_of_short_run
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -52,7 +52,7 @@ def task(dataset: Any, **more: Any) -> CustomSpec:
 def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **more: Any) -> list[Any]:
     """Return what one of two ranks reads."""
     ranks = Ranks(rank=rank, local_rank=rank, world_size=2, local_world_size=2, launcher="single")
-    found = custom_task.open_dataset(
+    found = custom_data.open_dataset(
         task(dataset, collate=list, **more), loaded("train.max_steps=9", *words).cfg, ranks
     )
     return [one.batch[: one.size] for one in found.batches_from(place, steps)]
@@ -120,7 +120,7 @@ def test_data_that_cannot_be(dataset: Any, words: list[str], more: dict[str, Any
 def test_forks_that_may_hang_are_told(
     version: tuple[int, ...], warns: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(custom_task.sys, "version_info", version)
+    monkeypatch.setattr(custom_data.sys, "version_info", version)
     read([1, 2, 3, 4], 0, 0, Position(), "data.num_workers=1")
     assert len([line for line in said if "a forked data-loader process can hang" in line]) == warns
 
@@ -189,8 +189,8 @@ def test_validation_data_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process_group, "gather", lambda value: [value, 3])
     for there in (0, 2):
         with pytest.raises(DataError, match="validation= must give every rank all samples"):
-            list(custom_task.validation_batches(task([1], validation=[1] * there), loaded().cfg, ranks))
-    assert len(list(custom_task.validation_batches(task([1], validation=[1] * 3), loaded().cfg, ranks))) == 2
+            list(custom_data.validation_batches(task([1], validation=[1] * there), loaded().cfg, ranks))
+    assert len(list(custom_data.validation_batches(task([1], validation=[1] * 3), loaded().cfg, ranks))) == 2
 
 
 class Engine(nn.Module):
@@ -267,7 +267,7 @@ def test_inputs_of_any_shape_are_cast() -> None:
 
 
 def test_a_loss_is_one_number_per_sample() -> None:
-    micro = custom_task.MicroBatch(torch.ones(3, 2), 3)
+    micro = custom_data.MicroBatch(torch.ones(3, 2), 3)
     for wrong, shape in ((torch.ones(3, 2), r"\(3, 2\)"), (torch.tensor(1.0), r"\(\)"), (1.0, "float")):
         with pytest.raises(DataError, match=rf"a tensor \[3\] for this batch, and returned {shape}"):
             losses_of(lambda model, batch, wrong=wrong: wrong, ENGINE, micro)
@@ -285,7 +285,7 @@ def test_a_loss_is_one_number_per_sample() -> None:
 def test_metrics_are_values_per_sample(values: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         _metrics_of_batch(
-            task([1], metrics=lambda model, batch: values), ENGINE, custom_task.MicroBatch(torch.ones(3), 3)
+            task([1], metrics=lambda model, batch: values), ENGINE, custom_data.MicroBatch(torch.ones(3), 3)
         )
 
 
@@ -341,7 +341,7 @@ def test_what_is_drawn_for_a_sample_is_its_own() -> None:
         def __getitem__(self, row: Any) -> Any:
             return torch.rand(1).item()
 
-    rows = custom_task._MicroBatchReader(Noisy(range(4)), list, 42)
+    rows = custom_data._MicroBatchReader(Noisy(range(4)), list, 42)
     state = torch.random.get_rng_state()
     assert rows[0, [1, 2]].batch == [rows[0, [1]].batch[0], rows[0, [2]].batch[0]]
     assert rows[0, [1]] != rows[1, [1]]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import DistillConfig, DistillLoss, RunConfig
 from toolkit.messages import ModelError
-from toolkit.models import directory, loss as loss_module
-from toolkit.models.loss import Scores
+from toolkit.models import directory, loss_kernels
+from toolkit.models.loss_kernels import Scores
 from toolkit.plan import memory
 from toolkit.tasks import distill, distill_losses
 from toolkit.tasks.distill_losses import StoredScores, distilled, store
@@ -66,7 +66,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: f"{one.loss.value}-{one.beta}-{one.temperature}")
 def test_values_and_gradients(config: DistillConfig, by_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens; the last tokens have labels alone; embeddings are padded, the teacher's further."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 4 * PADDED * 4)
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * 4 * PADDED * 4)
     student, teacher, targets = made()
     exact = [one.detach().double().requires_grad_() for one in student]
     of_teacher = functional.linear(*(one.double() for one in teacher[:2]))[:, :VOCAB]
@@ -162,7 +162,7 @@ def test_no_tokens_give_nothing() -> None:
 def test_nothing_is_as_large_as_all_logits(loss: DistillLoss, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 256 tokens chunks of 8 are held: no tensor but weights and their gradients is larger than a chunk."""
     vocab, tokens, chunk, largest = 4000, 256, 8, [0]
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 4 * vocab * chunk)
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * 4 * vocab * chunk)
     states, weight = torch.randn(tokens, WIDTH, requires_grad=True), torch.randn(vocab, WIDTH)
     live = Scores(torch.randn(tokens, WIDTH), torch.randn(vocab, WIDTH))
     held: dict[int, int] = {}

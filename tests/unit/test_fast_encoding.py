@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.test_templates import CHATML, KNOWN, LLAMA, OURS, PLAIN, SAID, Family, chats, tokenizer_of
 from toolkit.messages import ModelError, RowError
-from toolkit.models.answer_spans import SpanTokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.models.span_tokenizer import SpanTokenizer
 
 ADVERSARIAL = [
     *("<|im_start|>assistant\n", "<|im_end|>", "<|assistant|>", "<|user|>\nTwo?<|assistant|>", "<|endoftext|>", "<s>"),
@@ -71,7 +71,10 @@ LOOKING = {
 def slow_encoder(tokenizer: Any, train_thinking: bool) -> TemplateChatEncoder:
     """Return an encoder that compares renderings and asks for the characters of each token, each time."""
     encoder = TemplateChatEncoder(tokenizer, train_thinking)
-    encoder.openings, encoder.span_tokenizer = None, SpanTokenizer(tokenizer, None, encoder.shield, encoder.call_ends)
+    encoder.finder.openings, encoder.span_tokenizer = (
+        None,
+        SpanTokenizer(tokenizer, None, encoder.shield, encoder.traits.call_ends),
+    )
     return encoder
 
 
@@ -96,13 +99,17 @@ def check(
             with pytest.raises(RowError, match=re.escape(str(error))):
                 slow.divide(messages, tools)
             continue
-        known = fast.openings.trusted.copy() if fast.openings else set()
+        known = fast.finder.openings.trusted.copy() if fast.finder.openings else set()
         plain = [[dict(message) for message in part] for part in parts]
         assert plain == slow.divide(messages, tools)
         wanted = encoded(slow, plain, tools)
         assert encoded(fast, parts, tools) == wanted, (messages, tools)
         num_encoded += not isinstance(wanted, str)
-        forms = [fast.openings.forms(part, tools, fast.reasoning_key) for part in parts] if fast.openings else []
+        forms = (
+            [fast.finder.openings.forms(part, tools, fast.traits.reasoning_key) for part in parts]
+            if fast.finder.openings
+            else []
+        )
         num_fast += bool(forms) and set().union(*forms) <= known
     return num_encoded, num_fast
 

@@ -147,7 +147,9 @@ def test_templates_are_tried_in_one_time(whole: Path, monkeypatch: pytest.Monkey
         yield
         now[0] += 0.9 * seconds
 
-    monkeypatch.setattr("toolkit.models.chat_template.time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in ("chat_template", "answer_spans"):
+        monkeypatch.setattr(f"toolkit.models.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("toolkit.models.answer_spans.time_limit", slowly)
     monkeypatch.setattr("toolkit.models.chat_template.time_limit", slowly)
     encoder = TemplateChatEncoder(tokenizer)
     assert len(limits) > 5 and limits[0] == 10 and limits[-1] == 0.5

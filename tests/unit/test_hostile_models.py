@@ -275,7 +275,7 @@ def test_templates_within_the_bounds_are_rendered_as_before() -> None:
 
 
 def test_templates_that_never_end(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.chat_template._RENDERING_S", 0.5)
+    monkeypatch.setattr("toolkit.models.answer_spans.RENDERING_S", 0.5)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (tmp_path / "t.jinja").write_text(loop, encoding="utf-8")
     started = time.monotonic()

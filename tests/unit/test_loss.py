@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import LossKernel
-from toolkit.models import loss as loss_module
+from toolkit.models import loss_kernels
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
 from toolkit.models.record import record_of
 from toolkit.plan import memory
+from toolkit.sample_types import with_targets
 
 SOP, PAD = 120, 3
 
@@ -140,7 +141,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 128 * 7)  # seven tokens a chunk
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * 128 * 7)  # seven tokens a chunk
     model, batch = build(name), make_batch()
     expected = reference(model, batch)
     (expected.sum() * 0.25).backward()
@@ -155,7 +156,7 @@ def test_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
     assert model.training
     assert "forward" not in model.get_output_embeddings().__dict__
-    assert num_trained_tokens(batch) == int((expected != 0).sum())
+    assert num_trained_tokens(with_targets(batch)) == int((expected != 0).sum())
 
 
 @pytest.mark.parametrize("name", ["glm", "chatglm", "prompt", "gemma2", "lora-head"])
@@ -184,7 +185,7 @@ def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor as large as the trained tokens' logits is made, in the forward or the backward pass."""
     model = build("glm")
     batch = make_batch()
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 128 * 7)
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * 128 * 7)
     token_loss_sum(model, batch)
     made = []
 
@@ -199,7 +200,7 @@ def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with Watch():
         token_loss_sum(model, batch).backward()
     # Seven tokens a chunk, and their gradients in a buffer of half the bytes of the weight's gradient.
-    assert num_trained_tokens(batch) > 16
+    assert num_trained_tokens(with_targets(batch)) > 16
     assert sorted(set(made))[-2:] == [7, 16], made
 
 
@@ -209,13 +210,13 @@ def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_precision(dtype: torch.dtype, factor: float, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a vocabulary whose probabilities fp16 cannot hold; what is compared with is fp64 on the same numbers."""
     vocab, width, tokens = 20_000, 16, 50
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * vocab * 8)
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * vocab * 8)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, generator=generator) * 0.05).to(dtype).requires_grad_(trained)
     bias = (torch.randn(vocab, generator=generator) * 0.05).to(dtype).requires_grad_(trained)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    loss = loss_module.chunked_loss_sum(hidden, weight, bias, targets)
+    loss = loss_kernels.chunked_loss_sum(hidden, weight, bias, targets)
     (loss * factor).backward()
     exact = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
     logits = functional.linear(*exact)
@@ -238,7 +239,7 @@ def test_the_weights_gradient_is_not_rewritten_for_each_chunk(
 ) -> None:
     """Of V x H x 4 bytes each time, it would be a tenth of a step of GLM-4-9B; here 8 or 20 chunks of 8 tokens."""
     vocab, width, written = 1000, 64, [0]
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * vocab * 8)
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 4 * vocab * 8)
     hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width).to(dtype).requires_grad_()
 
@@ -250,13 +251,13 @@ def test_the_weights_gradient_is_not_rewritten_for_each_chunk(
             return result
 
     with Watch():
-        loss_module.chunked_loss_sum(hidden, weight, None, torch.randint(vocab, (tokens,))).backward()
+        loss_kernels.chunked_loss_sum(hidden, weight, None, torch.randint(vocab, (tokens,))).backward()
     assert 0 < written[0] <= most * vocab * width
 
 
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    loss = loss_module.chunked_loss_sum(hidden, weight, None, torch.tensor([1, 2, 3]))
+    loss = loss_kernels.chunked_loss_sum(hidden, weight, None, torch.tensor([1, 2, 3]))
     loss.backward(retain_graph=True)
     with pytest.raises(TypeError):
         loss.backward()
@@ -275,4 +276,4 @@ def test_right_padding_needs_no_mask() -> None:
 
 
 def test_the_memory_estimate_counts_the_same_chunks() -> None:
-    assert loss_module.CHUNK_BYTES == memory.CHUNK_BYTES
+    assert loss_kernels.CHUNK_BYTES == memory.CHUNK_BYTES

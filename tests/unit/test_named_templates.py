@@ -106,9 +106,11 @@ def test_each_takes_what_the_table_says_and_trains_answers_up_to_their_end(name:
     tokenizer.chat_template = None
     use_template(tokenizer, name)
     encoder = TemplateChatEncoder(tokenizer)
-    takes = ({"system", "tools", "tool_calls"} - encoder.missing) | ({"reasoning"} if encoder.reasoning_key else set())
+    takes = ({"system", "tools", "tool_calls"} - encoder.traits.missing) | (
+        {"reasoning"} if encoder.traits.reasoning_key else set()
+    )
     assert takes == TEMPLATES[name].takes - {"tool", "text", "parallel"}
-    assert ("tools" in takes) == (not encoder.missing & {"tool", "text"} and "tools" in TEMPLATES[name].takes)
+    assert ("tools" in takes) == (not encoder.traits.missing & {"tool", "text"} and "tools" in TEMPLATES[name].takes)
     end = TEMPLATES[name].end
     assert not end or (tokenizer.eos_token == end and tokenizer.eos_token_id in encoder.stop_ids)
     ids, mask = encoder.encode([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])

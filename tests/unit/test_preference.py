@@ -32,9 +32,10 @@ from toolkit.data.prefixes import share_prompts
 from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
-from toolkit.models import loss as loss_module
+from toolkit.models import loss_kernels
 from toolkit.models.loss import LossHead, answer_log_probabilities
 from toolkit.models.record import record_of
+from toolkit.sample_types import with_targets
 from toolkit.tasks.preference import Answers, answer_losses, pair_losses
 
 # Log-probabilities of chosen and rejected, tokens of both, and the reference's, of four pairs.
@@ -147,12 +148,13 @@ def batch_of(lengths: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     places = torch.arange(size).repeat(len(lengths), 1)
     ends, trained = (torch.tensor(column)[:, None] for column in zip(*lengths, strict=True))
     labels = torch.where((places < ends) & (places >= ends - trained), ids, -100)
-    return {"input_ids": ids, "labels": labels, "position_ids": places, "segment_ids": (places < ends).long()}
+    batch = {"input_ids": ids, "labels": labels, "position_ids": places, "segment_ids": (places < ends).long()}
+    return with_targets(batch)
 
 
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_log_probabilities_and_gradients_of_each_answer(trains_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 3 * 4 * 128)  # of three tokens
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", 3 * 4 * 128)  # of three tokens
     torch.manual_seed(0)
     model: Any = transformers.GlmForCausalLM(transformers.GlmConfig(**SIZES))
     model.lm_head.bias = torch.nn.Parameter(torch.randn(128))

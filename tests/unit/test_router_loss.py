@@ -27,6 +27,7 @@ from toolkit.models.router_loss import (
     routers_of,
     within_capacity,
 )
+from toolkit.sample_types import with_targets
 from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import train_step
 
@@ -48,12 +49,14 @@ def a_batch() -> dict[str, torch.Tensor]:
     segments = torch.ones_like(ids)
     segments[1, 7:] = 0
     labels = ids.masked_fill(segments == 0, -100)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "segment_ids": segments,
-        "position_ids": torch.arange(12).repeat(2, 1),
-    }
+    return with_targets(
+        {
+            "input_ids": ids,
+            "labels": labels,
+            "segment_ids": segments,
+            "position_ids": torch.arange(12).repeat(2, 1),
+        }
+    )
 
 
 def by_transformers(model: Any, batch: dict[str, torch.Tensor], coefficient: float) -> torch.Tensor:

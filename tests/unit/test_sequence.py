@@ -9,12 +9,12 @@ from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
 from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
-from toolkit.models.loss import with_targets
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
 from toolkit.plan.speed import Rates, step_time
+from toolkit.sample_types import with_targets
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])

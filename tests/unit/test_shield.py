@@ -189,13 +189,13 @@ def test_added_tokens_that_begin_no_turn_stay_tokens() -> None:
         assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == 2
     thinking = tokenizer_of("deepseek")
     thinking.chat_template = DEEPSEEK.replace("<｜Assistant｜>", "<｜Assistant｜><think>\n")
-    assert TemplateChatEncoder(thinking)._turn_marks() == {
+    assert TemplateChatEncoder(thinking).traits.turn_marks == {
         "<｜end▁of▁sentence｜>",
         "<｜User｜>",
         "<｜Assistant｜>",
         "<｜tool▁output▁begin｜>",
     }
-    assert TemplateChatEncoder(tokenizer_of("qwen"))._turn_marks() == {"<|im_end|>", "<|im_start|>"}
+    assert TemplateChatEncoder(tokenizer_of("qwen")).traits.turn_marks == {"<|im_end|>", "<|im_start|>"}
 
 
 def test_tokens_within_tokens_and_side_by_side() -> None:

@@ -29,7 +29,6 @@ from toolkit.models.loss import (
     loss_head,
     num_trained_tokens,
     token_loss_sum,
-    with_targets,
 )
 from toolkit.models.router_loss import routers_of
 from toolkit.sample_types import Encoded
@@ -208,9 +207,11 @@ def test_collate_by_hand() -> None:
         "seen_until": [[3, 2, 1, 1, 2, 2, 3, 3, 4, 4, *[0] * 6]],
         "keys": [0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7, 8, 9, *range(10, 16)],
         "cu_seq_lens_k": [0, 4, 8, 11, 13, 19],
+        "target_indices": [3, 5, 7],
+        "targets": [8, 3, 3],
     }
     assert "keys" not in collate([[Branch(*first[:2], 0)]], 0, packed=True)
-    part = local_part(with_targets(batch), 1, 2)
+    part = local_part(batch, 1, 2)
     assert part["keys"] is batch["keys"]
     assert part["cu_seq_lens_k"] is batch["cu_seq_lens_k"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from toolkit.data import packing, store
-from toolkit.sample_types import UNTRAINED, Batch
+from toolkit.sample_types import UNTRAINED, Batch, with_targets
 
 
 class Layout(Enum):
@@ -75,7 +75,7 @@ def collate(
         batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
     if any(branch.shared for row in branches for branch in row):
         batch |= _visibility(branches, segment_ids)
-    return batch
+    return with_targets(batch)
 
 
 def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor) -> Batch:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config import mesh
 from toolkit.messages import ModelError, tr
-from toolkit.models import structure
+from toolkit.models.record import has_adapter
 
 FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
 """Model types for which a test shows that two ranks give the same answers as one; DeepSpeed 0.19.8 splits others too,
@@ -31,7 +31,7 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
             kind=type(model).__name__,
             known=", ".join(FAMILIES),
         )
-    if structure.has_adapter(model):
+    if has_adapter(model):
         raise ModelError(
             tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
         )

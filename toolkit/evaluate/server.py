@@ -346,7 +346,7 @@ def _sanitize_messages() -> None:
             if self.chat_control_tokens is None:
                 self.chat_control_tokens = []
                 with suppress(ModelError):  # it has no usable template
-                    self.chat_control_tokens = sorted(TemplateChatEncoder(self).turn_marks)
+                    self.chat_control_tokens = sorted(TemplateChatEncoder(self).traits.turn_marks)
             options["sanitize_control_tokens"] = True
         return apply(self, conversation, **options)
 

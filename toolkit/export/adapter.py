@@ -24,7 +24,7 @@ from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import load_empty, load_model
 from toolkit.models.record import tuning_state
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
-from toolkit.models.stages import capture_probe, stage_model, unwrap_model
+from toolkit.models.stages import stage_model, unwrap_model
 
 # Out of the engine
 
@@ -51,7 +51,7 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the adapter of a tuned model (`ModelRecord.tuned`) to `folder`, without its base. A collective."""
-    probed = capture_probe(engine, probe_ids)
+    probed = probe.capture_probe(engine, probe_ids)
     state, tuned = _adapter_state(engine), tuning_state(engine)
     files = {**files, **tuned.exported.describe()}
     on_rank0(lambda: write_adapter(state, files, folder, probed))
@@ -250,7 +250,7 @@ def _write_merged(
         dtype: of the weights; None takes the base's, which config.json names already.
     """
     probed = probe.read(source)
-    with assemble.scratch_directory(folder) as scratch:
+    with write.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)
         stored_form.record(plan.model, weights.files_of(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])

@@ -1,10 +1,8 @@
 """A model's weights assembled from checkpoints or directories, one tensor in memory at a time."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,14 +11,6 @@ from transformers import PreTrainedModel
 from toolkit.export.write import cannot_write
 from toolkit.messages import CheckpointError, clauses
 from toolkit.models import weights
-
-
-@contextmanager
-def scratch_directory(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to an export's `folder`, whose parent directories are made."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
-        yield Path(scratch)
 
 
 def assemble_state(
@@ -51,7 +41,7 @@ def assemble_state(
         if name not in state:
             is_cast = dtype is not None and value.is_floating_point()
             weight = value.to(buffer_dtypes.get(name, dtype)) if is_cast else value
-            state[name] = weight if scratch is None else _map(weight, scratch / f"{len(state)}.pt")
+            state[name] = weight if scratch is None else _to_mapped_file(weight, scratch / f"{len(state)}.pt")
             del weight
         del value
         weights.return_memory()
@@ -60,7 +50,7 @@ def assemble_state(
     return state
 
 
-def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
+def _to_mapped_file(value: torch.Tensor, file: Path) -> torch.Tensor:
     """Write a tensor to a file and return it memory-mapped from there."""
     try:
         torch.save(value.clone(), file)  # the value alone, not all of its storage

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory, fragments
-from toolkit.export.assemble import assemble_state, scratch_directory, with_config_keys
+from toolkit.export.assemble import assemble_state, with_config_keys
 from toolkit.export.card import CARD_FILE, card
 from toolkit.export.custom import export_custom_checkpoint, is_custom
-from toolkit.export.write import ExportOptions, write_folder
+from toolkit.export.write import ExportOptions, scratch_directory, write_folder
 from toolkit.messages import NotExportable, ToolkitError, clauses
 from toolkit.models import probe, weights
 from toolkit.models.load import load_empty

@@ -7,11 +7,10 @@ from pathlib import Path
 from toolkit import disk
 from toolkit.checkpoint import directory
 from toolkit.export import adapter as adapter_export, verify
-from toolkit.export.assemble import scratch_directory
 from toolkit.export.card import CARD_FILE
 from toolkit.export.checkpoint import export_checkpoint
 from toolkit.export.text_model import text_model
-from toolkit.export.write import ExportOptions, cannot_write, write_folder
+from toolkit.export.write import ExportOptions, cannot_write, scratch_directory, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
 from toolkit.models import adapters, chat, embedding_files, probe, quantized
 from toolkit.models.directory import official_vocabulary, read_json_or_empty

@@ -26,7 +26,7 @@ from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure, load_model, stream_parameters
 from toolkit.models.record import EXTRA_TENSORS
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
-from toolkit.models.stages import capture_probe, unwrap_model
+from toolkit.models.stages import unwrap_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class ExportOptions:
 
 def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the model of an engine to `folder`, with its logits of `probe_ids`. A collective."""
-    probed = capture_probe(engine, probe_ids)
+    probed = probe.capture_probe(engine, probe_ids)
     # On rank 0 all of the model, on others nothing.
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(unwrap_model(engine.module), files, folder, "hf", probed, state))
@@ -129,13 +129,21 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
 
 
 @contextmanager
+def scratch_directory(folder: Path) -> Iterator[Path]:
+    """Yield a temporary directory next to an export's `folder`, whose parent directories are made. Its name is unique:
+    other files next to the export are the user's.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        yield Path(scratch)
+
+
+@contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory to write to; after the body, flush it, add a manifest and rename it to `folder`."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # A unique name: other files next to the directory are the user's.
-        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
-            temporary = Path(parent) / folder.name
+        with scratch_directory(folder) as parent:
+            temporary = parent / folder.name
             yield temporary
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
             for path in paths:
@@ -213,8 +221,8 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
 def trial_directory(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory next to an export's, to try it in; any error of the body becomes one ModelError."""
     try:
-        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
-            yield Path(temporary)
+        with scratch_directory(folder) as temporary:
+            yield temporary
     except Exception as error:
         raise ModelError(
             "the model of this run could not be exported after training: {reason} Nothing was trained. To train it all "

@@ -19,10 +19,9 @@ from toolkit.config.schema import TrainOn
 from toolkit.data import preview
 from toolkit.evaluate.generate import Sampling, generate
 from toolkit.evaluate.servable import resolve_servable
-from toolkit.export.assemble import scratch_directory
 from toolkit.export.convert import export_verified
 from toolkit.export.load import load_any
-from toolkit.export.write import ExportOptions
+from toolkit.export.write import ExportOptions, scratch_directory
 from toolkit.extras import llama_cpp, modelfile, serving
 from toolkit.extras.serving import FAILED, PASSED, SKIPPED, Case, Finding
 from toolkit.messages import CheckpointError, ConfigError, clauses, tr

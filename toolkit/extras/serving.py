@@ -41,9 +41,9 @@ from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
-from toolkit.models import chat_template, extra_tensors, load, probe, served_turns, weights
+from toolkit.models import answer_spans, chat_template, extra_tensors, load, probe, served_turns, weights
 from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.shield import Shield
+from toolkit.models.span_tokenizer import Shield
 from toolkit.sample_types import Message
 
 MOST_CONVERSATIONS = 100
@@ -299,7 +299,7 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
     """Return the answer of extras/plain_transformers.py (see there), run on the export, and name -> logits [R, V] of
     each probe's ids; ModelError if it fails.
     """
-    asked = [{"messages": case.messages, "tools": case.tools, "modes": chat_template.MODES} for case in served.cases]
+    asked = [{"messages": case.messages, "tools": case.tools, "modes": answer_spans.MODES} for case in served.cases]
     answers = [
         {"prompt": case.ids[: case.start], "ids": case.ids[case.start :], "tools": case.tools} for case in served.cases
     ]
@@ -535,7 +535,7 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
     for case in cases:
         body = {"model": "model", "messages": served_turns.with_text_arguments(case.messages), "tools": case.tools}
         of_case: list[list[int] | int] = []
-        for mode in chat_template.MODES:
+        for mode in answer_spans.MODES:
             with suppress(OSError, ValueError, KeyError):  # the request was rejected; urllib's errors are an OSError
                 of_case.append(ask({**body, "chat_template_kwargs": mode or None}))
         prompts.append(of_case)

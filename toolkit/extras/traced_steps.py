@@ -31,7 +31,7 @@ from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.record import record_of
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.outline import load_of_busiest_rank
-from toolkit.sample_types import Batch
+from toolkit.sample_types import Batch, with_targets
 from toolkit.tasks import language
 from toolkit.train import schedule
 from toolkit.train.step import StepGuard, TokenCounts, train_step
@@ -87,7 +87,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             None,
             cfg.optim,
         )
-    batch = loss.with_targets(_longest_batch(cfg, outline, model))
+    batch = with_targets(_longest_batch(cfg, outline, model))
     sent, most = (
         batch["input_ids"].numel() * outline.sizes.get("chosen", 0),
         load_of_busiest_rank(cfg.model.expert_capacity),

@@ -27,6 +27,7 @@ from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 from toolkit.models import adapters, fine_tuning, loss, probe, structure
 from toolkit.models.record import ModelRecord, record_of, set_record
+from toolkit.models.stages import broadcast_from_last, stage_model, unwrap_model
 from toolkit.plan import division
 from toolkit.sample_types import Batch
 
@@ -253,6 +254,33 @@ class PipelineStage(PipelineModule):
         """Take the batches; yield input and labels, which the first and the last stage want to see."""
         self.batches, self.finish = deque(micro_batches), finish
         return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])
+
+
+def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run the same rows on every rank; return `pick` of the logits `[B, S, V]`, or of a classifier's scores at each
+    token `[B, S, labels]`, float32 on the CPU. A collective.
+    """
+    inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    of_tokens = loss.logits_of
+    if probe.is_classifier(unwrap_model(engine.module)):
+        from toolkit.models.classifier import token_scores as of_tokens
+    with probe.evaluating(engine):
+        picked = engine.module.evaluate_window(
+            engine, [inputs], lambda model, rows: pick(of_tokens(model, rows)).float().cpu()
+        )
+    logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
+    return logits
+
+
+def capture_stages(engine: PipelineEngine, ids: torch.Tensor) -> probe.Probe:
+    """Return the probe of a pipeline's model for ids [R, L], as `probe.capture` does. A collective."""
+    is_classifier = probe.is_classifier(unwrap_model(engine.module))
+
+    def pick(token_logits: torch.Tensor) -> torch.Tensor:  # of a classifier the scores of every prefix
+        return token_logits.flatten(1) if is_classifier else token_logits[:, -1]
+
+    logits = forward_logits(engine, {"input_ids": ids}, pick)
+    return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 
 class _Named(nn.Module):

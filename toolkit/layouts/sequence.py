@@ -29,8 +29,7 @@ from toolkit.models.attention import (
     training_mask,
 )
 from toolkit.models.isolation import evaluate_logits, isolation_rows
-from toolkit.models.loss import with_targets
-from toolkit.sample_types import Batch
+from toolkit.sample_types import Batch, with_targets
 
 SEQUENCE = "sequence"
 """Rows whose tokens are divided over ranks."""
@@ -145,7 +144,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     if parts == 1:
         return batch
     length = batch["input_ids"].size(1) // parts
-    part_batch = {**with_targets(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
+    part_batch = {**batch, "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
     part_batch["row_segments"] = part_batch["segment_ids"]
     is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
     if "taught" in batch:
@@ -207,7 +206,7 @@ def check_sequence_parallel(
         # Contexts that end in the first part, in the middle and in the last part.
         size = batch["input_ids"].size(1)
         batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
-    part_batch = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
+    part_batch = local_part(with_targets({**batch, "labels": batch["input_ids"]}), part, parts)
     logits, part_logits = (
         evaluate_logits(engine, rows, device) if forward is None else forward(rows) for rows in (batch, part_batch)
     )

@@ -25,6 +25,7 @@ _EXPRESSIONS = ("target_modules", "exclude_modules")
 _NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 """Settings that peft inserts into regular expressions."""
 _PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
+r"""A name, or an expression that is matched at once: `q_proj`, `^layers\.\d+\.mlp$`; not `(q|k)_proj` or `.+`."""
 _MOST_WILDCARDS = 2
 """Time of matching grows with that power of a name's length; peft writes one, as in `.*\\.gate_up_proj`."""
 _MATCH = """
@@ -40,8 +41,7 @@ except (re.error, RecursionError, OverflowError) as error:
 def check_names(settings: dict[str, Any], file: Path) -> None:
     """Raise ModelError for settings that hold regular expressions in place of module names."""
     for key in _NAMES:
-        value = settings.get(key) or ()
-        for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+        for name in _names_in(settings.get(key)):
             if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
                 raise ModelError(
                     "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
@@ -50,6 +50,13 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
                     key=key,
                     value=repr(name)[:200],
                 )
+
+
+def _names_in(value: Any) -> list[Any]:
+    """Return the names in a setting: a single one, those of a list, or the keys of a mapping."""
+    if isinstance(value, (list, dict)):
+        return [*value]
+    return [value] if isinstance(value, str) else []
 
 
 def mistaken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str]:

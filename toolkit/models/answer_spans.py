@@ -1,27 +1,292 @@
-"""Finds the answers of a conversation in its text and in its token ids, by the control tokens around them.
+"""Renders conversations through a tokenizer's chat template, and finds the answers in the text.
 
 A template begins each answer with a control token, and the next turn with another; messages hold none, as `Shield`
-breaks them up. This is faster than comparing renderings (`TemplateChatEncoder`) and than the tokenizer's offsets.
+breaks them up. Finding answers by these (`Openings`) is faster than comparing renderings, which finds all.
 """
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 
-from toolkit.models.shield import BREAKS, SPLIT, Shield, any_of
-from toolkit.sample_types import Encoded
+from toolkit.messages import ModelError, RowError, reason_of, tr
+from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
+from toolkit.models.span_tokenizer import Span, any_of
+from toolkit.sample_types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""Index of an answer's first character in the text of a conversation, and of the one after its last, end included."""
+RENDERING_S = 10
+"""Seconds that rendering one conversation may take; thousands of messages take some hundredths."""
+_MIN_RENDERING_S = 0.5
+MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+"""Options of a template for generation. The prompt of an answer is the first of these modes' that its rendering begins
+with: GLM-4.7's default begins the reasoning, that of Qwen3.5's small models ends it."""
 _MOST_FORMS = 1 << 16
-MERGED_CHARS = 32
-"""Characters before and after a border that may change how a tokenizer splits the text there."""
+_FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
+
+
+class Template:
+    """A tokenizer's chat template, rendered within a time limit."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer, self.text = tokenizer, tokenizer.get_chat_template()
+        self.end = str(tokenizer.eos_token)
+        names = tokenizer.special_tokens_map
+        self.tokens = {name: str(token) for name, token in names.items() if name != "additional_special_tokens"}
+        self.deadline = math.inf
+        """When several renderings together must have ended."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool, **mode: bool
+    ) -> str:
+        """Return the template's text, through transformers' own sandbox. Its public function copies every message
+        first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
+        """
+        listed = list(tools) if tools else None
+        template = self.text if listed is None else self.tokenizer.get_chat_template(tools=listed)
+        text: str = _rendered(
+            lambda conversation: compiled(template).render(
+                messages=conversation,
+                tools=listed,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **mode,
+                **self.tokens,
+            ),
+            messages,
+            min(RENDERING_S, max(_MIN_RENDERING_S, self.deadline - time.monotonic())),
+        )
+        return text
+
+    def render_marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """Return a conversation's text and the spans that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        bound_templates()
+        listed = list(tools) if tools else None
+        texts, marks = _rendered(
+            lambda conversation: render_jinja_template(
+                conversations=[conversation],
+                tools=listed,
+                chat_template=self.tokenizer.get_chat_template(tools=listed),
+                return_assistant_tokens_mask=True,
+                **self.tokens,
+            ),
+            messages,
+        )
+        return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
+
+
+def _rendered(
+    render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = RENDERING_S
+) -> Any:
+    """Return a template's rendering, if it fails with calls in other forms; RowError if all fail."""
+    try:
+        with time_limit(seconds):
+            try:
+                return render(messages)
+            except _FAILURES:
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                from toolkit.models.served_turns import with_ids, with_text_arguments
+
+                for form in (with_text_arguments, with_ids):
+                    with suppress(*_FAILURES):
+                        return render(form(messages))
+                raise
+    except TooSlow:
+        # No RowError, which skips the row: the next one would take as long.
+        raise ModelError(
+            "The chat template takes more than {seconds} s for one conversation. Give another: "
+            "model.chat_template=FILE.",
+            seconds=RENDERING_S,
+        ) from None
+    except Exception as error:  # a template is a program, in which anything may go wrong
+        failure = tr("the chat template rejects the conversation: {reason}", reason=reason_of(error))
+    raise RowError(failure) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateTraits:
+    """How a chat template writes conversations; `examine` of models/chat_template.py finds out. The defaults hold for
+    every template, but take more renderings.
+    """
+
+    has_marks: bool
+    """Whether it marks what is trained, by {% generation %}."""
+    knows_probe: bool = False
+    """Whether the answer's span is found in an ordinary question and answer."""
+    frame: tuple[str, str] | None = None
+    """Text before and after each answer, if both are always the same."""
+    lead: tuple[str, str, bool] | None = None
+    """End of the prompt for an answer, start of the answer before its content, and whether the content is stripped;
+    None if they are not always the same."""
+    rewrites: bool = True
+    """Whether earlier answers are written in another way once another turn follows."""
+    rewrites_reasoning: bool = True
+    """Whether those with reasoning are."""
+    turn_marks: frozenset[str] = frozenset()
+    """Added tokens, special or not, by which it begins and ends turns."""
+    ends: frozenset[str] = frozenset()
+    """Other tokens than the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
+    earlier_end: str = ""
+    """Token that ends answers which others follow, in place of the end token: gpt-oss' `<|end|>`."""
+    call_ends: frozenset[str] = frozenset()
+    """Tokens that end calls in place of the end token: gpt-oss' `<|call|>`, Gemma 4's `<|tool_response>`."""
+    no_thinking: tuple[str, str, dict[str, bool]] | None = None
+    """How an answer is asked for, what follows in a prompt that asks for no reasoning, and the mode of that prompt,
+    if the template leaves it out where it writes an answer: Gemma 4's empty thought."""
+    thought: tuple[str, str] | None = None
+    """What is written before and after an answer's reasoning in its content, if the template expects it there and
+    under no key: SmolLM3's."""
+    reasoning_key: str | None = "reasoning_content"
+    """Key in which the template expects an answer's reasoning, None if it writes none."""
+    moves_thought: bool = False
+    """Whether the template has a key for reasoning and would write <think> as text: gpt-oss', Seed-OSS'."""
+    matches_ids: bool = False
+    """Whether the template looks for the call that a result answers by its id."""
+    missing: frozenset[str] = frozenset()
+    """Features of a conversation that the template drops."""
+
+
+class AnswerFinder:
+    """Finds the answers `trained_indices` of conversations in their text, None if it cannot."""
+
+    def __init__(self, template: Template, traits: TemplateTraits, openings: "Openings | None" = None) -> None:
+        self.template, self.traits, self.openings = template, traits, openings
+
+    def by_openings(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int], rendered: str
+    ) -> tuple[str, list[Span]] | None:
+        """Return the same as `by_comparison`, by one rendering if both agreed on such conversations before."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.openings is None or self.traits.no_thinking or not set(trained_indices) <= set(answers):
+            return self.by_comparison(messages, tools, trained_indices)
+        text = rendered or self.template.render(messages, tools, add_generation_prompt=False)
+        spans = self.openings.find(messages, text)
+        if spans is None:
+            return self.by_comparison(messages, tools, trained_indices)
+        located = text, [span for index, span in zip(answers, spans, strict=True) if index in trained_indices]
+        forms = self.openings.forms(messages, tools, self.traits.reasoning_key)
+        if forms <= self.openings.trusted:
+            return located
+        compared = self.by_comparison(messages, tools, trained_indices)
+        if compared == located:
+            self.openings.trust(forms)
+        return compared
+
+    def by_comparison(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
+    ) -> tuple[str, list[Span]] | None:
+        """Return a conversation's text and the spans of its messages `trained_indices`; None if the template writes
+        turns in another way once others follow. An answer is what the rendering up to it has more than that of its
+        prompt.
+        """
+        rendered = self.template.render(messages, tools, add_generation_prompt=False)
+        spans = []
+        for index in trained_indices:
+            last = index == len(messages) - 1
+            after = (
+                rendered if last else self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
+            )
+            stop = self.answer_end(rendered, after)
+            begin = None if stop is None else self._answer_begin(messages[index], after)
+            if stop is not None and begin is None:
+                begin = self.prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
+            if stop is None or begin is None:
+                if trained_indices != [len(messages) - 1] or not (self.traits.earlier_end or self.traits.no_thinking):
+                    return None
+                from toolkit.models import served_turns
+
+                return served_turns.after_prompt(self.template, self.traits, messages, tools, rendered)
+            spans.append((begin, stop))
+        return rendered, spans
+
+    def answer_end(self, text: str, after: str) -> int | None:
+        """Return the length of `after`, which ends with an answer, if `text` begins with it, else None. `text` may lack
+        its end token: Phi-3's template writes one after the last answer only.
+        """
+        if text.startswith(after):
+            return len(after)
+        shorter = after.removesuffix(self.template.end)
+        if shorter == after or not text.startswith(shorter):
+            return None
+        is_other = self.traits.earlier_end and text.startswith(self.traits.earlier_end, len(shorter))
+        return None if is_other else len(shorter)
+
+    def prompt_length(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
+    ) -> int | None:
+        """Return the length of the prompt that a text begins with, None if it begins with no mode's. `asks`: whether
+        the prompt asks for an answer.
+        """
+        for mode in MODES if asks else MODES[:1]:
+            before = self.template.render(messages, tools, asks, **mode)
+            if text.startswith(before):
+                return len(before)
+        return None
+
+    def _answer_begin(self, message: Message, text: str) -> int | None:
+        """Return the index of an answer in the text that ends with it, if `frame` is around it, else None; this saves a
+        rendering.
+        """
+        if not self.traits.frame or message["role"] != "assistant" or message.get("tool_calls"):
+            return None
+        asks, ending = self.traits.frame
+        begin = len(text) - len(ending) - len(message["content"])
+        is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
+        return begin if is_framed else None
+
+    def by_marks(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
+    ) -> tuple[str, list[Span]] | None:
+        """Return a conversation's text and the spans of its messages `trained_indices` by the template's marks
+        ({% generation %}); None if it does not mark each answer once.
+        """
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        text, marks = self.template.render_marked(messages, tools)
+        # A template that joins messages marks fewer answers than there are.
+        if len(marks) != len(answers) or not set(trained_indices) <= set(answers):
+            return None
+        return text, [mark for index, mark in zip(answers, marks, strict=True) if index in trained_indices]
+
+    def groups(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        trained_indices: list[int],
+        merged: Collection[int] = (),
+    ) -> list[tuple[list[int], str]]:
+        """Return the answers that are trained together, each in the text that generation would produce, and that text,
+        which ends with the last of them. `merged`: those whose first tokens the rest of their text would change.
+        """
+        texts = {
+            index: self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
+            for index in trained_indices
+        }
+        groups: list[tuple[list[int], str]] = []
+        while trained_indices:
+            last = trained_indices[-1]
+            # Else `served_turns.after_prompt` writes the last answer in a text of its own.
+            is_own = self.traits.no_thinking is None
+            if self.traits.earlier_end and is_own:
+                is_own = self.prompt_length(messages[:last], tools, texts[last], asks=True) is not None
+            separate = merged if is_own else {*trained_indices}
+            included = [
+                index
+                for index in trained_indices
+                if index == last or (index not in separate and self.answer_end(texts[last], texts[index]) is not None)
+            ]
+            trained_indices = [index for index in trained_indices if index not in included]
+            groups.insert(0, (included, texts[last]))
+        return groups
 
 
 class Openings:
@@ -99,254 +364,3 @@ def _asks_for_role(node: nodes.Expr) -> bool:
     name = node.arg if isinstance(node, nodes.Getitem) else None
     asked = name.value if isinstance(name, nodes.Const) else getattr(node, "attr", "")
     return asked in ("role", "type")
-
-
-class SpanTokenizer:
-    """Tokenizes texts that are covered by `shield`, and finds the tokens of spans of characters.
-
-    A fast tokenizer tokenizes the text between added tokens separately. So texts are split before the control token
-    that opens answers, a piece that several texts have is tokenized once, and a span after an opening is found among
-    the ids of its piece, which is faster than by the offsets of each token.
-    """
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        openings: Openings | None,
-        shield: Shield | None = None,
-        call_ends: Iterable[str] = (),
-    ) -> None:
-        """`call_ends`: tokens with which a text may end in place of the end token."""
-        self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
-        # Looked up once: each property of a tokenizer takes microseconds.
-        self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
-        self.last_ids = {self.end_id, *map(int, tokenizer.convert_tokens_to_ids([*call_ends]))}
-        self.mark = ""
-        """The control token that texts are split before, "" if they are not."""
-        self.opening_ids: dict[str, list[int]] = {}
-        self.closing_ids: dict[str, int] = {}
-        if tokenizer.is_fast and openings:
-            self._choose_mark(openings)
-
-    def _choose_mark(self, openings: Openings) -> None:
-        """Look up the ids of openings and endings; set `mark` if all openings begin with the same added token, at which
-        texts can be split before they are tokenized. Not if the tokenizer matches it in normalized text or strips space
-        or looks at letters around it, nor if it is a part of another added token: a split would give other ids.
-        """
-        backend = self._backend()
-        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        self.opening_ids = {text: backend.encode(text, add_special_tokens=False).ids for text in openings.texts}
-        self.closing_ids = {text: backend.token_to_id(text) for text in openings.closings if text in added}
-        self._closings = re.compile(any_of(self.closing_ids))
-        first = self.opening_ids[openings.texts[0]][:1]  # [] where a file's settings make nothing of any text
-        mark = added.get(backend.id_to_token(first[0])) if first else None
-        if mark is None or mark.normalized or mark.lstrip or mark.rstrip or mark.single_word:
-            return
-        is_alone = not any(mark.content in content and content != mark.content for content in added)
-        if is_alone and all(text.startswith(mark.content) for text in openings.texts):
-            self.mark = mark.content
-
-    def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
-        """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
-        text. What follows (a newline, mostly) is dropped: generation has stopped by then.
-        """
-        if not self.tokenizer.is_fast:
-            return [self._encode_slowly(text, marks) for text, marks in zip(texts, spans, strict=True)]
-        encoded: dict[int, Encoded] = {}
-        is_covered = [BREAKS.search(text) is not None for text in texts]
-        for covered_texts in (False, True):
-            chosen = [index for index, covered in enumerate(is_covered) if covered is covered_texts]
-            if not chosen:
-                continue
-            backend = self.shield.backend if covered_texts else self._backend()
-            in_pieces = self._encode_in_pieces(
-                backend, [texts[index] for index in chosen], [spans[index] for index in chosen]
-            )
-            pairs = zip(chosen, in_pieces, strict=True)
-            encoded.update((index, ids_and_mask) for index, ids_and_mask in pairs if ids_and_mask)
-            others = [index for index in chosen if index not in encoded]
-            batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
-            for index, encoding in zip(others, batch, strict=True):
-                split = self._split_merged_borders(backend, encoding, texts[index], spans[index])
-                encoded[index] = self._mask_by_offsets(*split)
-        return [encoded[index] for index in range(len(texts))]
-
-    def _backend(self) -> Any:
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = False  # a template writes them as text
-        return backend
-
-    def _encode_in_pieces(
-        self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> Iterator[Encoded | None]:
-        """Yield ids and mask of each text; None where a span is not what an opening precedes."""
-        if not self.mark:
-            yield from [None] * len(texts)
-            return
-        numbers: dict[str, int] = {}
-        rows = []
-        for text in texts:
-            pieces = text.split(self.mark)
-            pieces[1:] = [self.mark + piece for piece in pieces[1:]]
-            rows.append([(piece, numbers.setdefault(piece, len(numbers))) for piece in pieces])
-        ids = [encoding.ids for encoding in backend.encode_batch_fast([*numbers], add_special_tokens=False)]
-        for text, marks, row in zip(texts, spans, rows, strict=True):
-            yield self._join_pieces(text, marks, [(piece, ids[number]) for piece, number in row])
-
-    def _join_pieces(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
-        """Return a text's ids and mask from its pieces and their ids; None where no opening precedes a span."""
-        is_whole = spans == [(0, len(text))]
-        joined: list[int] = []
-        mask: list[bool] = []
-        position, remaining = 0, list(reversed(() if is_whole else spans))
-        for piece, ids in pieces:
-            joined += ids
-            mask += [is_whole] * len(ids)
-            after = position + len(piece)
-            if remaining and remaining[-1][0] < after:
-                begin, stop = remaining.pop()
-                trained = self._trained_ids(piece, ids, begin - position, stop - position)
-                if trained is None:
-                    return None
-                start, end = (len(joined) - len(ids) + index for index in trained)
-                mask[start:end] = [True] * (end - start)
-            position = after
-        if remaining or (is_whole and not text.endswith(self.end)):
-            return None
-        if spans and spans[-1][1] == len(text) and not is_whole:
-            del joined[end:], mask[end:]
-            if joined[-1] not in self.last_ids:
-                joined, mask = [*joined, self.end_id], [*mask, True]
-        return joined, mask
-
-    def _trained_ids(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
-        """Return the indices of the first id of the span `begin`:`stop` of a piece's characters, and of the one after
-        the last; None if the piece does not begin with an opening of that length, or the span has another end.
-        """
-        opening = next((text for text in self.opening_ids if len(text) == begin and piece.startswith(text)), "")
-        start = len(self.opening_ids.get(opening, ()))
-        control = self._closings.search(piece, begin)
-        if not start or ids[:start] != self.opening_ids[opening]:
-            return None
-        if control is None:
-            return (start, len(ids)) if stop == len(piece) else None
-        is_end, after = control[0] == self.end, control.end()
-        if stop not in control.span() and not (
-            is_end and after < stop <= len(piece) and self.end not in piece[after:stop]
-        ):
-            return None
-        # A span may leave out the end token that follows it.
-        closing = ids.index(self.closing_ids[control[0]], start)
-        return start, closing + (is_end or after <= stop)
-
-    def merges(self, prompt: str, answer: str) -> bool:
-        """Whether a prompt that ends with `prompt` would have other tokens if the answer followed in the same text."""
-        if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
-            return False
-        backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
-        before, both = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + beginning))
-        return not _begins_with(both, before)
-
-    def _split_merged_borders(
-        self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
-    ) -> tuple[Any, str, Sequence[Span]]:
-        """Return an encoding, its text and its spans, in which the ids before each span are those of the prompt by
-        itself, from which generation starts. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
-        """
-        borders = [begin for begin, _ in spans if begin and self._merges_across(backend, encoding, text, begin)]
-        if not borders:
-            return encoding, text, spans
-        pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
-        shifted = [
-            (begin + sum(border <= begin for border in borders), stop + sum(border < stop for border in borders))
-            for begin, stop in spans
-        ]
-        text = SPLIT.join(pieces)
-        return self.shield.backend.encode(text, add_special_tokens=False), text, shifted
-
-    def _merges_across(self, backend: Any, encoding: Any, text: str, border: int) -> bool:
-        """Whether a token reaches across a border, or what follows the border changes the tokens before it."""
-        token = encoding.char_to_token(border - 1)
-        if token is None or text[border - 1].isspace():  # how white space is split depends on what follows it
-            return not _begins_with(encoding.ids, backend.encode(text[:border], add_special_tokens=False).ids)
-        while token < len(encoding) and (chars := encoding.token_to_chars(token)) and chars[0] < border:
-            if chars[1] > border:
-                return True
-            token += 1
-        return False
-
-    def _mask_by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by the tokenizer's offsets."""
-        num_tokens = len(encoding)
-        tokens = [
-            (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
-            for begin, stop in spans
-        ]
-        return self._mask_to_end(encoding.ids, tokens)
-
-    def _encode_slowly(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by a tokenizer without offsets: an index in the text corresponds to the number of ids
-        that the text and its prefix up to there have in common.
-        """
-        is_covered, borders = BREAKS.search(text) is not None, [0]
-
-        def tokens(part: str) -> list[int]:
-            ids: list[int] = []
-            for begin, stop in pairwise([*(border for border in borders if border < len(part)), len(part)]):
-                if is_covered:
-                    ids += self.shield.slow_ids(part[begin:stop])
-                else:
-                    ids += self.tokenizer(part[begin:stop], add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
-
-        ids = tokens(text)
-        for begin, _ in spans:
-            if not _begins_with(ids, tokens(text[:begin])):
-                borders.append(begin)
-                ids = tokens(text)
-
-        def id_index(position: int) -> int:
-            beginning = tokens(text[:position])
-            pairs = enumerate(zip(beginning, ids, strict=False))
-            return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
-
-        return self._mask_to_end(ids, [(id_index(begin), id_index(stop)) for begin, stop in spans])
-
-    def _mask_to_end(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask of trained `spans` of ids, each of which is cut after its end token, or lengthened by one
-        that follows. If the last span ends the text, ids after it are cut off, and a missing end token is added.
-        """
-        end = self.end_id
-        mask: list[bool] = []
-        for begin, stop in spans:
-            # A span may leave out the end token that follows it.
-            last = stop + 1 if ids[stop : stop + 1] == [end] else stop
-            if last == begin or ids[last - 1] != end:
-                last = ids.index(end, begin, last) + 1 if end in ids[begin:last] else last
-            mask += [False] * (begin - len(mask))
-            mask += [True] * (last - begin)
-        if spans and spans[-1][1] >= len(ids):
-            ids = ids[: len(mask)]
-            if ids[-1] not in self.last_ids:
-                ids, mask = [*ids, end], [*mask, True]
-        return ids, mask + [False] * (len(ids) - len(mask))
-
-
-def _begins_with(ids: list[int], prompt: list[int]) -> bool:
-    return ids[: len(prompt)] == prompt
-
-
-def _token_at(encoding: Any, position: int) -> int:
-    """Return the first token that begins at or after a character position. A token across it (one may join the end of
-    an answer and what follows) belongs to what precedes.
-    """
-    length = len(encoding)
-    for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
-        token = encoding.char_to_token(index)
-        if token is not None:
-            while token < length and encoding.token_to_chars(token)[0] < position:
-                token += 1
-            return int(token)
-    return length

@@ -120,29 +120,28 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
 def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the mask, or what replaces it, in the form that the model's attention takes."""
-    segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
-    implementation = module.config._attn_implementation
+    segments, implementation = batch["segment_ids"], module.config._attn_implementation
     if "part" in batch:
         from toolkit.layouts.sequence import part_arguments
 
         return part_arguments(module, batch)
     if getattr(module, "builds_positions", False):
         return {"attention_mask": segments > 0, "position_ids": None}
-    if bounds is not None and implementation == VARLEN:
-        arguments, arguments_with_mask = segment_arguments(batch), placeholder_mask(segments)
-        arguments_with_mask["attention_mask"].segments = arguments  # type: ignore[attr-defined]
-        return arguments_with_mask | arguments
-    if bounds is None:
+    if "cu_seq_lens" not in batch:  # each row has one sample
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
+    if implementation == VARLEN:
+        arguments, arguments_with_mask = segment_arguments(batch), placeholder_mask(segments)
+        arguments_with_mask["attention_mask"].segments = arguments  # type: ignore[attr-defined]
+        return arguments_with_mask | arguments
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
     # A key of segment s is seen by queries of the segments s to `seen_until`.
     seen_from, seen_until = segments[:, None, :], batch.get("seen_until", segments)[:, None, :]
     query_segments = segments[:, :, None]
     blocks = ((seen_from <= query_segments) & (query_segments <= seen_until) & causal)[:, None]  # [B, 1, S, S]
-    arguments = {"cu_seq_lens_q": bounds} if record_of(module).has_delta_layers else {}
+    arguments = {"cu_seq_lens_q": batch["cu_seq_lens"]} if record_of(module).has_delta_layers else {}
     if implementation == "eager":
         dtype = next(module.parameters()).dtype
         blocks = torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)

@@ -11,16 +11,15 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, shortened, tr
-from toolkit.models.answer_spans import MERGED_CHARS, Openings, Span, SpanTokenizer
-from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
-from toolkit.models.shield import Shield, any_of
+from toolkit.models.answer_spans import MODES, RENDERING_S, AnswerFinder, Openings, Template, TemplateTraits
+from toolkit.models.sandbox import compiled, time_limit
+from toolkit.models.span_tokenizer import MERGED_CHARS, Shield, Span, SpanTokenizer, any_of
 from toolkit.sample_types import Encoded, Message
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 CODE_VERSION = 9
 """Part of the fingerprint; increase it when ids or masks change."""
-
-_ADDITIONAL = "additional_special_tokens"
-_RENDERING_S = 10
-"""Seconds that rendering one conversation may take; thousands of messages take some hundredths."""
-_MIN_RENDERING_S = 0.5
 PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First answer."},
@@ -67,9 +61,6 @@ _FEATURES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
 """Feature of a conversation -> an example and its tools: a template that does not write `WORD` drops the feature."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message in which templates expect the reasoning of an answer."""
-MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-"""Options of a template for generation. The prompt of an answer is the first of these modes' that its rendering begins
-with: GLM-4.7's default begins the reasoning, that of Qwen3.5's small models ends it."""
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -77,6 +68,193 @@ def _template_setting(tokenizer: "PreTrainedTokenizerBase", *features: str) -> s
     from toolkit.models.named_templates import template_setting  # for errors alone
 
     return template_setting(tokenizer, *features)
+
+
+def examine(template: Template) -> TemplateTraits:
+    """Return how a template writes conversations; ModelError for one that nothing can be trained with."""
+    examination = Examination(template)
+    with suppress(RowError):  # it rejects the examples; other conversations are examined one by one
+        examination.run()
+    return examination.traits
+
+
+class Examination:
+    """Finds out how a template writes conversations, by rendering examples."""
+
+    def __init__(self, template: Template) -> None:
+        self.template, self.tokenizer, self.render = template, template.tokenizer, template.render
+        self.shield = Shield(self.tokenizer, ())
+        has_marks = "{% generation" in template.text or "{%- generation" in template.text
+        self.traits = TemplateTraits(has_marks=has_marks)
+
+    def note(self, **traits: Any) -> None:
+        """Add to what is known."""
+        self.traits = replace(self.traits, **traits)
+
+    @property
+    def finder(self) -> AnswerFinder:
+        """What finds answers by all that is known."""
+        return AnswerFinder(self.template, self.traits)
+
+    def run(self) -> None:
+        """Examine the template; RowError if it rejects an ordinary question or answer: the rest has its defaults."""
+        self.render(PROBE[:1], None, add_generation_prompt=False)
+        marks, ends = self._turn_marks()
+        self.note(turn_marks=marks, ends=ends)
+        self._examine_features()
+        reply, asks = self.render(PROBE[:2], None, False), self.render(PROBE[:1], None, True)
+        is_usual = reply.startswith(asks) and self.render(PROBE[:3], None, False).startswith(reply)
+        if not is_usual or (self.traits.reasoning_key is None and "<think>" in self.template.text):
+            from toolkit.models import served_turns
+
+            served_turns.examine(self)
+        self._examine_answers()
+
+    def _examine_features(self) -> None:
+        """Determine what of a conversation the template writes; ModelError if it leaves out what the user says."""
+        answered = [[PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING]
+        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
+        key = next(keys, None)
+        missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
+        with suppress(RowError):
+            chat = [PROBE[0], {**message_with_call("other"), "content": WORD}, {**_RESULT, "content": "Result."}]
+            if WORD in self.render(chat, None, add_generation_prompt=False).partition("Result.")[2]:
+                missing.add("text")  # Gemma 4 writes it after the result
+        self.note(
+            reasoning_key=key,
+            moves_thought=key is not None and "</think>" not in self.template.text,
+            matches_ids="tool_call_id" in self.template.text,
+            missing=frozenset(missing),
+        )
+        if not self._writes_word([{"role": "user", "content": WORD}], None):
+            raise ModelError(
+                "The chat template of '{name}' does not write what the user says, which messages have under "
+                "`content`. Give another: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
+            )
+
+    def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether the template writes `WORD`, which a conversation has; True if it rejects the conversation, as such
+        rows become errors anyway.
+        """
+        try:
+            return WORD in self.render(messages, tools, add_generation_prompt=False)
+        except RowError:
+            return True
+
+    def _examine_answers(self) -> None:
+        """Determine how the template writes answers; ModelError if its marks are not what generation would write."""
+        with suppress(RowError):
+            self.note(knows_probe=self.finder.by_comparison(PROBE[:2], None, [1]) is not None)
+        self._examine_rewriting()
+        compared = None
+        with suppress(RowError):
+            compared = self.finder.by_comparison(PROBE, None, [1, 3])
+        if compared is None:
+            return
+        text, spans = compared
+        asks = text[len(self.render(PROBE[:1], None, add_generation_prompt=False)) : spans[0][0]]
+        self._examine_surroundings(text, spans, asks)
+        if self.traits.has_marks:
+            self._examine_marks(text, spans, asks)
+
+    def _examine_rewriting(self) -> None:
+        """Determine whether earlier answers are written in another way once another turn follows."""
+        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]]
+        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]]
+        loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
+        divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
+        self.note(rewrites_reasoning=any(self._is_divided(chat, None) for chat in reasoned), rewrites=any(divided))
+
+    def _examine_surroundings(self, text: str, spans: list[Span], asks: str) -> None:
+        """Determine what is before and after the answers of the probe, whose prompt `asks` for the first."""
+        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, PROBE[1::2], strict=True)]
+        before = {answer.partition(content)[0] for answer, content in answers}
+        if len(before) == 1:
+            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, False)
+            self.note(lead=(text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{WORD}" not in blank))
+        endings = {answer.removeprefix(content) for answer, content in answers}
+        is_default = self.render(PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
+        is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
+        if asks and is_default and is_same:
+            self.note(frame=(asks, endings.pop()))
+
+    def _examine_marks(self, text: str, spans: list[Span], asks: str) -> None:
+        """Compare the template's marks with the answers in the text of the probe; ModelError if they differ."""
+        marked_text, marks = self.template.render_marked(PROBE, None)
+        marked, written = (  # the end token may be unmarked
+            [marked_text[begin:stop].split(self.template.end)[0].strip() for begin, stop in answer_spans]
+            for answer_spans in (marks, spans)
+        )
+        if all(mark == (asks + text).strip() for mark, text in zip(marked, written, strict=True)):
+            self.note(has_marks=False)  # SmolLM3's include the prompt, which is not trained
+        elif marked != written:
+            raise ModelError(
+                "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
+                "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
+                marked=marked,
+                written=written,
+            )
+
+    def _is_divided(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether the answers of a conversation are trained in several; False if the template rejects it."""
+        trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
+        try:
+            listed, tools = prepared(messages, self.traits, self.shield), self.shield.cover(tools)
+            return len(trained_indices) > 1 and len(self.finder.groups(listed, tools, trained_indices)) > 1
+        except RowError:
+            return False
+
+    def _turn_marks(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the added tokens, special or not, by which the template begins and ends turns (not `<think>`), and
+        those of them that follow an answer in place of the end token.
+        """
+        added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
+        answer, ends = PROBE[1]["content"], set[str]()
+
+        def between(role: str) -> list[str]:
+            rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, False)
+            rest = rendered.partition(answer)[2].partition("Two?")[0]
+            if (mark := added_token.match(rest)) and mark[0] != self.template.end:
+                ends.add(mark[0])
+            return added_token.findall(rest)
+
+        marks: set[str] = set()
+        with suppress(RowError):
+            question = between("user")
+            marks.update(question)
+            asks = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
+            marks.update(added_token.findall(asks)[:1])
+            result = between("tool")
+            first_difference = next(
+                (i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None
+            )
+            marks.update([] if first_difference is None else [result[first_difference]])
+        return frozenset(marks), frozenset(ends)
+
+
+def _openings(finder: AnswerFinder, shield: Shield) -> Openings | None:
+    """Return what finds answers by the control tokens around them, None if the template writes none there."""
+    template = finder.template
+    openings, leads, answer = list[str](), set[str](), PROBE[1]["content"]
+    for mode in MODES:
+        asked, prompt = (template.render(PROBE[:1], None, asks, **mode) for asks in (False, True))
+        openings.append(prompt.removeprefix(asked))
+        leads.add(shield.control_at(openings[-1]))
+    is_same = len(leads) == 1
+    ending = template.render(PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
+    for role in ("user", "tool"):
+        with suppress(RowError):
+            after = template.render([*PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
+            stop = finder.answer_end(after, ending)
+            leads.add(shield.control_at(after, stop or 0))
+    if not is_same or "" in leads:
+        return None
+    chat_template = template.tokenizer.chat_template
+    templates = {template.text, *(chat_template.values() if isinstance(chat_template, dict) else ())}
+    trees = [compiled(text).environment.parse(text) for text in templates]
+    return Openings(openings, leads, {template.end, *finder.traits.ends}, trees)
 
 
 class TemplateChatEncoder:
@@ -90,20 +268,6 @@ class TemplateChatEncoder:
 
     only_last = False
     can_cut = True
-    earlier_end = ""
-    """Token that ends answers which others follow, in place of the end token: gpt-oss' `<|end|>`."""
-    call_ends: frozenset[str] = frozenset()
-    """Tokens that end calls in place of the end token: gpt-oss' `<|call|>`, Gemma 4's `<|tool_response>`."""
-    no_thinking: tuple[str, str, dict[str, bool]] | None = None
-    """How an answer is asked for, what follows in a prompt that asks for no reasoning, and the mode of that prompt,
-    if the template leaves it out where it writes an answer: Gemma 4's empty thought."""
-    thought: tuple[str, str] | None = None
-    """What is written before and after an answer's reasoning in its content, if the template expects it there and
-    under no key: SmolLM3's."""
-    moves_thought = False
-    """Whether the template has a key for reasoning and would write <think> as text: gpt-oss', Seed-OSS'."""
-    matches_ids = False
-    """Whether the template looks for the call that a result answers by its id."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_thinking: bool = True) -> None:
         if not tokenizer.chat_template:
@@ -131,68 +295,19 @@ class TemplateChatEncoder:
             json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
         ]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        self.template = tokenizer.get_chat_template()
-        self.end = str(tokenizer.eos_token)
-        self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _ADDITIONAL}
-        self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
-        self.knows_probe = False
-        """Whether the answer's span is found in an ordinary question and answer."""
-        self.frame: tuple[str, str] | None = None
-        """Text before and after each answer, if both are always the same."""
-        self.lead: tuple[str, str, bool] | None = None
-        """End of the prompt for an answer, start of the answer before its content, and whether the content is stripped;
-        None if they are not always the same."""
-        self.rewrites = self.rewrites_reasoning = True
-        """Whether earlier answers, or those with reasoning, are written in another way once another turn follows."""
-        self.ends: set[str] = set()
-        """Other tokens than the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
-        self.turn_marks: set[str] = set()
-        self.shield = Shield(tokenizer, ())
-        self.reasoning_key: str | None = _REASONING[0]
-        """Key in which the template expects an answer's reasoning, None if it writes none."""
-        self.missing: set[str] = set()
-        """Keys of `_FEATURES` that the template drops."""
-        self._deadline = time.monotonic() + _RENDERING_S
-        with suppress(RowError):  # it rejects the examples; other conversations are examined one by one
-            self._examine_template()
-        self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
-        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends | self.call_ends))
+        self.template = Template(tokenizer)
+        self.template.deadline = time.monotonic() + RENDERING_S  # of all of the examples together
+        self.traits = examine(self.template)
+        self.drops_system, self.drops_tools = "system" in self.traits.missing, "tools" in self.traits.missing
+        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.traits.ends | self.traits.call_ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
-        self.shield = Shield(tokenizer, self.turn_marks)
-        self.openings: Openings | None = None
+        self.shield = Shield(tokenizer, self.traits.turn_marks)
+        self.finder = AnswerFinder(self.template, self.traits)
         with suppress(RowError):
-            self.openings = self._openings()
-        self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield, self.call_ends)
+            self.finder.openings = _openings(self.finder, self.shield)
+        self.span_tokenizer = SpanTokenizer(tokenizer, self.finder.openings, self.shield, self.traits.call_ends)
         self._examine_special_tokens()
-        self._deadline = math.inf
-
-    def _examine_template(self) -> None:
-        """Determine what the template writes, and how; RowError if it rejects an ordinary question."""
-        self.render(PROBE[:1], None, add_generation_prompt=False)
-        self.turn_marks = self._turn_marks()
-        answered = [[PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING]
-        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
-        self.reasoning_key = next(keys, None)
-        self.matches_ids = "tool_call_id" in self.template
-        self.moves_thought = self.reasoning_key is not None and "</think>" not in self.template
-        self.missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
-        with suppress(RowError):
-            chat = [PROBE[0], {**message_with_call("other"), "content": WORD}, {**_RESULT, "content": "Result."}]
-            if WORD in self.render(chat, None, add_generation_prompt=False).partition("Result.")[2]:
-                self.missing.add("text")  # Gemma 4 writes it after the result
-        if not self._writes_word([{"role": "user", "content": WORD}], None):
-            raise ModelError(
-                "The chat template of '{name}' does not write what the user says, which messages have under "
-                "`content`. Give another: model.chat_template=FILE.",
-                name=self.tokenizer.name_or_path,
-            )
-        reply, asks = self.render(PROBE[:2], None, False), self.render(PROBE[:1], None, True)
-        is_usual = reply.startswith(asks) and self.render(PROBE[:3], None, False).startswith(reply)
-        if not is_usual or (self.reasoning_key is None and "<think>" in self.template):
-            from toolkit.models import served_turns
-
-            served_turns.examine(self)
-        self._examine_answers()
+        self.template.deadline = math.inf
 
     def _examine_special_tokens(self) -> None:
         """Determine the special tokens that the tokenizer puts before and after a text."""
@@ -221,7 +336,7 @@ class TemplateChatEncoder:
             return []
         texts: list[str] = []
         spans: list[list[Span]] = []
-        with time_limit(_RENDERING_S):  # outer limit, which makes that of each cheaper
+        with time_limit(RENDERING_S):  # outer limit, which makes that of each cheaper
             for messages, chat_tools in zip(conversations, tools or [None] * len(conversations), strict=True):
                 text, trained = self._text_and_spans(messages, self.shield.cover(chat_tools))
                 texts.append(text)
@@ -240,7 +355,7 @@ class TemplateChatEncoder:
         """Return the rendered text of a conversation, or a plain text, and the spans that are trained."""
         if isinstance(messages, _RenderedPrefix):
             return self._trained_spans(messages.shielded, tools, messages.text)
-        messages = self._for_template(messages)
+        messages = prepared(messages, self.traits, self.shield)
         if messages[0]["role"] != "text":
             return self._trained_spans(messages, tools)
         text = f"{messages[0]['content']}{self.tokenizer.eos_token}"
@@ -256,198 +371,40 @@ class TemplateChatEncoder:
         if trained_indices in ([], [len(messages) - 1]):
             return [list(messages)]
         merged = {index for index in trained_indices if self._merges(messages[index])}
-        is_rewritten = self.rewrites or self.no_thinking is not None
-        is_rewritten = is_rewritten or (self.rewrites_reasoning and any(map(has_reasoning, messages)))
+        is_rewritten = self.traits.rewrites or self.traits.no_thinking is not None
+        is_rewritten = is_rewritten or (self.traits.rewrites_reasoning and any(map(has_reasoning, messages)))
         if not is_rewritten and merged <= {trained_indices[-1]}:
             return [list(messages)]
-        shielded, tools = self._for_template(messages), self.shield.cover(tools)
-        texts = {
-            index: self.render(shielded[: index + 1], tools, add_generation_prompt=False) for index in trained_indices
-        }
+        shielded, tools = prepared(messages, self.traits, self.shield), self.shield.cover(tools)
         parts: list[list[Message]] = []
-        while trained_indices:
-            last = trained_indices[-1]
-            # Else `served_turns.after_prompt` writes the last answer in a text of its own.
-            is_own = self.no_thinking is None
-            if self.earlier_end and is_own:
-                is_own = self._prompt_length(shielded[:last], tools, texts[last], asks=True) is not None
-            separate = merged if is_own else {*trained_indices}
-            included = [
-                index
-                for index in trained_indices
-                if index == last or (index not in separate and self._answer_end(texts[last], texts[index]) is not None)
-            ]
-            trained_indices = [index for index in trained_indices if index not in included]
+        for included, text in self.finder.groups(shielded, tools, trained_indices, merged):
             marked, marked_shielded = (
-                [{**message, "loss": index in included} for index, message in enumerate(chat[: last + 1])]
+                [{**message, "loss": index in included} for index, message in enumerate(chat[: included[-1] + 1])]
                 for chat in (messages, shielded)
             )
-            parts.insert(0, _RenderedPrefix(marked, marked_shielded, texts[last]))
+            parts.append(_RenderedPrefix(marked, marked_shielded, text))
         return parts
 
     def _merges(self, message: Message) -> bool:
         """Whether the tokenizer would merge the beginning of an answer with the end of the prompt before it."""
-        if self.lead is None or message["role"] != "assistant" or message.get("tool_calls"):
+        if self.traits.lead is None or message["role"] != "assistant" or message.get("tool_calls"):
             return False
-        prompt, before, is_stripped = self.lead
+        prompt, before, is_stripped = self.traits.lead
         content = message["content"].lstrip() if is_stripped else message["content"]
         return self.span_tokenizer.merges(prompt, before + content)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        text = self.render(self._for_template(messages), self.shield.cover(tools), add_generation_prompt=True)
+        text = self.render(
+            prepared(messages, self.traits, self.shield), self.shield.cover(tools), add_generation_prompt=True
+        )
         return self.span_tokenizer.encode_many([text], [[]])[0][0]
 
-    def _for_template(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages as the template gets them: control strings broken up, the reasoning under its key."""
-        key = self.reasoning_key
-        if self.matches_ids or self.moves_thought:
-            from toolkit.models import served_turns
-        if self.matches_ids and any("id" not in call for m in messages for call in m.get("tool_calls") or ()):
-            messages = served_turns.with_ids(messages)
-        if self.thought:
-            begin, end = self.thought
-            messages = [
-                {**m, "content": f"{begin}{m['reasoning_content'].strip()}{end}{m['content']}", "reasoning_content": ""}
-                if m.get("reasoning_content")
-                else m
-                for m in messages
-            ]
-        if self.moves_thought:
-            messages = [
-                served_turns.with_key(message) if message["role"] == "assistant" else message for message in messages
-            ]
-        if key not in (None, "reasoning_content"):
-            messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
-        return self.shield.cover(messages)
-
-    def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether the template writes `WORD`, which a conversation has; True if it rejects the conversation, as such
-        rows become errors anyway.
-        """
-        try:
-            return WORD in self.render(messages, tools, add_generation_prompt=False)
-        except RowError:
-            return True
-
-    def _examine_answers(self) -> None:
-        """Determine how the template renders answers; ModelError if its marks are not what generation would write."""
-        with suppress(RowError):
-            self.knows_probe = self._spans_by_comparison(PROBE[:2], None, [1]) is not None
-        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]]
-        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]]
-        loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
-        divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
-        self.rewrites_reasoning = any(self._is_divided(chat, None) for chat in reasoned)
-        self.rewrites = any(divided)
-        compared = None
-        with suppress(RowError):
-            compared = self._spans_by_comparison(PROBE, None, [1, 3])
-        if compared is None:
-            return
-        text, spans = compared
-        begin = len(self.render(PROBE[:1], None, add_generation_prompt=False))
-        asks = text[begin : spans[0][0]]
-        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, PROBE[1::2], strict=True)]
-        before = {answer.partition(content)[0] for answer, content in answers}
-        if len(before) == 1:
-            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, False)
-            self.lead = text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{WORD}" not in blank
-        endings = {answer.removeprefix(content) for answer, content in answers}
-        is_default = self.render(PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
-        is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
-        if asks and is_default and is_same:
-            self.frame = asks, endings.pop()
-        if not self.has_marks:
-            return
-        marked_text, marks = self._text_and_marks(PROBE, None)
-        marked, written = (  # the end token may be unmarked
-            [marked_text[begin:stop].split(self.end)[0].strip() for begin, stop in answer_spans]
-            for answer_spans in (marks, spans)
-        )
-        if all(mark == (asks + text).strip() for mark, text in zip(marked, written, strict=True)):
-            self.has_marks = False  # SmolLM3's include the prompt, which is not trained
-        elif marked != written:
-            raise ModelError(
-                "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
-                "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
-                name=self.tokenizer.name_or_path,
-                marked=marked,
-                written=written,
-            )
-
-    def _is_divided(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether `divide` makes several samples of a conversation; False if the template rejects it."""
-        try:
-            return len(self.divide(messages, tools)) > 1
-        except RowError:
-            return False
-
-    def _turn_marks(self) -> set[str]:
-        """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
-        added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
-        answer = PROBE[1]["content"]
-
-        def between(role: str) -> list[str]:
-            rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, False)
-            rest = rendered.partition(answer)[2].partition("Two?")[0]
-            if (mark := added_token.match(rest)) and mark[0] != self.end:
-                self.ends.add(mark[0])
-            return added_token.findall(rest)
-
-        marks: set[str] = set()
-        with suppress(RowError):
-            question = between("user")
-            marks.update(question)
-            asks = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
-            marks.update(added_token.findall(asks)[:1])
-            result = between("tool")
-            first_difference = next(
-                (i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None
-            )
-            marks.update([] if first_difference is None else [result[first_difference]])
-        return marks
-
-    def _openings(self) -> Openings | None:
-        """Return what finds answers by the control tokens around them, None if the template writes none there."""
-        openings, leads, answer = list[str](), set[str](), PROBE[1]["content"]
-        for mode in MODES:
-            asked, prompt = (self.render(PROBE[:1], None, asks, **mode) for asks in (False, True))
-            openings.append(prompt.removeprefix(asked))
-            leads.add(self.shield.control_at(openings[-1]))
-        is_same = len(leads) == 1
-        ending = self.render(PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
-        for role in ("user", "tool"):
-            with suppress(RowError):
-                after = self.render([*PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
-                stop = self._answer_end(after, ending)
-                leads.add(self.shield.control_at(after, stop or 0))
-        if not is_same or "" in leads:
-            return None
-        chat_template = self.tokenizer.chat_template
-        templates = {self.template, *(chat_template.values() if isinstance(chat_template, dict) else ())}
-        trees = [compiled(template).environment.parse(template) for template in templates]
-        return Openings(openings, leads, {self.end, *self.ends}, trees)
-
-    def _spans_by_openings(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int], rendered: str
-    ) -> tuple[str, list[Span]] | None:
-        """Return the same as `_spans_by_comparison`, by one rendering if both agreed on such conversations before."""
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.openings is None or self.no_thinking or not set(trained_indices) <= set(answers):
-            return self._spans_by_comparison(messages, tools, trained_indices)
-        text = rendered or self.render(messages, tools, add_generation_prompt=False)
-        spans = self.openings.find(messages, text)
-        if spans is None:
-            return self._spans_by_comparison(messages, tools, trained_indices)
-        located = text, [span for index, span in zip(answers, spans, strict=True) if index in trained_indices]
-        forms = self.openings.forms(messages, tools, self.reasoning_key)
-        if forms <= self.openings.trusted:
-            return located
-        compared = self._spans_by_comparison(messages, tools, trained_indices)
-        if compared == located:
-            self.openings.trust(forms)
-        return compared
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool, **mode: bool
+    ) -> str:
+        """Return the template's text for messages as they are; see `Template.render`."""
+        return self.template.render(messages, tools, add_generation_prompt, **mode)
 
     def _trained_spans(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
@@ -457,8 +414,8 @@ class TemplateChatEncoder:
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
             self._check_nothing_is_lost(messages)
-        located = self._spans_by_marks(messages, tools, trained_indices) if self.has_marks else None
-        located = located or self._spans_by_openings(messages, tools, trained_indices, rendered)
+        located = self.finder.by_marks(messages, tools, trained_indices) if self.traits.has_marks else None
+        located = located or self.finder.by_openings(messages, tools, trained_indices, rendered)
         if located is None:
             from toolkit.models.template_errors import untrainable
 
@@ -467,7 +424,7 @@ class TemplateChatEncoder:
         for index, (begin, stop) in zip(trained_indices, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
         is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in trained_indices)
-        if is_plain and self.train_thinking and not self.ends:
+        if is_plain and self.train_thinking and not self.traits.ends:
             return text, spans
         pairs = zip(trained_indices, spans, strict=True)
         return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
@@ -497,9 +454,9 @@ class TemplateChatEncoder:
                 has = {"tool"}
             elif calls:
                 has = {"tool_calls", *(["text"] if message["content"] else []), *(["parallel"] if calls[1:] else [])}
-            lost = next(iter(sorted(has & self.missing, reverse=True)), "")
+            lost = next(iter(sorted(has & self.traits.missing, reverse=True)), "")
             has_reasoning = message.get("reasoning_content") and _is_trained(message)
-            if self.reasoning_key is None and self.thought is None and has_reasoning:
+            if self.traits.reasoning_key is None and self.traits.thought is None and has_reasoning:
                 lost = "reasoning"
             if lost:
                 from toolkit.models.template_errors import lost_part
@@ -514,7 +471,7 @@ class TemplateChatEncoder:
         """
         (begin, stop), message = span, messages[index]
         block = THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
-        thought = str(message.get(self.reasoning_key or "") or (block[1] if block else "")).strip()
+        thought = str(message.get(self.traits.reasoning_key or "") or (block[1] if block else "")).strip()
         if thought and text.find(thought, begin, stop) < 0:
             raise RowError(
                 "the chat template leaves out the reasoning of an answer that is to be trained. Give one that keeps "
@@ -535,126 +492,33 @@ class TemplateChatEncoder:
                 start = text.index(thought, begin) + len(thought)
             if thought or "</think>" in text[begin:start]:
                 begin = start
-        if self.ends and self.end not in text[begin:stop]:
-            stop += len(next((end for end in self.ends if text.startswith(end, stop)), ""))
+        if self.traits.ends and self.template.end not in text[begin:stop]:
+            stop += len(next((end for end in self.traits.ends if text.startswith(end, stop)), ""))
         return begin, stop
 
-    def _spans_by_comparison(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
-    ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of its messages `trained_indices`; None if the template writes
-        turns in another way once others follow. An answer is what the rendering up to it has more than that of its
-        prompt.
-        """
-        rendered = self.render(messages, tools, add_generation_prompt=False)
-        spans = []
-        for index in trained_indices:
-            last = index == len(messages) - 1
-            after = rendered if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
-            stop = self._answer_end(rendered, after)
-            begin = None if stop is None else self._answer_begin(messages[index], after)
-            if stop is not None and begin is None:
-                begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
-            if stop is None or begin is None:
-                if trained_indices != [len(messages) - 1] or not (self.earlier_end or self.no_thinking):
-                    return None
-                from toolkit.models import served_turns
 
-                return served_turns.after_prompt(self, messages, tools, rendered)
-            spans.append((begin, stop))
-        return rendered, spans
-
-    def _answer_end(self, text: str, after: str) -> int | None:
-        """Return the length of `after`, which ends with an answer, if `text` begins with it, else None. `text` may lack
-        its end token: Phi-3's template writes one after the last answer only.
-        """
-        if text.startswith(after):
-            return len(after)
-        shorter = after.removesuffix(self.end)
-        if shorter == after or not text.startswith(shorter):
-            return None
-        is_other = self.earlier_end and text.startswith(self.earlier_end, len(shorter))
-        return None if is_other else len(shorter)
-
-    def _prompt_length(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
-    ) -> int | None:
-        """Return the length of the prompt that a text begins with, None if it begins with no mode's. `asks`: whether
-        the prompt asks for an answer.
-        """
-        for mode in MODES if asks else MODES[:1]:
-            before = self.render(messages, tools, asks, **mode)
-            if text.startswith(before):
-                return len(before)
-        return None
-
-    def _answer_begin(self, message: Message, text: str) -> int | None:
-        """Return the index of an answer in the text that ends with it, if `frame` is around it, else None; this saves a
-        rendering.
-        """
-        if not self.frame or message["role"] != "assistant" or message.get("tool_calls"):
-            return None
-        asks, ending = self.frame
-        begin = len(text) - len(ending) - len(message["content"])
-        is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
-        return begin if is_framed else None
-
-    def _spans_by_marks(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
-    ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of its messages `trained_indices` by the template's marks
-        ({% generation %}); None if it does not mark each answer once.
-        """
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        text, marks = self._text_and_marks(messages, tools)
-        # A template that joins messages marks fewer answers than there are.
-        if len(marks) != len(answers) or not set(trained_indices) <= set(answers):
-            return None
-        return text, [mark for index, mark in zip(answers, marks, strict=True) if index in trained_indices]
-
-    def _text_and_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return a conversation's text and the spans that the template marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        bound_templates()
-        listed = list(tools) if tools else None
-        texts, marks = _rendered(
-            lambda conversation: render_jinja_template(
-                conversations=[conversation],
-                tools=listed,
-                chat_template=self.tokenizer.get_chat_template(tools=listed),
-                return_assistant_tokens_mask=True,
-                **self.tokens,
-            ),
-            messages,
-        )
-        return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool, **mode: bool
-    ) -> str:
-        """Return the template's text, through transformers' own sandbox. Its public function copies every message
-        first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
-        """
-        listed = list(tools) if tools else None
-        template = self.template if listed is None else self.tokenizer.get_chat_template(tools=listed)
-        text: str = _rendered(
-            lambda conversation: compiled(template).render(
-                messages=conversation,
-                tools=listed,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **mode,
-                **self.tokens,
-            ),
-            messages,
-            self._seconds_left(),
-        )
-        return text
-
-    def _seconds_left(self) -> float:
-        """Return the time limit for one rendering; all of the constructor's together have the limit of one."""
-        return min(_RENDERING_S, max(_MIN_RENDERING_S, self._deadline - time.monotonic()))
+def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield) -> Sequence[Message]:
+    """Return messages as the template gets them: control strings broken up, the reasoning under its key."""
+    key = traits.reasoning_key
+    if traits.matches_ids or traits.moves_thought:
+        from toolkit.models import served_turns
+    if traits.matches_ids and any("id" not in call for m in messages for call in m.get("tool_calls") or ()):
+        messages = served_turns.with_ids(messages)
+    if traits.thought:
+        begin, end = traits.thought
+        messages = [
+            {**m, "content": f"{begin}{m['reasoning_content'].strip()}{end}{m['content']}", "reasoning_content": ""}
+            if m.get("reasoning_content")
+            else m
+            for m in messages
+        ]
+    if traits.moves_thought:
+        messages = [
+            served_turns.with_key(message) if message["role"] == "assistant" else message for message in messages
+        ]
+    if key not in (None, "reasoning_content"):
+        messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
+    return shield.cover(messages)
 
 
 class _RenderedPrefix(list[Message]):
@@ -679,35 +543,3 @@ def has_reasoning(message: Message) -> bool:
 
 def _is_trained(message: Message) -> bool:
     return bool(message.get("loss", message["role"] == "assistant"))
-
-
-_FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
-
-
-def _rendered(
-    render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = _RENDERING_S
-) -> Any:
-    """Return a template's rendering, if it fails with calls in other forms; RowError if all fail."""
-    try:
-        with time_limit(seconds):
-            try:
-                return render(messages)
-            except _FAILURES:
-                if not any(message.get("tool_calls") for message in messages):
-                    raise
-                from toolkit.models.served_turns import with_ids, with_text_arguments
-
-                for form in (with_text_arguments, with_ids):
-                    with suppress(*_FAILURES):
-                        return render(form(messages))
-                raise
-    except TooSlow:
-        # No RowError, which skips the row: the next one would take as long.
-        raise ModelError(
-            "The chat template takes more than {seconds} s for one conversation. Give another: "
-            "model.chat_template=FILE.",
-            seconds=_RENDERING_S,
-        ) from None
-    except Exception as error:  # a template is a program, in which anything may go wrong
-        failure = tr("the chat template rejects the conversation: {reason}", reason=reason_of(error))
-    raise RowError(failure) from None

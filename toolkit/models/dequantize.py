@@ -170,13 +170,13 @@ def _gptq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     group, size = tensors.get(".g_idx"), -(-(len(tensors[".qweight"]) * 32 // bits) // len(scales))
     if group is not None and torch.equal(group, torch.arange(len(group)) // size):  # not in act order
         group = None
-    return _affine(_unpacked(tensors[".qweight"].T, bits), zeros.T, scales.T, group)
+    return _decode_affine(_unpacked(tensors[".qweight"].T, bits), zeros.T, scales.T, group)
 
 
 def _awq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Read qweight [inputs, outputs / 8], qzeros [groups, outputs / 8] and scales [groups, outputs], interleaved."""
     codes, zeros = (_unpacked(tensors[name], 4, _AWQ_ORDER).T for name in (".qweight", ".qzeros"))
-    return _affine(codes.contiguous(), zeros, tensors[".scales"].T)
+    return _decode_affine(codes.contiguous(), zeros, tensors[".scales"].T)
 
 
 def _packed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     zeros = torch.tensor(half)
     if ".weight_zero_point" in tensors:  # packed along the outputs
         zeros = _unpacked(tensors[".weight_zero_point"].T, bits)[:, :outputs].T
-    return _affine(_unpacked(packed, bits)[:, :inputs], zeros, scales, tensors.get(".weight_g_idx"))
+    return _decode_affine(_unpacked(packed, bits)[:, :inputs], zeros, scales, tensors.get(".weight_g_idx"))
 
 
 def _scaled(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -207,9 +207,16 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     return values * _spread(scales, codes.shape, block)
 
 
-def _affine(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor | None = None) -> Any:
-    """Return a matrix of integer codes [outputs, inputs], with a zero point and a scale for each group [outputs,
-    groups]. `group`: that of each input, where they are not neighbours.
+def _decode_affine(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return float32 (code - zero) x scale, [outputs, inputs], for integer codes of that shape.
+
+    Args:
+        codes: [outputs, inputs].
+        zeros: of each group, [outputs, groups], or one for all.
+        scales: of each group, [outputs, groups].
+        group: the group of each input, [inputs] (GPTQ's act-order); None: groups are consecutive and equally long.
     """
     inputs, groups = codes.shape[1], scales.shape[1]
     if group is not None and not (group < 0).any():  # compressed-tensors' way to say that there is none

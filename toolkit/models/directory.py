@@ -274,7 +274,7 @@ def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool)
 
 
 def _strings(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys that lead to each string in a JSON value, and the string."""
+    """Yield the keys that lead to each string in a JSON value, without indices of lists, and the string."""
     if isinstance(value, str):
         yield keys, value
     elif isinstance(value, dict):

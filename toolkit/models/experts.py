@@ -245,7 +245,7 @@ def _expert_products(self: Any, name: str, rows: torch.Tensor, groups: Groups, e
         second = layer.lora_B[adapter].weight.permute(2, 1, 0).contiguous()
         added = _grouped_products(_grouped_products(rows, first, groups, False), second, groups, True)
         products = products + added * layer.scaling[adapter]
-    return products + getattr(self, f"{name}_bias")[expert] if self.has_bias else products
+    return (products + getattr(self, f"{name}_bias")[expert]) if self.has_bias else products
 
 
 def _grouped_products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups, transposed: bool) -> torch.Tensor:

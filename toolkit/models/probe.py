@@ -105,6 +105,17 @@ def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | st
     return Probe(ids, logits, precision_of(model, device))
 
 
+def capture_probe(engine: Any, ids: torch.Tensor) -> Probe:
+    """Return the probe of an engine's model for ids [R, L]. A collective over all ranks that hold parts of it."""
+    from toolkit.models.stages import is_pipeline  # imports DeepSpeed, which programs that load a model do without
+
+    if not is_pipeline(engine):
+        return capture(engine.module, ids, engine.device)
+    from toolkit.layouts.pipeline import capture_stages
+
+    return capture_stages(engine, ids)
+
+
 KIND = "ForSequenceClassification"
 
 

@@ -49,7 +49,7 @@ class ModelRecord:
     """What computes its routers' losses. Set by tasks/language_model.py; read by `LanguageTask.routers`."""
     tuned: "AdapterState | None" = None
     """How a fine-tuning method changed it, None if all of it is trained. Set by fine_tuning.py and adapters.py; read by
-    what exports an adapter, and by structure.py (`has_adapter`)."""
+    what exports an adapter."""
     begins: bool = True
     """Whether it takes token ids, and not hidden states of an earlier pipeline stage. Set by layouts/pipeline.py; read
     by loss.py."""
@@ -66,6 +66,12 @@ def set_record(model: Any, record: ModelRecord) -> ModelRecord:
     """Let a model have a record, and return it."""
     setattr(model, _ATTRIBUTE, record)
     return record
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether an adapter of a model, or of an engine's, is trained, and not its own parameters."""
+    tuned = record_of(model).tuned
+    return tuned is not None and bool(tuned.settings)
 
 
 def tuning_state(model: Any) -> "AdapterState":

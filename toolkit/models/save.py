@@ -212,7 +212,7 @@ def copy_non_weight_files(origin: Origin, target: Path) -> None:
     for file in sorted(Path(origin.folder).iterdir()):
         is_skipped = (
             (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
-            or file.name in (_RECORD, "manifest.json")  # of an export: of its own files
+            or file.name in (_RECORD, "manifest.json")  # an export's manifest lists the files of that directory
             or file.name.startswith(".")
         )
         if file.is_file() and not is_skipped:

@@ -7,34 +7,35 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toolkit.messages import RowError
-from toolkit.models.chat_template import MODES, PROBE, WORD, message_with_call
-from toolkit.models.shield import any_of
+from toolkit.models.answer_spans import MODES, Template, TemplateTraits
+from toolkit.models.chat_template import PROBE, WORD, message_with_call
+from toolkit.models.span_tokenizer import any_of
 from toolkit.sample_types import Message
 
 if TYPE_CHECKING:
-    from toolkit.models.answer_spans import Span
-    from toolkit.models.chat_template import TemplateChatEncoder
+    from toolkit.models.chat_template import Examination
+    from toolkit.models.span_tokenizer import Span
 
 
-def examine(encoder: "TemplateChatEncoder") -> None:
+def examine(examination: "Examination") -> None:
     """Determine what ends earlier answers and calls where that is not the end token, and `no_thinking`."""
+    template, traits = examination.template, examination.traits
     question, answer = PROBE[0]["content"], PROBE[1]["content"]
-    added = re.compile(any_of(token.content for token in encoder.tokenizer.added_tokens_decoder.values()))
-    asked = encoder.render(PROBE[:1], None, add_generation_prompt=False)
-    last = encoder.render(PROBE[:2], None, add_generation_prompt=False)
-    earlier = encoder.render(PROBE[:3], None, add_generation_prompt=False)
-    if last.partition(answer)[2].startswith(encoder.end):
+    added = re.compile(any_of(token.content for token in template.tokenizer.added_tokens_decoder.values()))
+    asked = template.render(PROBE[:1], None, add_generation_prompt=False)
+    last = template.render(PROBE[:2], None, add_generation_prompt=False)
+    earlier = template.render(PROBE[:3], None, add_generation_prompt=False)
+    if last.partition(answer)[2].startswith(template.end):
         mark = added.match(earlier.partition(answer)[2])
-        if mark and mark[0] != encoder.end and asked.partition(question)[2].startswith(mark[0]):
-            encoder.earlier_end = mark[0]
-            encoder.ends.discard(mark[0])
+        if mark and mark[0] != template.end and asked.partition(question)[2].startswith(mark[0]):
+            examination.note(earlier_end=mark[0], ends=traits.ends - {mark[0]})
         with suppress(RowError):
-            called = encoder.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
+            called = template.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
             ending = [token for token in added.findall(called) if called.rstrip().endswith(token)]
-            encoder.call_ends |= {*ending[-1:]} - {encoder.end}
-    is_asked = any(last.startswith(encoder.render(PROBE[:1], None, True, **mode)) for mode in MODES)
+            examination.note(call_ends=frozenset(ending[-1:]) - {template.end})
+    is_asked = any(last.startswith(template.render(PROBE[:1], None, True, **mode)) for mode in MODES)
     *_, asks = prompts = [
-        encoder.render(PROBE[:1], None, True, **mode).removeprefix(encoder.render(PROBE[:1], None, False, **mode))
+        template.render(PROBE[:1], None, True, **mode).removeprefix(template.render(PROBE[:1], None, False, **mode))
         for mode in MODES
     ]
     for mode, prompt in zip(MODES[:-1], prompts, strict=False):
@@ -42,17 +43,21 @@ def examine(encoder: "TemplateChatEncoder") -> None:
         if not asks or rest in ("", prompt):
             continue
         if last.startswith(asked + asks) and not is_asked:
-            encoder.no_thinking = asks, rest, mode
-        if encoder.reasoning_key is None and (block := re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", rest)):
+            examination.note(no_thinking=(asks, rest, mode))
+        if traits.reasoning_key is None and (block := re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", rest)):
             thought = f"{block[1]}Why.{block[2]}"
             chat = [PROBE[0], {**PROBE[1], "content": thought + answer}]
-            if thought + answer in encoder.render(chat, None, add_generation_prompt=False):
-                encoder.thought = block[1], block[2]
+            if thought + answer in template.render(chat, None, add_generation_prompt=False):
+                examination.note(thought=(block[1], block[2]))
         return
 
 
 def after_prompt(
-    encoder: "TemplateChatEncoder", messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str
+    template: Template,
+    traits: TemplateTraits,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    rendered: str,
 ) -> tuple[str, list["Span"]] | None:
     """Return the prompt for the last message with what the template writes for it, and the span of that; None if
     that is not known. The prompt holds what the rendering of the conversation leaves out: that no reasoning is
@@ -61,16 +66,16 @@ def after_prompt(
     *before, message = messages
     if message["role"] != "assistant":
         return None
-    if encoder.no_thinking:
-        asks, rest, mode = encoder.no_thinking
-        start = encoder.render(before, tools, False, **mode) + asks
+    if traits.no_thinking:
+        asks, rest, mode = traits.no_thinking
+        start = template.render(before, tools, False, **mode) + asks
         prompt, written = start + rest, rendered.removeprefix(start)
-        if written == rendered or encoder.render(before, tools, True, **mode) != prompt:
+        if written == rendered or template.render(before, tools, True, **mode) != prompt:
             return None
     else:
-        prompt = encoder.render(before, tools, True)
-        short = encoder.render(PROBE[:1], tools, False), encoder.render(PROBE[:1], tools, True)
-        asks, rendering = short[1].removeprefix(short[0]), encoder.render([PROBE[0], message], tools, False)
+        prompt = template.render(before, tools, True)
+        short = template.render(PROBE[:1], tools, False), template.render(PROBE[:1], tools, True)
+        asks, rendering = short[1].removeprefix(short[0]), template.render([PROBE[0], message], tools, False)
         written = rendering.removeprefix(short[1])
         if not asks or written == rendering or not prompt.endswith(asks) or not rendered.endswith(asks + written):
             return None

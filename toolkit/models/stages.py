@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from toolkit.models import loss, probe
 from toolkit.sample_types import Batch
 
 Measured = TypeVar("Measured")
@@ -43,36 +41,6 @@ def measure_each(
     remaining = iter(micro_batches)
     while window := list(islice(remaining, 2 * engine.num_stages)):  # enough to keep most stages busy
         yield from zip(window, engine.module.evaluate_window(engine, window, measure), strict=False)
-
-
-def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run the same rows on every rank; return `pick` of the logits `[B, S, V]`, or of a classifier's scores at each
-    token `[B, S, labels]`, float32 on the CPU. A collective.
-    """
-    inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    of_tokens = loss.logits_of
-    if probe.is_classifier(unwrap_model(engine.module)):
-        from toolkit.models.classifier import token_scores as of_tokens
-    with probe.evaluating(engine):
-        picked = engine.module.evaluate_window(
-            engine, [inputs], lambda model, rows: pick(of_tokens(model, rows)).float().cpu()
-        )
-    logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
-    return logits
-
-
-def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
-    """Return the probe of an engine's model for a few ids [R, L]. A collective over all ranks that hold parts of it."""
-    if not is_pipeline(engine):
-        return probe.capture(engine.module, ids, engine.device)
-    # Of a classifier the scores of every prefix, as in `probe.capture`.
-    has_head = probe.is_classifier(unwrap_model(engine.module))
-
-    def pick(token_logits: torch.Tensor) -> torch.Tensor:
-        return token_logits.flatten(1) if has_head else token_logits[:, -1]
-
-    logits = forward_logits(engine, {"input_ids": ids}, pick)
-    return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 
 def broadcast_from_last(engine: DeepSpeedEngine, compute: Callable[[], Any]) -> Any:

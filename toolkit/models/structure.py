@@ -5,7 +5,6 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.messages import ModelError
-from toolkit.models.record import record_of
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -59,12 +58,6 @@ def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 
 _PROJECTIONS = ("git.visual_projection",)
 """Ends of names (transformers 5.23) of what brings images into a text model, next to its embedding."""
-
-
-def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether an adapter of a model is trained, and not its own parameters."""
-    tuned = record_of(model).tuned
-    return tuned is not None and bool(tuned.settings)
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

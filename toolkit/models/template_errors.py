@@ -5,7 +5,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from toolkit.messages import ModelError, RowError, shortened, tr
-from toolkit.models.chat_template import EXCERPT_CHARS, MODES, has_reasoning
+from toolkit.models.answer_spans import MODES
+from toolkit.models.chat_template import EXCERPT_CHARS, has_reasoning
 from toolkit.sample_types import Message
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def untrainable(encoder: "TemplateChatEncoder", messages: Sequence[Message], wan
                 "follows, so it cannot be trained with the rest. Train last answers only: data.train_on=last"
             )
         )
-    if encoder.knows_probe:
+    if encoder.traits.knows_probe:
         return RowError(
             tr(
                 "the chat template writes the answer of this conversation otherwise than the prompt that "

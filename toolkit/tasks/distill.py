@@ -36,6 +36,7 @@ from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, quantized, stages, weights
+from toolkit.models.loss_kernels import Scores
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_batches, language_data
@@ -240,8 +241,8 @@ class DistillTask(language.LanguageTask):
         vocabulary = len(self.data.tokenizer)
         results: list[Distilled] = []
 
-        def compute(student: loss.Scores) -> torch.Tensor:
-            apart = isinstance(teacher_scores, loss.Scores) and teacher_scores.weight is not student.weight
+        def compute(student: Scores) -> torch.Tensor:
+            apart = isinstance(teacher_scores, Scores) and teacher_scores.weight is not student.weight
             with weights.full_params([weight for weight in teacher_scores[1:] if weight is not None] if apart else []):
                 own = inputs.get("own")
                 results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill, own))
@@ -250,9 +251,7 @@ class DistillTask(language.LanguageTask):
         total = loss.loss_head(engine).total(engine, inputs, indices, compute)
         return total, results[0], indices
 
-    def _teacher_scores(
-        self, engine: Any, batch: Batch, inputs: Batch, indices: torch.Tensor
-    ) -> loss.Scores | StoredScores:
+    def _teacher_scores(self, engine: Any, batch: Batch, inputs: Batch, indices: torch.Tensor) -> Scores | StoredScores:
         """Return the teacher's scores of the tokens at `indices`, without gradients: stored ones that came with the
         batch, those of the student's model without its adapter, or those of another model, `self.teacher`.
         """
@@ -261,7 +260,7 @@ class DistillTask(language.LanguageTask):
         if objective.has_own_teacher(self.cfg):
             # Without tokens nothing is computed, unless other ranks wait for this one.
             if not (len(indices) or "part" in batch or parameters.is_partitioned(engine)):
-                return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
+                return Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
                 return loss.loss_head(engine).scores(engine, inputs, indices)
         with probe.evaluating(self.teacher):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from toolkit.config.schema import DistillConfig, DistillLoss
-from toolkit.models.loss import LossGradients, Scores, chunk_rows
+from toolkit.models.loss_kernels import LossGradients, Scores, chunk_rows
 
 _COPIES = 4
 """Factor by which chunks are smaller than those of the cross entropy: logits, logarithms and probabilities of two

@@ -27,7 +27,7 @@ from toolkit.messages import ModelError, tr
 from toolkit.models import attention, embedding_files, loss, probe, stages
 from toolkit.sample_types import Batch
 from toolkit.tasks import samples
-from toolkit.train import checkpointer, run_dir
+from toolkit.train import run_dir, task
 
 _ROWS = 1024
 """Queries whose similarities are in memory at once."""
@@ -107,7 +107,7 @@ class EmbedTask(samples.ScoreTask):
                 architecture=type(stages.unwrap_model(engine.module)).__name__,
             )
 
-    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> task.ModelFiles:
         """Return the model's files with those that sentence-transformers reads."""
         model_files = super().model_files(engine)
         width = stages.unwrap_model(engine.module).config.get_text_config().hidden_size

@@ -27,12 +27,12 @@ from toolkit.export.verify import verify_export
 from toolkit.export.write import check_exportable, export_model
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
-from toolkit.models import chat, directory, loss, probe, save, stages, structure
+from toolkit.models import chat, directory, loss, probe, save, stages
 from toolkit.models.loss import token_loss_sum
-from toolkit.models.record import record_of
+from toolkit.models.record import has_adapter, record_of
 from toolkit.sample_types import Batch
 from toolkit.tasks import language_batches, language_data, language_evaluation, language_model
-from toolkit.train import checkpointer, run_dir, schedule, task
+from toolkit.train import run_dir, schedule, task
 from toolkit.train.step import Samples, TokenCounts
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class LanguageTask(task.Task):
         """Check the engine, and report its attention, loss and optimizer. A collective."""
         language_model.check_engine(engine, self.cfg, self.data)
 
-    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> task.ModelFiles:
         """Return config, tokenizer and the adapter's settings, read now, as the model's directory may go away."""
         files: dict[str, bytes] = {}
         model = stages.unwrap_model(engine.module)
@@ -201,7 +201,7 @@ class LanguageTask(task.Task):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return checkpointer.ModelFiles(files, probe.probe_ids(rows, model.config))
+        return task.ModelFiles(files, probe.probe_ids(rows, model.config))
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Set the evaluation up, without questions whose answers would be too long for the model."""
@@ -328,7 +328,7 @@ class LanguageTask(task.Task):
         """Raise an error if the export could not be read back."""
         model, files = stages.unwrap_model(run.engine.module), run.files.files
         folder = run.folder / "export"
-        if structure.has_adapter(model):
+        if has_adapter(model):
             from toolkit.export.adapter import check_adapter_exportable
 
             process_group.on_rank0(lambda: check_adapter_exportable(model, files, folder))
@@ -337,7 +337,7 @@ class LanguageTask(task.Task):
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/, and check that it computes the same logits as the run."""
-        if is_adapter := structure.has_adapter(run.engine.module):
+        if is_adapter := has_adapter(run.engine.module):
             from toolkit.export.adapter import export_adapter, prove_adapter
         described = run.files.files.items()
         files = {name: content for name, content in described if is_adapter or name != directory.BASE_FILE}
@@ -413,7 +413,7 @@ class LanguageTask(task.Task):
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
-        if structure.has_adapter(run.engine.module):
+        if has_adapter(run.engine.module):
             what = tr("The adapter: {folder}/export", folder=folder)
         elif stages.unwrap_model(run.engine.module).config.model_type == "chatglm":
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)

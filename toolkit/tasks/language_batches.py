@@ -23,7 +23,6 @@ from toolkit.data.store import Sample
 from toolkit.distributed.process_group import rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, tr
-from toolkit.models import loss
 from toolkit.sample_types import Batch
 from toolkit.tasks.language_data import LanguageData
 from toolkit.terminal import phase
@@ -92,11 +91,11 @@ def training_batches(
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = _training_sampler(cfg, data, mesh, start, total_steps, changing_order(cfg, data))
     # iter() here, in the main thread: only then the loader watches its worker processes.
-    batches = _with_columns(_load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
+    batches = _with_columns(load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
     return prefetch(map(partial(part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
-def _load_batches(
+def load_batches(
     cfg: schema.RunConfig, data: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
 ) -> Iterator[Batch]:
     """Return an iterator over micro-batches of a split; `shares` lists the rows of each."""
@@ -146,25 +145,9 @@ def _with_columns(
     return (with_columns(rows, batch) for rows, batch in zip(shares, batches, strict=True))
 
 
-def answer_batches(
-    cfg: schema.RunConfig, data: LanguageData, split: str, ranks: Ranks
-) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of a split's answers, each of which is on one data-parallel rank: the samples of each
-    micro-batch, row by row, and an iterator over the micro-batches. Every rank has as many; the last may be empty.
-    """
-    _, plan = data.split(split)
-    assert plan.members is not None
-    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    _, rows = np.unique(plan.members[::2], return_index=True)
-    shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
-    planned = [rows[share].tolist() for share in shares]
-    parts = map(partial(part_of, mesh=mesh), _load_batches(cfg, data, split, planned))
-    return [[sample for row in share for sample in plan[row]] for share in planned], prefetch(parts, 2)
-
-
 def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield the batches with their targets, in pinned memory unless the device is a CPU. A thread, which alone uses
-    `batches`, prepares `count` in advance; an error in it is raised in place of its batch.
+    """Yield the batches, in pinned memory unless the device is a CPU. A thread, which alone uses `batches`, prepares
+    `count` in advance; an error in it is raised in place of its batch.
     """
     accelerator = get_accelerator()
     on_gpu = accelerator.device_name() != "cpu"  # False for a run on CPUs of a machine with a GPU
@@ -172,8 +155,8 @@ def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and loss.with_targets(batch)
-        return {name: tensor.pin_memory() for name, tensor in loss.with_targets(batch).items()}
+            return batch
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
     # The current device of a new thread is the first GPU.
     own_gpu = partial(accelerator.set_device, accelerator.current_device()) if on_gpu else None
@@ -266,15 +249,15 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
     store, plan = data.split("validation")
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, data.packing)[1], mesh.data_rank, mesh.data_ranks)
-    sources, loaded = store.sources(), _load_batches(cfg, data, "validation", shares)
+    sources, loaded = store.sources(), load_batches(cfg, data, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], data.layout)
         # [rows, segments + 1]: the source of each segment; 0 is padding.
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             source_of[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        labelled, by_token = loss.with_targets(batch), source_of.gather(1, batch["segment_ids"]).flatten()
-        yield {**labelled, "sources": by_token[labelled["target_indices"]]}
+        by_token = source_of.gather(1, batch["segment_ids"]).flatten()
+        yield {**batch, "sources": by_token[batch["target_indices"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:

@@ -15,7 +15,7 @@ from toolkit.data import loader
 from toolkit.distributed import accelerator, process_group
 from toolkit.engine import ds_config
 from toolkit.messages import ConfigError, say, tr
-from toolkit.models import load, loss, probe, save, stages, structure
+from toolkit.models import load, loss, probe, save, stages
 from toolkit.models.record import record_of, tuning_state
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
@@ -39,7 +39,8 @@ def adapt(
     record = record_of(model)
     record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
-    if structure.routers_in(model) or max(settings) > 0:
+    recorded = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    if any("router_logits" in outputs for outputs in recorded) or max(settings) > 0:
         from toolkit.models.router_loss import routers_of
 
         record.routers = routers_of(model, cfg)
@@ -168,8 +169,10 @@ def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_dat
     """
     packed, parts = data.layout is not loader.Layout.alone, cfg.parallel.sequence
     forward = None
-    if stages.is_pipeline(engine):  # some of the vocabulary is enough
-        forward = partial(stages.forward_logits, engine, pick=lambda logits: logits[..., :1024])
+    if stages.is_pipeline(engine):
+        from toolkit.layouts.pipeline import forward_logits
+
+        forward = partial(forward_logits, engine, pick=lambda logits: logits[..., :1024])  # of some tokens: enough
     elif cfg.task.has_head:
         from toolkit.models.classifier import token_scores
 

@@ -27,7 +27,6 @@ from toolkit.distributed import process_group, watchdog
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import completions, generate, questions
 from toolkit.messages import LaunchError, say, warn
-from toolkit.models import loss
 from toolkit.sample_types import Batch
 from toolkit.tasks import distill
 from toolkit.tasks.distill_losses import Distilled
@@ -248,7 +247,7 @@ class OnPolicyTask(distill.DistillTask):
             own += [sample in written] * int(trained[1:].sum())
         if rows:
             batch = loader.collate_planned(rows, self.data.pad_id, self.data.layout)
-        return {**loss.with_targets(batch), "own": torch.tensor(own, dtype=torch.bool)}
+        return {**batch, "own": torch.tensor(own, dtype=torch.bool)}
 
     def _figures_of(self, losses: Distilled, batch: Batch) -> dict[str, torch.Tensor]:
         """Return sums and counts: cross entropies are of labels, and the student's tokens are none."""

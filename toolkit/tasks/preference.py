@@ -29,8 +29,9 @@ sft_weight x the chosen answer's cross entropy, a mean over its tokens, is added
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import logsigmoid
 
 from toolkit import disk, terminal
-from toolkit.config import objective, schema
+from toolkit.config import mesh, objective, schema
+from toolkit.data import sampler
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import PAIRS, SAMPLES
@@ -187,7 +189,7 @@ class PreferenceTask(SampleTask):
         stored = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
         if stored is not None and len(stored) == store.num_numbers:
             return stored
-        numbers, batches = language_batches.answer_batches(self.cfg, self.data, split, self.ranks)
+        numbers, batches = self._answer_batches(split)
         values = np.zeros(store.num_numbers, np.float32)
         with (
             probe.evaluating(engine),
@@ -206,6 +208,22 @@ class PreferenceTask(SampleTask):
 
         process_group.on_rank0(write)
         return values
+
+    def _answer_batches(self, split: str) -> tuple[list[list[int]], Iterator[Batch]]:
+        """Return this rank's share of a split's answers, each of which is on one data-parallel rank: the samples of
+        each micro-batch, row by row, and an iterator over the micro-batches. Every rank has as many; the last may be
+        empty.
+        """
+        _, plan = self.data.split(split)
+        assert plan.members is not None
+        own = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+        _, rows = np.unique(plan.members[::2], return_index=True)
+        shares = sampler.sequential(len(rows), mesh.micro_rows(self.cfg), own.data_rank, own.data_ranks)
+        planned = [rows[share].tolist() for share in shares]
+        batches = language_batches.load_batches(self.cfg, self.data, split, planned)
+        parts = map(partial(language_batches.part_of, mesh=own), batches)
+        samples = [[sample for row in share for sample in plan[row]] for share in planned]
+        return samples, language_batches.prefetch(parts, 2)
 
     def _size_of_data(self) -> str:
         return tr("{pairs} preference pairs", pairs=f"{len(self.data.train) // 2:,}")
@@ -367,13 +385,11 @@ def _every_second_row(batch: Batch, first: int) -> Batch:
     if len(batch["input_ids"]) == 1:
         return batch
     rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
-    if "part" in batch:
-        length = batch["input_ids"].size(1)
-        row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
-        is_own = row % 2 == first
-        indices = row[is_own] // 2 * length + column[is_own] + 1
-        rows |= {"part": batch["part"], "targets": batch["targets"][is_own], "target_indices": indices}
-    return rows
+    length = batch["input_ids"].size(1)
+    row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
+    is_own = row % 2 == first
+    rows |= {"targets": batch["targets"][is_own], "target_indices": row[is_own] // 2 * length + column[is_own] + 1}
+    return rows | ({"part": batch["part"]} if "part" in batch else {})
 
 
 def _mean_at_least_zero(sums: torch.Tensor) -> torch.Tensor:

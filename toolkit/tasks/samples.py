@@ -10,8 +10,8 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config import mesh
 from toolkit.messages import tr
-from toolkit.models import structure
 from toolkit.models.loss import samples_in_rows
+from toolkit.models.record import has_adapter
 from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_batches
 from toolkit.train import task
@@ -78,7 +78,7 @@ class ScoreTask(SampleTask):
         if not run.cfg.checkpoint.export:
             return super().next_steps(run, answers)
         folder = f"{run.display_folder}/export"
-        if structure.has_adapter(run.engine.module):
+        if has_adapter(run.engine.module):
             command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
             return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
         return [self._use(folder)]

@@ -11,11 +11,10 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -28,8 +27,11 @@ from toolkit.distributed.process_group import gather, on_rank0, rank
 from toolkit.engine.parameters import is_muon, is_partitioned, ranks_with_broken_states
 from toolkit.messages import CheckpointError, reason_of, say, tr, warn
 from toolkit.models import probe, save, weights
-from toolkit.models.stages import capture_probe, is_pipeline, stage_model, unwrap_model
+from toolkit.models.stages import is_pipeline, stage_model, unwrap_model
 from toolkit.train.rotation import Rotation
+
+if TYPE_CHECKING:
+    from toolkit.train.task import ModelFiles
 
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.StoredTensors:
@@ -66,22 +68,10 @@ _LEAST_BYTES_PER_PARAMETER = 12
 """An fp32 weight and two moments."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """What a checkpoint holds of the model next to the engine's files."""
-
-    files: Mapping[str, bytes]
-    """Of `toolkit.models.save.non_weight_files`; rank 0 alone has them."""
-    probe_ids: torch.Tensor | None
-    """Token ids of `toolkit.models.probe`, the same on every rank; None for a custom model with inputs of its own."""
-    holds_frozen: bool = False
-    """Whether checkpoints hold frozen weights too: those of a custom model are nowhere else."""
-
-
 class Checkpointer:
     """All checkpoints of one run, in `folder`. Every method but `is_save_verified` is a collective."""
 
-    def __init__(self, engine: DeepSpeedEngine, folder: Path, cfg: schema.RunConfig, described: ModelFiles) -> None:
+    def __init__(self, engine: DeepSpeedEngine, folder: Path, cfg: schema.RunConfig, described: "ModelFiles") -> None:
         self.engine, self.folder, self.config, self.described = engine, folder, cfg.checkpoint, described
         self.keep_best = cfg.evaluate.keep_best
         self.patience_s = cfg.distributed.timeout_s / 2
@@ -170,7 +160,7 @@ class Checkpointer:
         """Return the model's logits for a few training rows, by which a checkpoint is verified when it is loaded."""
         started = time.monotonic()
         assert self.described.probe_ids is not None
-        probed = capture_probe(self.engine, self.described.probe_ids)
+        probed = probe.capture_probe(self.engine, self.described.probe_ids)
         self._probed_at = time.monotonic()
         self._probe_s = self._probed_at - started
         return probed

@@ -27,7 +27,8 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, OutOfMemory, TrackError, listed, reason_of, tr, warn
-from toolkit.models import stages, structure
+from toolkit.models import stages
+from toolkit.models.record import has_adapter
 from toolkit.plan import layouts, speed
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import Machine, gpu_by_driver, host_memory_bytes
@@ -177,7 +178,7 @@ def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
     if not config.export:
         return 0
     module = stages.unwrap_model(engine.module)
-    is_adapter = structure.has_adapter(module)
+    is_adapter = has_adapter(module)
     exported = [parameter for parameter in module.parameters() if parameter.requires_grad or not is_adapter]
     return sum(getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size() for parameter in exported)
 

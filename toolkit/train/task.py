@@ -16,7 +16,7 @@ from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.train import run_dir
-from toolkit.train.checkpointer import Checkpointer, ModelFiles
+from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.hooks import Hook
 from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples, StepGuard, TokenCounts
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 
 TOKENS, SAMPLES = "tokens", "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a checkpoint holds of the model next to the engine's files."""
+
+    files: Mapping[str, bytes]
+    """Of `toolkit.models.save.non_weight_files`; rank 0 alone has them."""
+    probe_ids: torch.Tensor | None
+    """Token ids of `toolkit.models.probe`, the same on every rank; None for a custom model with inputs of its own."""
+    holds_frozen: bool = False
+    """Whether checkpoints hold frozen weights too: those of a custom model are nowhere else."""
 
 
 @dataclass(kw_only=True, slots=True)

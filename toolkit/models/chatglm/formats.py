@@ -221,9 +221,11 @@ class _Roles(FamilyChatEncoder):
         return [*self.conversation(messages), self.token(self.end, bool(messages[-1].get("loss", True)))]
 
     def conversation(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the messages alone: what follows the last one depends on who speaks next."""
+        """Return `[gMASK] sop`, then each turn: its role's token and its text. A role's token ends the turn before it,
+        so it is trained if that turn is. What ends the last turn depends on who speaks next.
+        """
         pieces = [self.token("[gMASK]"), self.token(self.sop)]
-        after_trained = False
+        previous_is_trained = False
         for message in messages:
             role = "observation" if message["role"] == "tool" else message["role"]
             if role not in ("system", "user", "assistant", "observation"):
@@ -236,8 +238,8 @@ class _Roles(FamilyChatEncoder):
                 called = {"content": self._call(function["arguments"]), "metadata": function["name"]}
                 turns += self._turns(called, trained)
             for turn in turns:
-                pieces += [self.token(f"<|{role}|>", after_trained), *turn]
-                after_trained = trained
+                pieces += [self.token(f"<|{role}|>", previous_is_trained), *turn]
+                previous_is_trained = trained
         return pieces
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
