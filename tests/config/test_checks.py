@@ -49,10 +49,14 @@ REFUSED = {
         "data.sources[1].weights: the points [0.5, 0.2] must rise from 0, the beginning of the run, to at most 1, its "
         "end."
     ),
-    "data.sources=[{path:b,weight:-1},{path:a,weights:[{at:0}]}]": (
-        "data.sources[0]: a weight must be a number of at least 0."
+    "data.sources=[{path:b},{path:a,weights:[{at:0,weight:-1}]}]": (
+        "data.sources[1]: a weight must be a number of at least 0."
     ),
-    "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
+    "data.sources=[{path:b,weight:-1}]": "data.sources[0].weight = -1.0 must be above 0; remove the source instead.",
+    "data.sources=[{path:b,weight:0},{path:a}]": (
+        "data.sources[0].weight = 0.0 must be above 0; remove the source instead."
+    ),
+    "data.sources=[{path:b,weights:[{at:0},{at:0.2,weight:0}]},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
         "no source has a weight above 0 at 0.5, 1.0 of the run."
     ),
     "task=distill": (
@@ -269,7 +273,6 @@ REFUSED = {
         "data.sources[0].split = test has an effect with hub and directories of several splits (dataset_dict.json) "
         "only. Remove it; where files are named by their split, give a pattern as path: data/test-*.parquet."
     ),
-    "data.sources=[{path:.,weight:0}]": "data.sources[0].weight = 0.0 must be above 0; remove the source instead.",
     "data.sources=[{path:.,columns:{promt:q}}]": (
         "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"
     ),

@@ -468,8 +468,8 @@ def _import_bf16_states(ds: DsImport) -> None:
     elif has_weights != has_states:  # as DeepSpeed asks for (0.19.8, base_optimizer.py, _configure_master_weights)
         raise ds.error(
             weights if has_weights else states,
-            "bf16_master_weights_and_grads and bf16_optimizer_states need each other without an offloaded optimizer. "
-            "Set both to true, or leave both out.",
+            "bf16_master_weights_and_grads and bf16_optimizer_states need each other. Set both to true, or leave both "
+            "out.",
         )
     else:
         ds.assign("precision.optimizer_states", "bf16", states)
