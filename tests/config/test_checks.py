@@ -544,6 +544,14 @@ def test_a_run_s_config_is_a_recipe_whatever_was_switched_off(tmp_path: Path) ->
         check_rules(load([f"recipe={recipe}", "precision.hysteresis=3"]))
 
 
+@pytest.mark.parametrize("words", ["zero.stage=x zero.stage=x", "data.max_length=[1] data.max_length=[1]"])
+def test_a_wrong_value_that_is_given_twice_is_not_taken(words: str) -> None:
+    problems = Problems()
+    cfg = load(["recipe=zero1", *words.split()], problems=problems).cfg
+    assert len(problems.errors) == 1
+    assert (cfg.zero.stage, cfg.data.max_length) == (1, load(["recipe=zero1"]).cfg.data.max_length)
+
+
 def test_wrong_values_spare_what_follows_from_them() -> None:
     loaded = load(["recipe=zero1", "model=glm_tiny", "batch.micro_per_gpu=0", "zero.stage=7", "optim.lr=0"])
     with pytest.raises(ConfigError) as caught:

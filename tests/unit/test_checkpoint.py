@@ -130,11 +130,11 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     os.utime(tmp_path / "step-2", (2e9, 2e9))  # a clock that jumped
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
     assert not said
     os.truncate(tmp_path / "step-10" / "model.pt", 50)
     (tmp_path / "step-9" / "manifest.json").unlink()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-2"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
         f"WARNING: the checkpoint {tmp_path}/step-10",
         f"WARNING: the checkpoint {tmp_path}/step-9",
@@ -142,7 +142,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
-    assert directory.newest_complete(tmp_path / "nowhere") is None
+    assert directory.newest_intact(tmp_path / "nowhere") is None
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int, times: int = 99) -> None:
@@ -168,10 +168,10 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
     made = checkpoint(tmp_path, 4)
     unreadable(monkeypatch, denied, code)
     with pytest.raises(OSError, match=os.strerror(code)) as raised:
-        directory.newest_complete(tmp_path)
+        directory.newest_intact(tmp_path)
     assert raised.value.filename == str(made / denied)
     with pytest.raises(CheckpointError, match=os.strerror(code)):  # told without a traceback
-        process_group.on_rank0(lambda: directory.newest_complete(tmp_path))
+        process_group.on_rank0(lambda: directory.newest_intact(tmp_path))
     assert made.is_dir() and not said
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_tried_once_more(
     for step in (3, 4):
         checkpoint(tmp_path, step)
     unreadable(monkeypatch, f"step-4/{denied}", errno.EIO, times)
-    assert directory.newest_complete(tmp_path) == tmp_path / found
+    assert directory.newest_intact(tmp_path) == tmp_path / found
     assert (tmp_path / "step-4").is_dir() == (times == 1)
 
 
@@ -240,7 +240,7 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
         "step-2-weights",
         "step-1-weights",
     ]
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
     directory.discard_unfinished(tmp_path)
     directory.empty_trash(tmp_path)
@@ -370,7 +370,7 @@ def test_a_save_never_waits_for_what_is_removed(
     assert saver._rotation.is_busy()
     assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
     assert (tmp_path / "step-1.trash").is_dir()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-3"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-3"
 
     again = Rotation(tmp_path, CheckpointConfig(keep=1))
     monkeypatch.setattr(directory.shutil, "rmtree", real)

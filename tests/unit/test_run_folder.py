@@ -224,7 +224,7 @@ def test_a_lost_run_does_not_start_over_the_second_time(tmp_path: Path) -> None:
     spoil(save(tmp_path / "checkpoints", 4))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
-            run_dir.newest_intact(tmp_path)
+            run_dir.resumable_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("seen_after", [0, 3, None])

@@ -78,8 +78,8 @@ REMOVED: dict[str, tuple[object, Influence]] = {
 instead."""
 
 
-def did_nothing(key: str, value: object) -> bool:
-    """Whether it is a key or section of earlier versions that was off: their runs' configs name all keys."""
+def was_removed_and_off(key: str, value: object) -> bool:
+    """Whether a key or section is one of earlier versions, and was off: their runs' configs name all keys."""
     return all(name in REMOVED and REMOVED[name][0] == inner for name, inner in leaves({key: value}))
 
 

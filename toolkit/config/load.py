@@ -141,9 +141,8 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             values = to_plain(schema.RunConfig())
             _merge(values, tree)
             tree = dict(OmegaConf.to_container(OmegaConf.create(values), resolve=True))  # type: ignore[arg-type]
-        loaded.cfg = TreeReader(lambda path: loaded.location(path) or name, all_problems, is_resolved=True).read(
-            tree, schema.RunConfig
-        )
+        reader = TreeReader(lambda path: loaded.location(path) or name, all_problems, is_resolved=True)
+        _, loaded.cfg = reader.read(tree, schema.RunConfig)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         all_problems.raise_all()  # an error in a group's file makes Hydra fail too, with a worse message
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
@@ -213,7 +212,7 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
         TreeReader(locate, problems).read(value, kind, key)
         dotted_keys.set_leaf(tree, key, value)
     problems.raise_all()
-    cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
+    _, cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
     problems.raise_all()
     return dataclasses.replace(
         loaded,
@@ -386,7 +385,7 @@ class _CommandLine:
         is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
         if self._takes_source(key, typed if is_text else value, location, problems):
             return
-        kind, before = field_type(key), problems.count
+        kind = field_type(key)
         if kind is None or "_target_" in key.split("."):
             raise unknown_key(key, partial(_same_location, location))
         if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
@@ -394,8 +393,8 @@ class _CommandLine:
         elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
             value = _as_typed_texts(value, typed)
         reader = TreeReader(partial(_same_location, location), problems)
-        reader.read(value, kind, key)
-        if problems.count == before:
+        is_right, _ = reader.read(value, kind, key)
+        if is_right:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
 

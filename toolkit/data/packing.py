@@ -79,17 +79,17 @@ class PackingPlan:
         return lengths if self.shared is None else lengths - self.shared
 
     def attention_pairs(self, cache: store.TokenizedCache, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many pairs of tokens attention computes in each of `rows`, [len(rows)], a causal half not taken
-        off: rows are equally full, and differ by it alone. One of 32,768 tokens may hold a text or a hundred chats.
+        """Return the attention cost of each of `rows`, [len(rows)]: twice its causal pairs of tokens. A sample of L
+        tokens has about L² / 2 pairs; the first S² / 2 of them are not computed again if it shares S tokens. The
+        sampler deals out rows by it: those of equally many tokens differ up to 100-fold, as they hold one text or many.
         """
         assert self.members is not None and self.offsets is not None
         counts = self.offsets[rows + 1] - self.offsets[rows]
-        begins = np.cumsum(counts) - counts  # of each row in the following arrays, [samples of these rows]
-        samples = np.repeat(self.offsets[rows] - begins, counts) + np.arange(counts.sum())
-        pairs = cache.lengths(self.members[samples]) ** 2
+        samples = _joined_ranges(self.offsets[rows], counts)
+        costs = cache.lengths(self.members[samples]) ** 2
         if self.shared is not None:
-            pairs -= self.shared[samples].astype(np.int64) ** 2
-        return np.add.reduceat(pairs, begins)
+            costs -= self.shared[samples].astype(np.int64) ** 2
+        return np.add.reduceat(costs, np.cumsum(counts) - counts)
 
     def __reduce__(self) -> Any:
         if self.folder is None:  # not saved
@@ -196,13 +196,17 @@ class _Units:
             members, counts = _unit_samples(self.size * numbers, relative), len(relative) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
-            # Indices of the units' samples, unit after unit: begin, begin + 1, … of each.
-            indices = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+            indices = _joined_ranges(self.begins[numbers], sizes)
             members, counts = self.samples[indices].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
             np.save(folder / "shared.npy", self.shared[indices].astype(np.uint32))
         np.save(folder / "members.npy", members)
         if counts.max(initial=1) > 1:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
+
+
+def _joined_ranges(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return begins[0], begins[0] + 1, … (counts[0] numbers), then begins[1], …, [sum of counts]."""
+    return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
 def _one_unit_per_row(first_samples: NDArray[np.int64], relative: range) -> PackingPlan:

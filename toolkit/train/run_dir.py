@@ -73,7 +73,7 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _config_digest(cfg))
         return RunSource(folder, checkpoint)
     if checkpoint is None:
-        checkpoint = newest_intact(folder, must_exist=cfg.resume == MUST)
+        checkpoint = resumable_checkpoint(folder, must_exist=cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
     _prepare_to_resume(folder, checkpoint, _config_digest(cfg))
     return RunSource(folder, checkpoint)
@@ -122,12 +122,12 @@ def _config_digest(cfg: RunConfig) -> str:
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
-def newest_intact(folder: Path, *, must_exist: bool = False) -> Path | None:
+def resumable_checkpoint(folder: Path, *, must_exist: bool = False) -> Path | None:
     """Return the newest checkpoint of a run directory whose files all match their checksums. If it never saved one,
     return None, or raise CheckpointError with `must_exist`; CheckpointError too if it saved some and none is intact.
     """
     checkpoints = folder / "checkpoints"
-    checkpoint = directory.newest_complete(checkpoints)
+    checkpoint = directory.newest_intact(checkpoints)
     were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
     if checkpoint is None and (were_there or must_exist):
         raise CheckpointError(
@@ -150,7 +150,7 @@ def _resolve_checkpoint(path: Path) -> Path:
                 "the checkpoint {folder} is damaged: {reason}.", folder=path, reason=clauses(wrong[:3])
             )
         return path
-    checkpoint = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
+    checkpoint = directory.newest_intact(path / "checkpoints") if path.is_dir() else None
     if checkpoint is None:
         raise ConfigError(paths.not_resumable(path))
     return checkpoint

@@ -122,12 +122,12 @@ class Schedule:
         """How far the schedule is, in its own steps: as far as `done`, or farther after `fit` has shortened it."""
         self._steps_left: int | None = None
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
-        self._shape = (schedule, lr, total_steps, warmup_steps)
+        self._settings = (schedule, lr, total_steps, warmup_steps)
         self.write()
 
     def set_length(self, total_steps: int, warmup_steps: int) -> None:
         """Change the number of steps of the run and of its warm-up, before the first step."""
-        self._shape = (*self._shape[:2], total_steps, warmup_steps)
+        self._settings = (*self._settings[:2], total_steps, warmup_steps)
         self.write()
 
     def fit(self, steps_left: int | None) -> None:
@@ -138,7 +138,7 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
-        schedule, lr, total_steps, warmup_steps = self._shape
+        schedule, lr, total_steps, warmup_steps = self._settings
         rate = learning_rate(schedule, lr, self.position, total_steps, warmup_steps)
         return [rate * share for share in self._shares]
 
@@ -154,7 +154,7 @@ class Schedule:
 
     def _stride(self) -> float:
         """Return by how many of the schedule's steps the next one advances: 1, or more where `fit` shortens it."""
-        schedule, _, total_steps, warmup_steps = self._shape
+        schedule, _, total_steps, warmup_steps = self._settings
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
         left, self._steps_left = max(1, self._steps_left), self._steps_left - 1
