@@ -323,11 +323,11 @@ def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
 def _write_zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
     """Write ZeRO's section, without the keys that DeepSpeed does not read at this stage or with these devices."""
     zero = cfg.zero
+    ds.put("zero_optimization.stage", zero.stage, "zero.stage")
     if zero.stage == 0:
-        ds.put("zero_optimization.stage", zero.stage, "zero.stage")
         return
     only_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
-    _copy_section(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in only_stage3))
+    _copy_section(ds, cfg, "zero_optimization", "stage", *(key.removeprefix("zero.") for key in only_stage3))
     if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
         ds.put("zero_optimization.reduce_scatter", False, tr("= false: Muon needs whole gradients"))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
