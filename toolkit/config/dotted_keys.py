@@ -35,6 +35,19 @@ def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
     section[name] = value
 
 
+def merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
+    """Merge values into a section of a tree: dicts are merged, anything else is replaced."""
+    for name in sections:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            merge(tree, value, key)
+        else:
+            tree[key] = value
+
+
 @cache
 def types_of(kind: Any) -> dict[str, Any]:
     """Return the fields of a section and their types."""
