@@ -366,7 +366,7 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.messages import RunFolderError
-from toolkit.train import run_dir
+from toolkit.train import run_lock
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg
@@ -378,7 +378,7 @@ for number in range(rounds):
     except RunFolderError as error:
         print("told", error, flush=True)
     sys.stdin.readline()
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
 """
 
 

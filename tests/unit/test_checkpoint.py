@@ -47,7 +47,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.parameters import has_finite_states
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, RunFolderError
-from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir
+from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir, run_lock
 from toolkit.train.checkpointer import Checkpointer, _Pending
 from toolkit.train.rotation import Rotation
 from toolkit.train.saving import Saving
@@ -1129,7 +1129,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
         checkpoint(run / "checkpoints", step)
@@ -1139,7 +1139,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     run_dir.set_aside_settings(run)  # as the trainer does once it has accepted the config
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
@@ -1152,18 +1152,18 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     assert not said
     checkpoint(run / "checkpoints", 3)  # and a scheduler starts the same command again
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-3"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert said == [
         f"{run} has been started by this command before: it is resumed. To start from {cfg.resume} again, choose "
         "another run.name."
     ]
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=1e-5))  # or edited in its recipe
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert (run / "checkpoints" / "step-3.replaced").is_dir(), "another command means it"
     cfg.resume = "auto"
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
 
 
 def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
@@ -1179,7 +1179,7 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
         try:
             return run_dir.choose_run_dir(cfg)
         finally:
-            run_dir.release_run_dir()
+            run_lock.release_run_dir()
 
     assert begin() == begin() == begin("--master_port=29501") == run_dir.RunSource(run, old)
     mine = checkpoint(run / "checkpoints", 3)
@@ -1197,17 +1197,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert (run / "base").is_dir()
 
 
