@@ -7,7 +7,7 @@ from pathlib import Path
 from ranks import run
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_LINES = 112, 29_250
+MOST_FILES, MOST_LINES = 113, 29_250
 """Measured: 111 files, 29,250 lines. An aim is 27,000 lines; what builds a tokenized cache is most of the rest."""
 
 
