@@ -390,12 +390,15 @@ SCHEDULERS = {
 }
 
 
+def ratio_of_steps(ratio: float, total_steps: int) -> int:
+    """Return a ratio of some steps, rounded up. 0.07 x 100, 7.000000000000001 in floating point, is 7 steps, not 8."""
+    return math.ceil(round(ratio * total_steps, 6))
+
+
 def warmup_steps(cfg: schema.RunConfig, total_steps: int) -> int:
     """Return the optimizer steps of the warm-up: `warmup_steps`, or `warmup_ratio` of `total_steps`, rounded up."""
-    if cfg.schedule.warmup_ratio:
-        # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
-        return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
-    return cfg.schedule.warmup_steps
+    ratio = cfg.schedule.warmup_ratio
+    return ratio_of_steps(ratio, total_steps) if ratio else cfg.schedule.warmup_steps
 
 
 def warmup_start_ratio(schedule: schema.ScheduleConfig, steps: int) -> float:

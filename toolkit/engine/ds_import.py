@@ -551,7 +551,7 @@ def _import_scheduler(ds: DsImport) -> None:
     steps, steps_key = _scheduler_parameter(ds, "warmup_num_steps")
     total = ds.values.get(total_key) or ds.current("train.max_steps")
     ratio = ds.current("schedule.warmup_ratio")
-    is_ratio = isinstance(total, int) and total > 0 and math.ceil(round(ratio * total, 6)) == steps
+    is_ratio = isinstance(total, int) and total > 0 and ds_config.ratio_of_steps(ratio, total) == steps
     if steps is not None and not is_ratio:  # the recipe's ratio may give the same steps
         ds.assign("schedule.warmup_steps", steps, steps_key)
         ds.assign("schedule.warmup_ratio", 0.0, steps_key)

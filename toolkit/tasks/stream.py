@@ -18,7 +18,7 @@ from toolkit.checkpoint import directory
 from toolkit.config import objective
 from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data import packing, plans, stream, tokenize
+from toolkit.data import packing, plans, stream, stream_pieces, tokenize
 from toolkit.data.loader import Layout, collate_planned
 from toolkit.data.sampler import Position
 from toolkit.data.sources import check_distinct, locate_all
@@ -232,7 +232,7 @@ class StreamTask(LanguageTask):
         """Reject a checkpoint of other files, unless they may change. For rank 0 only."""
         state = directory.read_run_state(checkpoint)
         if state.stream and "data" not in self.cfg.checkpoint.allow_changes:
-            stream.check_same(state.stream["files"], self.stream.signatures)
+            stream_pieces.check_same(state.stream["files"], self.stream.signatures)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
         """Take the lanes' places from the checkpoint, and where to list bad rows. A collective."""

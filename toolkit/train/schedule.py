@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
-from toolkit.engine.ds_config import warmup_start_ratio, warmup_steps
+from toolkit.engine.ds_config import ratio_of_steps, warmup_start_ratio, warmup_steps
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
@@ -104,8 +104,7 @@ def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps
     """Return the step at which the rate begins to decay: of wsd after warm-up and plateau; of other schedules 0."""
     if schedule.name is not schema.ScheduleName.wsd:
         return 0
-    # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
-    decay_steps = schedule.decay_steps or math.ceil(round(schedule.decay_ratio * total_steps, 6))
+    decay_steps = schedule.decay_steps or ratio_of_steps(schedule.decay_ratio, total_steps)
     return max(warmup_steps, total_steps - decay_steps)
 
 
