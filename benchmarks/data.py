@@ -23,7 +23,8 @@ from benchmarks.rows import rows_file
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.loader import Layout, build_loader
-from toolkit.data.packing import PackingPlan, pack
+from toolkit.data.packing import pack
+from toolkit.data.plans import PackingPlan
 from toolkit.data.sampler import Position
 from toolkit.data.sources import locate_all, read_conversations
 from toolkit.extras.data_report import alike, inspect_files

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from toolkit.cli import COMMANDS
 from toolkit.config.files import Loader
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,10 @@ STRANGERS = [("models", "data"), ("evaluate", "export")]
 LATE = "toolkit.layouts"
 """A package whose modules are imported by the function that meets what a config names, so from lower layers, too."""
 EXTRAS_NAMED = {
-    "toolkit/cli/__init__.py": {"toolkit.extras.cli", "toolkit.extras.completion"},
+    "toolkit/cli/__init__.py": {
+        "toolkit.extras.completion",
+        *(module for module in COMMANDS.values() if module.startswith("toolkit.extras.")),
+    },
     "toolkit/cli/eval.py": {"toolkit.extras.scores"},
     "toolkit/cli/plan.py": {"toolkit.extras.trace"},
     "toolkit/jobs/check.py": {"toolkit.extras.type_trial"},
@@ -161,12 +165,7 @@ def test_the_core_does_without_extras() -> None:
         targets = {text for text in strings if isinstance(text, str) and re.fullmatch(r"toolkit\.extras[\w.]*", text)}
         named |= {path.relative_to(ROOT).as_posix(): targets} if targets else {}
     assert named == EXTRAS_NAMED
-    assert all(
-        (ROOT / f"{target.replace('.', '/')}{end}").exists()
-        for targets in named.values()
-        for target in targets
-        for end in ([""] if target == "toolkit.extras.cli" else [".py"])
-    )
+    assert all((ROOT / f"{target.replace('.', '/')}.py").exists() for targets in named.values() for target in targets)
 
 
 def test_every_package_is_in_the_table() -> None:

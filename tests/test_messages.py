@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from toolkit import messages
-from toolkit.cli import COMMANDS, GROUPS, main, module_of
+from toolkit.cli import COMMANDS, GROUPS, main
 from toolkit.cli.help import help_of
 from toolkit.config import rule_tables
 from toolkit.config.dotted_keys import all_keys
@@ -131,7 +131,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
     templates |= set(filter(None, of_rules())) | {*read_table("extras/data_report.yaml")["answers"]}
-    templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS} | set(GROUPS)
+    templates |= {str(import_module(COMMANDS[command]).__doc__).splitlines()[0] for command in COMMANDS} | set(GROUPS)
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
 

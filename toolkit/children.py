@@ -37,7 +37,7 @@ _AHEAD = 2
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _function: Callable[..., Any] | None = None
-"""What a process of `in_order` calls."""
+"""What this worker process calls."""
 
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
@@ -90,11 +90,11 @@ def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item
         return
     from toolkit.messages import current_language
 
-    executor = workers(count, _serve, function, current_language())
+    executor = workers(count, keep_function, function, current_language())
     waiting: deque[tuple[_Item, Future[_Result]]] = deque()
     try:
         for item in items:
-            waiting.append((item, executor.submit(_called, item)))
+            waiting.append((item, executor.submit(call_function, item)))
             if len(waiting) >= count * _AHEAD:
                 oldest, future = waiting.popleft()
                 yield oldest, future.result()
@@ -103,8 +103,10 @@ def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item
         executor.shutdown(cancel_futures=True)
 
 
-def _serve(function: Callable[..., Any], language: str) -> None:
-    """Prepare a process of `in_order`: keep its function, and one thread, as there may be a process for every core."""
+def keep_function(function: Callable[..., Any], language: str) -> None:
+    """Prepare a worker process: keep the function that `call_function` calls, and one thread, as there may be a process
+    for every core.
+    """
     from toolkit.messages import set_language
 
     global _function
@@ -114,10 +116,10 @@ def _serve(function: Callable[..., Any], language: str) -> None:
     gc.freeze()  # of what is imported nothing becomes garbage; looking through it takes a third of a second each time
 
 
-def _called(item: Any) -> Any:
+def call_function(*arguments: Any) -> Any:
     """Call the function of this worker process."""
     assert _function is not None
-    return _function(item)
+    return _function(*arguments)
 
 
 def copied(function: Callable[..., Any], *arguments: Any) -> Any:

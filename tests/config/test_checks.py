@@ -49,10 +49,14 @@ REFUSED = {
         "data.sources[1].weights: the points [0.5, 0.2] must rise from 0, the beginning of the run, to at most 1, its "
         "end."
     ),
-    "data.sources=[{path:b,weight:-1},{path:a,weights:[{at:0}]}]": (
-        "data.sources[0]: a weight must be a number of at least 0."
+    "data.sources=[{path:b},{path:a,weights:[{at:0,weight:-1}]}]": (
+        "data.sources[1]: a weight must be a number of at least 0."
     ),
-    "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
+    "data.sources=[{path:b,weight:-1}]": "data.sources[0].weight = -1.0 must be above 0; remove the source instead.",
+    "data.sources=[{path:b,weight:0},{path:a}]": (
+        "data.sources[0].weight = 0.0 must be above 0; remove the source instead."
+    ),
+    "data.sources=[{path:b,weights:[{at:0},{at:0.2,weight:0}]},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
         "no source has a weight above 0 at 0.5, 1.0 of the run."
     ),
     "task=distill": (
@@ -269,7 +273,6 @@ REFUSED = {
         "data.sources[0].split = test has an effect with hub and directories of several splits (dataset_dict.json) "
         "only. Remove it; where files are named by their split, give a pattern as path: data/test-*.parquet."
     ),
-    "data.sources=[{path:.,weight:0}]": "data.sources[0].weight = 0.0 must be above 0; remove the source instead.",
     "data.sources=[{path:.,columns:{promt:q}}]": (
         "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"
     ),
@@ -539,6 +542,14 @@ def test_a_run_s_config_is_a_recipe_whatever_was_switched_off(tmp_path: Path) ->
     assert "precision.initial_scale_power = 12 has no effect here: precision.dtype is bf16, not fp16." in notice
     with pytest.raises(ConfigError, match=r"^command line: precision\.hysteresis = 3 has no effect: "):
         check_rules(load([f"recipe={recipe}", "precision.hysteresis=3"]))
+
+
+@pytest.mark.parametrize("words", ["zero.stage=x zero.stage=x", "data.max_length=[1] data.max_length=[1]"])
+def test_a_wrong_value_that_is_given_twice_is_not_taken(words: str) -> None:
+    problems = Problems()
+    cfg = load(["recipe=zero1", *words.split()], problems=problems).cfg
+    assert len(problems.errors) == 1
+    assert (cfg.zero.stage, cfg.data.max_length) == (1, load(["recipe=zero1"]).cfg.data.max_length)
 
 
 def test_wrong_values_spare_what_follows_from_them() -> None:

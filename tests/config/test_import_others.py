@@ -200,6 +200,18 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
             {"lora_target_linear": None, "lora_target_modules": r"layers\.(3|7)\.self_attn\.(q|k)_proj"},
             {"tuning.target_modules": []},
         ),
+        (
+            {"lora_target_linear": None, "lora_target_modules": r"model.visual.blocks.*.(q|k)_proj"},
+            {"tuning.target_modules": []},
+        ),
+        (
+            {"lora_target_linear": None, "lora_target_modules": r"(?!.*mlp).*(q|k)_proj"},
+            {"tuning.target_modules": []},
+        ),
+        (
+            {"lora_target_linear": None, "lora_target_modules": r".*language_model.*self_attn.(q|k)_proj$"},
+            {"tuning.target_modules": ["q_proj", "k_proj"]},
+        ),
         (FSDP | {"fsdp": ["full_shard", "auto_wrap"]}, {"zero.stage": 3, "zero.offload_param.device": "none"}),
         (FSDP | {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"zero.stage": 2}),
         (FSDP | {"fsdp_config": {"fsdp_offload_params": True}}, {"zero.stage": 3, "zero.offload_param.device": "cpu"}),

@@ -20,7 +20,7 @@ from pages import PAIRED, ROOT, blocks, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit import arguments, command_line
-from toolkit.cli import _dispatch, main as toolkit_main, module_of
+from toolkit.cli import COMMANDS, _dispatch, main as toolkit_main
 from toolkit.config import files
 from toolkit.config.load import load
 from toolkit.config.mesh import with_micro_batch
@@ -121,8 +121,8 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
-    module = import_module("benchmarks.run" if command == "bench" else module_of(command))
-    import_module(module_of("sweep"))  # what --multirun hands its words to
+    module = import_module("benchmarks.run" if command == "bench" else COMMANDS[command])
+    import_module(COMMANDS["sweep"])  # what --multirun hands its words to
 
     parse, named_arguments = arguments.parse, command_line.named_arguments
 
@@ -226,7 +226,7 @@ PLACES = ("/models/", "/data/", "DIR")
 def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that trains names data and a model, or is complete as it is typed."""
     for command in TRAINING:  # one that is imported later would keep what is put in the place of `parse`
-        import_module(module_of(command))
+        import_module(COMMANDS[command])
     found: list[arguments.Arguments] = []
     parse = arguments.parse
 

@@ -7,12 +7,12 @@ import pytest
 from pages import ROOT, chinese
 
 from tests.test_layers import imports
-from toolkit.cli import module_of
+from toolkit.cli import COMMANDS
 
 PAGE = ROOT / "docs" / "architecture.md"
 ROW = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \| ?(\d*) \|", re.MULTILINE)
 BY_INTERFACE = {
-    ("cli/__init__.py", "cli/train.py"),  # import_module(module_of(command))
+    ("cli/__init__.py", "cli/train.py"),  # import_module(COMMANDS[command])
     ("data/tokenize_workers.py", "models/chat_template.py"),  # a ChatEncoder of toolkit/sample_types.py
     ("train/loop.py", "tasks/language.py"),  # a Task of train/task.py
     ("train/step.py", "tasks/language.py"),
@@ -104,7 +104,7 @@ def test_rows_without_a_caller_begin_a_part_that_the_trainer_calls() -> None:
 
 
 def test_calls_by_interface_reach_their_files() -> None:
-    assert module_of("train") == "toolkit.cli.train"
+    assert COMMANDS["train"] == "toolkit.cli.train"
     assert {file for pair in BY_INTERFACE for file in pair} <= {file for rows in PATHS for _, file, *_ in rows}
 
 

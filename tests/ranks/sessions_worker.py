@@ -187,7 +187,7 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
     from toolkit.messages import Diverged, ToolkitError
     from toolkit.tasks.language_data import build_encoder, load_data
     from toolkit.tasks.registry import task_of
-    from toolkit.train import run_dir
+    from toolkit.train import run_lock
     from toolkit.train.trainer import Trainer
 
     if "facts" in case:
@@ -217,11 +217,11 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
         if "refused" in case:
             if ranks.rank == 0:
                 Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
-            run_dir.release_run_dir()
+            run_lock.release_run_dir()
             return
         if not isinstance(error, Diverged) or not spoil["steps"]:
             raise
-        run_dir.release_run_dir()
+        run_lock.release_run_dir()
         if is_last:
             with note.open("a", encoding="utf-8") as lines:
                 lines.write(f"Diverged: {error}\n")
@@ -246,7 +246,7 @@ def main() -> None:
 
     from toolkit.config import requirements
     from toolkit.distributed import failure, process_group
-    from toolkit.train import baseline, checkpointer, run_dir, trainer  # noqa: F401  # run_case uses them
+    from toolkit.train import baseline, checkpointer, run_dir, run_lock, trainer  # noqa: F401  # run_case uses them
 
     gc.freeze()  # what was imported stays: no session looks through it again
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
@@ -273,7 +273,7 @@ def main() -> None:
             if "outcome" not in case:
                 raise
             Path(case["outcome"]).write_text(traceback.format_exc())
-            run_dir.release_run_dir()
+            run_lock.release_run_dir()
     failure.end_watch()
     process_group.stop()
 

@@ -21,7 +21,7 @@ import pytest
 from ranks import deepspeed, environment, forked, gone, kill_session, run, start, wait_for
 from shared import FAULTY, STEPS, faulty_words, losses, rows_of
 
-from toolkit.checkpoint.directory import manifest_problems, newest_complete, published_checkpoints
+from toolkit.checkpoint.directory import manifest_problems, newest_intact, published_checkpoints
 
 
 def life(folder: Path, words: list[str], fault: dict[str, Any], num_ranks: int = 2) -> Any:
@@ -107,7 +107,7 @@ def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
     assert finished.code != 0
     assert "CheckpointError: the last checkpoint could not be saved" in finished.output, finished.output[-3000:]
     assert not (small_disk / "runs" / "run" / "DONE").exists()
-    newest = newest_complete(small_disk / "runs" / "run" / "checkpoints")
+    newest = newest_intact(small_disk / "runs" / "run" / "checkpoints")
     assert newest is not None and newest.name in ("step-4", "step-6")
     (small_disk / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -225,7 +225,7 @@ def test_a_disk_that_is_slow(asynchronous: str, rows_file: Path, tmp_path: Path,
     finished = life(tmp_path, words, {"at": "nowhere", "flush_s": 0.5})
     assert finished.code == 0, finished.output[-3000:]
     assert losses(tmp_path / "runs" / "run") == straight
-    assert not manifest_problems(newest_complete(tmp_path / "runs" / "run" / "checkpoints"))
+    assert not manifest_problems(newest_intact(tmp_path / "runs" / "run" / "checkpoints"))
     assert "WARNING" not in finished.output and (tmp_path / "note").read_text().count("flush") > 6
 
 
@@ -366,7 +366,7 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.messages import RunFolderError
-from toolkit.train import run_dir
+from toolkit.train import run_lock
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg
@@ -378,7 +378,7 @@ for number in range(rounds):
     except RunFolderError as error:
         print("told", error, flush=True)
     sys.stdin.readline()
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
 """
 
 

@@ -14,7 +14,8 @@ import torch
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing
 from toolkit.data.loader import Layout, build_loader, collate
-from toolkit.data.packing import PackingPlan, plan_sequences
+from toolkit.data.packing import plan_sequences
+from toolkit.data.plans import PackingPlan
 from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches

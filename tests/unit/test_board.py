@@ -1,6 +1,7 @@
 """The board's routes: who may ask, what is answered, and that nothing is overwritten."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -280,13 +281,26 @@ def test_a_run_is_started_in_any_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_the_rest_of_an_answer_that_nobody_waits_for_is_no_answer_to_the_next_question(folder: Path) -> None:
     board = Board(Path("runs"), folder)
     lines = [json.dumps(one) + "\n" for one in ({"text": "a"}, {"text": "b"}, {"end": ""}, {"text": "c"}, {"end": ""})]
-    board.chat = cast("Any", SimpleNamespace(stdout=iter(lines)))
-    left = board._answer()
+    board.chat = cast("Any", SimpleNamespace(stdout=iter(lines), stdin=io.StringIO(), poll=lambda: None))
+    left = board.ask({"text": "1"})
     assert next(left) == lines[0]
     left.close()
-    assert list(board._answer()) == lines[3:]
+    assert list(board.ask({"text": "2"})) == lines[3:]
     assert board.pending_answers == 0
-    assert "closed" in next(board._answer())
+    assert "closed" in next(board.ask({"text": "3"}))
+
+
+def test_a_question_that_nobody_waits_for_is_answered_to_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page was left before it read the first line: a question was not sent yet, and loading goes on."""
+    board = Board(Path("runs"), folder)
+    lines = [json.dumps(one) + "\n" for one in ({"end": ""}, {"text": "2"}, {"end": ""})]
+    process = SimpleNamespace(stdout=iter(lines), stdin=io.StringIO(), poll=lambda: None)
+    monkeypatch.setattr("toolkit.extras.board._start_module", lambda *words: process)
+    board.open_chat({"path": "x"})
+    board.ask({"text": "1"})
+    assert process.stdin.getvalue() == "", "a full pipe would hold up the board"
+    assert list(board.ask({"text": "2"})) == lines[1:]
+    assert process.stdin.getvalue() == '"2"\n'
 
 
 def test_no_model_is_loaded_unasked(client: TestClient) -> None:

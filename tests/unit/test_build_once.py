@@ -5,13 +5,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from toolkit.distributed import file_lock as module
-from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.file_lock import built_once
 from toolkit.messages import DataError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -19,6 +19,13 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def is_complete(folder: Path) -> bool:
     return (folder / "whole").is_file()
+
+
+def build_once(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> bool:
+    with built_once(target, is_complete) as building:
+        if building:
+            build(building)
+    return building is not None
 
 
 def quick_build(folder: Path) -> None:

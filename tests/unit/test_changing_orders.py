@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
-from toolkit.data.packing import PackingPlan
+from toolkit.data.plans import PackingPlan
 from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.messages import ConfigError
 from toolkit.tasks.language_batches import changing_order, epoch_rows, epoch_steps, rows_per_step, step_samples

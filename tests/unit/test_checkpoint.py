@@ -47,7 +47,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.parameters import has_finite_states
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, RunFolderError
-from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir
+from toolkit.train import changes, checkpointer, resume, rotation as rotation_module, run_dir, run_lock
 from toolkit.train.checkpointer import Checkpointer, _Pending
 from toolkit.train.rotation import Rotation
 from toolkit.train.saving import Saving
@@ -130,11 +130,11 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     os.utime(tmp_path / "step-2", (2e9, 2e9))  # a clock that jumped
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
     assert not said
     os.truncate(tmp_path / "step-10" / "model.pt", 50)
     (tmp_path / "step-9" / "manifest.json").unlink()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-2"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
         f"WARNING: the checkpoint {tmp_path}/step-10",
         f"WARNING: the checkpoint {tmp_path}/step-9",
@@ -142,7 +142,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
-    assert directory.newest_complete(tmp_path / "nowhere") is None
+    assert directory.newest_intact(tmp_path / "nowhere") is None
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int, times: int = 99) -> None:
@@ -168,10 +168,10 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
     made = checkpoint(tmp_path, 4)
     unreadable(monkeypatch, denied, code)
     with pytest.raises(OSError, match=os.strerror(code)) as raised:
-        directory.newest_complete(tmp_path)
+        directory.newest_intact(tmp_path)
     assert raised.value.filename == str(made / denied)
     with pytest.raises(CheckpointError, match=os.strerror(code)):  # told without a traceback
-        process_group.on_rank0(lambda: directory.newest_complete(tmp_path))
+        process_group.on_rank0(lambda: directory.newest_intact(tmp_path))
     assert made.is_dir() and not said
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_tried_once_more(
     for step in (3, 4):
         checkpoint(tmp_path, step)
     unreadable(monkeypatch, f"step-4/{denied}", errno.EIO, times)
-    assert directory.newest_complete(tmp_path) == tmp_path / found
+    assert directory.newest_intact(tmp_path) == tmp_path / found
     assert (tmp_path / "step-4").is_dir() == (times == 1)
 
 
@@ -240,7 +240,7 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
         "step-2-weights",
         "step-1-weights",
     ]
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
     directory.discard_unfinished(tmp_path)
     directory.empty_trash(tmp_path)
@@ -370,7 +370,7 @@ def test_a_save_never_waits_for_what_is_removed(
     assert saver._rotation.is_busy()
     assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
     assert (tmp_path / "step-1.trash").is_dir()
-    assert directory.newest_complete(tmp_path) == tmp_path / "step-3"
+    assert directory.newest_intact(tmp_path) == tmp_path / "step-3"
 
     again = Rotation(tmp_path, CheckpointConfig(keep=1))
     monkeypatch.setattr(directory.shutil, "rmtree", real)
@@ -1129,7 +1129,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
         checkpoint(run / "checkpoints", step)
@@ -1139,7 +1139,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     run_dir.set_aside_settings(run)  # as the trainer does once it has accepted the config
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
@@ -1152,18 +1152,18 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     assert not said
     checkpoint(run / "checkpoints", 3)  # and a scheduler starts the same command again
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-3"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert said == [
         f"{run} has been started by this command before: it is resumed. To start from {cfg.resume} again, choose "
         "another run.name."
     ]
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=1e-5))  # or edited in its recipe
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert (run / "checkpoints" / "step-3.replaced").is_dir(), "another command means it"
     cfg.resume = "auto"
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
 
 
 def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
@@ -1179,7 +1179,7 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
         try:
             return run_dir.choose_run_dir(cfg)
         finally:
-            run_dir.release_run_dir()
+            run_lock.release_run_dir()
 
     assert begin() == begin() == begin("--master_port=29501") == run_dir.RunSource(run, old)
     mine = checkpoint(run / "checkpoints", 3)
@@ -1197,17 +1197,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert (run / "base").is_dir()
 
 

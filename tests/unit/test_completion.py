@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli import COMMANDS, main, module_of
+from toolkit.cli import COMMANDS, main
 from toolkit.config.dotted_keys import sections, types_of
 from toolkit.config.files import known_recipes
 from toolkit.config.key_texts import field_texts
@@ -125,14 +125,14 @@ def test_what_a_line_may_become(
     (tmp_path / "rows.jsonl").touch()
     (tmp_path / "rows with blanks.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    assert candidates(line, COMMANDS, module_of) == expected
+    assert candidates(line, COMMANDS) == expected
 
 
 def test_each_command_s_arguments_are_known_and_each_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in COMMANDS:
-        candidates(f"toolkit {command} ", COMMANDS, module_of)
+        candidates(f"toolkit {command} ", COMMANDS)
     monkeypatch.chdir(tmp_path)
-    assert candidates("toolkit train recipe=", COMMANDS, module_of) == [f"recipe={name}" for name in known_recipes()]
+    assert candidates("toolkit train recipe=", COMMANDS) == [f"recipe={name}" for name in known_recipes()]
 
 
 def test_keys_of_files_are_known_by_their_names() -> None:

@@ -123,7 +123,7 @@ def test_a_run_does_not_take_another_format_for_damage(number: int, tmp_path: Pa
     manifest = json.loads((OLD / "manifest.json").read_text())
     (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
     with pytest.raises(OtherFormat, match=r"toolkit convert-checkpoint .*step-3 output=DIR"):
-        directory.newest_complete(tmp_path)
+        directory.newest_intact(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 

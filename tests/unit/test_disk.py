@@ -12,7 +12,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, set_permissions, umask
 from toolkit.messages import DataError, RunFolderError
 from toolkit.tasks.language_data import build_encoder
-from toolkit.train.run_dir import choose_run_dir, release_run_dir
+from toolkit.train.run_dir import choose_run_dir
+from toolkit.train.run_lock import release_run_dir
 
 SOMEBODY = 12345
 

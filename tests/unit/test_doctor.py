@@ -237,6 +237,13 @@ def test_the_gpus_of_this_machine_that_deepspeed_takes(
     assert examine._hosts(options) == {"localhost": gpus}
 
 
+def test_a_warning_of_nvidia_smi_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "WARNING: infoROM is corrupted at gpu 0000:01:00.0\n0, GPU-1f, NVIDIA H100, 570.10, 81559, 80000\n"
+    monkeypatch.setattr(facts, "_run", lambda *words: listing if "index" in words[1] else "GPU-1f\n")
+    seen = facts._gpus()
+    assert (seen["driver"], [card["mib"] for card in seen["cards"]]) == ("570.10", [81559])
+
+
 def test_code_is_compared_with_its_tables() -> None:
     files = {*facts._code()["files"]}
     assert {

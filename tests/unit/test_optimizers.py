@@ -20,7 +20,6 @@ from toolkit.config.load import LoadedConfig, load
 from toolkit.config.native_ops import resolve_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
-from toolkit.engine import bf16_adam
 from toolkit.engine.bf16_adam import Bf16Adam, round_stochastically
 from toolkit.engine.build import client_optimizer, parameter_groups
 from toolkit.engine.deepspeed_patches import pass_rate_to_second_optimizers
@@ -261,7 +260,6 @@ def test_small_updates_are_not_lost_in_bf16() -> None:
 
 
 def test_an_update_in_bf16_takes_what_is_planned() -> None:
-    assert bf16_adam.CHUNK == BF16_CHUNK
     weight = torch.nn.Parameter(torch.ones(2 * BF16_CHUNK + 1, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = Bf16Adam([weight], 1e-4, (0.9, 0.95), 1e-8, 0.0, is_decoupled=True)

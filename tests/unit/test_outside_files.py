@@ -126,3 +126,11 @@ def test_a_cache_that_was_removed_is_named(tmp_path: Path) -> None:
         DataError, match=r"Cannot read '.*manifest\.json': No such file or directory\. If the tokenized"
     ):
         store.TokenizedCache(tmp_path / "gone", "train")
+    (tmp_path / "cut").mkdir()
+    manifest = {"fingerprint": "cut", "content": "", "files": [], "dtype": "uint16"}
+    (tmp_path / "cut" / store.MANIFEST).write_text(json.dumps(manifest))
+    for name in (store.IDS, store.OFFSETS):  # removed between its opening and theirs
+        with pytest.raises(DataError, match=f"Cannot read '.*{name}': No such file or directory. If the tokenized"):
+            store.TokenizedCache(tmp_path / "cut", "train")
+        for file in (store.IDS, store.TRAINED):
+            (tmp_path / "cut" / file).touch()

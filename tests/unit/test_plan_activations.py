@@ -11,9 +11,9 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.outline import _LENGTH, _saved, outline, saved_by_layer
+from toolkit.plan.activations import Rows, activation_bytes, layer_activation_bytes
 from toolkit.plan.flops import formula
 from toolkit.plan.lookup import published_models
-from toolkit.plan.memory import Rows, activation_bytes, layer_activation_bytes
 from toolkit.plan.outline import flop_sizes, shapes_of_config, with_tuning
 
 ROWS, LENGTH = 2, 24

@@ -15,7 +15,7 @@ from toolkit.config.load import load, to_dict
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing, TuningConfig, TuningMethod
 from toolkit.data.loader import Layout
-from toolkit.data.packing import PackingPlan
+from toolkit.data.plans import PackingPlan
 from toolkit.export.adapter import check_adapter_exportable
 from toolkit.export.custom import check_custom_exportable
 from toolkit.export.write import check_exportable

@@ -20,7 +20,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data import remote, sources, stream
+from toolkit.data import remote, sources, stream, stream_pieces
 from toolkit.messages import DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -134,8 +134,8 @@ class Handler(BaseHTTPRequestHandler):
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name, value in {"_LEAST_BYTES": 200, "_RANGE_BYTES": 3000, "_TRIES": 4, "_LONGEST_WAIT_S": 0.01}.items():
         monkeypatch.setattr(remote, name, value)
-    monkeypatch.setattr(stream, "_BLOCK_BYTES", 500)
-    for cached in (remote._facts, stream._is_lines_of, stream._with_format, stream._num_rows):
+    monkeypatch.setattr(stream_pieces, "_BLOCK_BYTES", 500)
+    for cached in (remote._facts, stream_pieces._is_lines_of, stream_pieces._with_format, stream_pieces._num_rows):
         cached.cache_clear()
     (tmp_path / "www").mkdir()
     server = Server(tmp_path / "www")
@@ -187,7 +187,7 @@ def test_rows_are_those_of_the_file(mode: str, name: str, server: Server, tmp_pa
         taken(data, 35, 25, places)
     remote._facts.cache_clear()
     with pytest.raises(DataError, match=f"{name} has changed since the checkpoint was saved"):
-        stream.check_same(data.signatures, opened(cfg, f"{server.url}/{name}").signatures)
+        stream_pieces.check_same(data.signatures, opened(cfg, f"{server.url}/{name}").signatures)
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ from toolkit.distributed import presence
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.launch import environment
 from toolkit.messages import CheckpointError, RunFolderError
-from toolkit.train import run_dir, trainer
+from toolkit.train import run_dir, run_lock, trainer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from toolkit.train import run_dir
-run_dir.lock_run_dir(Path(sys.argv[1]))
+from toolkit.train import run_lock
+run_lock.lock_run_dir(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
-print(run_dir.is_lost(now=True), flush=True)
+print(run_lock.is_lost(now=True), flush=True)
 sys.stdin.readline()
 """
 
@@ -38,7 +38,7 @@ sys.stdin.readline()
 def released() -> Iterator[None]:
     """Let go of what a test has locked."""
     yield
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
 
 
 def named(folder: Path) -> RunConfig:
@@ -79,7 +79,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
 @pytest.mark.fault("X1")
 def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the directory's lock; by heartbeats where directories cannot be locked; and the holder puts it back."""
-    monkeypatch.setattr(run_dir, "_HEARTBEAT_WAIT_S", 0.3)
+    monkeypatch.setattr(run_lock, "_HEARTBEAT_WAIT_S", 0.3)
     run = tmp_path / "mine"
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -102,26 +102,26 @@ def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
         assert holder.stdout.readline() == "held\n"
         (run / "run.lock").unlink()
         with pytest.raises(RunFolderError, match=rf"another process works in {run}: \?"):
-            run_dir.lock_run_dir(run)
+            run_lock.lock_run_dir(run)
         beating.start()
         while not (run / "logs" / heartbeat_file(0)).exists():
             time.sleep(0.01)
         with monkeypatch.context() as without:
-            without.setattr(run_dir, "_lock_directory", lambda folder: (True, None))
+            without.setattr(run_lock, "_lock_directory", lambda folder: (True, None))
             with pytest.raises(RunFolderError, match=r'works in .*: \{"pid": 77, "host": "here"\}'):
-                run_dir.lock_run_dir(run)
+                run_lock.lock_run_dir(run)
         holder.stdin.write("\n")
         holder.stdin.flush()
         assert holder.stdout.readline() == "False\n"
         assert json.loads((run / "run.lock").read_text())["pid"] == holder.pid
         with pytest.raises(RunFolderError, match=rf'"pid": {holder.pid}'):
-            run_dir.lock_run_dir(run)
+            run_lock.lock_run_dir(run)
     finally:
         over.set()
         holder.kill()
         holder.communicate(timeout=30)
     beating.join()
-    run_dir.lock_run_dir(run)  # signed by a process that is gone
+    run_lock.lock_run_dir(run)  # signed by a process that is gone
 
 
 def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
@@ -129,28 +129,28 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
         run = tmp_path / name
         run.mkdir()
         (run / "config.yaml").touch()
-        run_dir.lock_run_dir(run)
-        assert not run_dir.is_lost(now=True)
-        run_dir.check_not_lost(run)
+        run_lock.lock_run_dir(run)
+        assert not run_lock.is_lost(now=True)
+        run_lock.check_not_lost(run)
         return run
 
     removed = lock("removed")
     shutil.rmtree(removed)
     with pytest.raises(RunFolderError, match=f"the run directory {removed} was removed, moved or replaced"):
-        run_dir.check_not_lost(removed)
-    run_dir.release_run_dir()
+        run_lock.check_not_lost(removed)
+    run_lock.release_run_dir()
 
     moved = lock("moved")
     moved.rename(tmp_path / "elsewhere")
     moved.mkdir()
     (moved / "run.lock").touch()
-    assert run_dir.is_lost(now=True)
-    run_dir.release_run_dir()
+    assert run_lock.is_lost(now=True)
+    run_lock.release_run_dir()
 
     emptied = lock("emptied")
     for path in emptied.iterdir():
         path.unlink()
-    assert run_dir.is_lost(now=True)
+    assert run_lock.is_lost(now=True)
 
 
 def test_a_stop_file_of_an_earlier_start_is_removed(
@@ -158,11 +158,11 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
 ) -> None:
     cfg = named(tmp_path)
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
     run_dir.choose_run_dir(cfg)
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.
@@ -196,13 +196,13 @@ def test_a_second_start_does_not_look_like_a_thief(tmp_path: Path, monkeypatch: 
     """While it watches whether ranks live, the process that holds the directory can lock a deleted run.lock again."""
 
     def counts(folder: Path) -> str:
-        with open(folder / run_dir.LOCK, "a+") as again:
+        with open(folder / run_lock.LOCK, "a+") as again:
             assert try_lock(again) == (True, True)
         return "rank 0"
 
-    monkeypatch.setattr(run_dir, "_rank_still_alive", counts)
+    monkeypatch.setattr(run_lock, "_rank_still_alive", counts)
     with pytest.raises(RunFolderError, match=r"another process works in .*: rank 0"):
-        run_dir.lock_run_dir(tmp_path)
+        run_lock.lock_run_dir(tmp_path)
 
 
 def save(checkpoints: Path, step: int) -> Path:
@@ -224,7 +224,7 @@ def test_a_lost_run_does_not_start_over_the_second_time(tmp_path: Path) -> None:
     spoil(save(tmp_path / "checkpoints", 4))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
-            run_dir.newest_intact(tmp_path)
+            run_dir.resumable_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("seen_after", [0, 3, None])

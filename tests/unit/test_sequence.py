@@ -6,7 +6,7 @@ import transformers
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
-from toolkit.data.packing import pad_multiple
+from toolkit.data.plans import pad_multiple
 from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
 from toolkit.models.packable import reason_not_to_pack

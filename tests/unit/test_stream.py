@@ -20,7 +20,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import OnBadRow, Packing, PreferenceLoss, RowFormat, RunConfig, SourceConfig
-from toolkit.data import sources, stream
+from toolkit.data import sources, stream, stream_pieces
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ConfigError, DataError
 from toolkit.tasks.stream import check_stream
@@ -55,11 +55,11 @@ SEEKABLE = ("jsonl", "parquet")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_BLOCK_BYTES", 100)
-    monkeypatch.setattr(stream, "_BLOCK_ROWS", 5)
+    monkeypatch.setattr(stream_pieces, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(stream_pieces, "_BLOCK_ROWS", 5)
     monkeypatch.setattr(stream, "_LEAST_PACKED", 3)
-    stream._is_lines_of.cache_clear()
-    stream._with_format.cache_clear()
+    stream_pieces._is_lines_of.cache_clear()
+    stream_pieces._with_format.cache_clear()
 
 
 def opened(cfg: RunConfig) -> stream.Stream:
@@ -279,19 +279,19 @@ def test_files_that_change(tmp_path: Path) -> None:
     paths = [Path(write_rows(tmp_path / f"{name}.jsonl", pairs(200))) for name in "ab"]
     cfg = run_config(tmp_path, f"{tmp_path}/*.jsonl")
     before = json.loads(json.dumps(opened(cfg).signatures))
-    stream.check_same(before, opened(cfg).signatures)
+    stream_pieces.check_same(before, opened(cfg).signatures)
     text = paths[1].read_text()
     paths[1].write_text(text.replace("q7", "Q7"))
     with pytest.raises(DataError, match=r"b.jsonl has changed since"):
-        stream.check_same(before, opened(cfg).signatures)
+        stream_pieces.check_same(before, opened(cfg).signatures)
     paths[1].rename(tmp_path / "c.jsonl")
     with pytest.raises(DataError, match=r"b.jsonl is gone"):
-        stream.check_same(before, opened(cfg).signatures)
+        stream_pieces.check_same(before, opened(cfg).signatures)
     (tmp_path / "c.jsonl").rename(paths[1])
     paths[1].write_text(text)
     (tmp_path / "c.jsonl").write_text(text)
     with pytest.raises(DataError, match="files that the checkpoint's run did not read"):
-        stream.check_same(before, opened(cfg).signatures)
+        stream_pieces.check_same(before, opened(cfg).signatures)
     (tmp_path / "c.jsonl").unlink()
     data = opened(cfg)
     paths[0].write_text(text[: len(text) // 2])

@@ -19,7 +19,7 @@ from toolkit.track import queue as tracking
 from toolkit.track.backends import ANSWERS, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import MetricsLog, hf_name, tracked_name
 from toolkit.track.queue import Trackers
-from toolkit.train.resume import trim_metrics
+from toolkit.train.run_dir import trim_metrics
 
 KEY = "5ecre7" * 7
 PACKAGES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")

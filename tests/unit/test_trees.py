@@ -15,7 +15,8 @@ from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from toolkit.config.load import load
 from toolkit.config.schema import Attention, Packing, SourceConfig, TrainOn
 from toolkit.data.loader import Branch, Layout, collate, collate_planned
-from toolkit.data.packing import PackingPlan, plan_sequences
+from toolkit.data.packing import plan_sequences
+from toolkit.data.plans import PackingPlan
 from toolkit.data.prefixes import shared_prefixes
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches

@@ -12,7 +12,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -58,7 +58,7 @@ def step_of(folder: Path) -> int:
 
 
 def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
-    """Return the complete checkpoints (or weights, by `suffix`), newest step first; not by time, as clocks jump."""
+    """Return the published checkpoints (or weights, by `suffix`), newest step first; not by time, as clocks jump."""
     if not checkpoints.is_dir():
         return []
     names = {path: _NAME.fullmatch(path.name) for path in checkpoints.iterdir()}
@@ -71,14 +71,12 @@ def weights_only(checkpoints: Path) -> list[Path]:
     return published_checkpoints(checkpoints, _WEIGHTS)
 
 
-def newest_complete(checkpoints: Path) -> Path | None:
+def newest_intact(checkpoints: Path) -> Path | None:
     """Return the newest intact checkpoint; every byte is read, and a damaged one is renamed, with a warning.
     OSError if the newest one cannot be read now or by this user, OtherFormat if another version wrote it.
     """
-    for folder in published_checkpoints(checkpoints):
-        wrong = manifest_problems(folder)
-        if not wrong:
-            return folder
+
+    def set_aside(folder: Path, wrong: list[str]) -> None:
         aside = unused_path(folder.with_name(folder.name + ".damaged"))
         try:
             folder.rename(aside)
@@ -90,6 +88,19 @@ def newest_complete(checkpoints: Path) -> Path | None:
             reason=clauses(wrong[:3]),
             aside=aside.name,
         )
+
+    return _first_intact(published_checkpoints(checkpoints), set_aside)
+
+
+def _first_intact(folders: Sequence[Path], on_damaged: Callable[[Path, list[str]], None]) -> Path | None:
+    """Return the first of some checkpoints whose files match its manifest; `on_damaged` gets those before it, and what
+    is wrong with each.
+    """
+    for folder in folders:
+        wrong = manifest_problems(folder)
+        if not wrong:
+            return folder
+        on_damaged(folder, wrong)
     return None
 
 
@@ -447,20 +458,21 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def resolve_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint at a path, or the newest whole one of that run or checkpoints/, None where there is none.
-    Changes nothing; CheckpointError if none is whole.
+    """Return the checkpoint at a path, or the newest intact one of that run or checkpoints/, None where there is none.
+    Changes nothing; CheckpointError if none is intact.
     """
     if (path / "config.json").is_file():
         return None
     is_checkpoint = (path / MANIFEST).is_file()
     candidates = [path] if is_checkpoint else published_checkpoints(path / "checkpoints") or published_checkpoints(path)
-    for folder in candidates:
-        wrong = manifest_problems(folder)
-        if not wrong:
-            if not is_checkpoint:
-                say("Taking {folder}.", folder=folder)
-            return folder
+
+    def report(folder: Path, wrong: list[str]) -> None:
         say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {problem}" for problem in wrong[:3]))
+
+    if intact := _first_intact(candidates, report):
+        if not is_checkpoint:
+            say("Taking {folder}.", folder=intact)
+        return intact
     if candidates:
         raise CheckpointError("{folder} holds no intact checkpoint.", folder=path)
     return None

@@ -7,57 +7,69 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import chain
 
 from toolkit import __version__
 from toolkit.messages import choose_language
 
 GROUPS = {
-    "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
-    "Check before training": ("check", "plan", "show", "prepare", "data-report", "prove"),
-    "Train": ("train", "launch", "sweep", "rounds", "replay"),
-    "Use what was trained": (
-        "chat",
-        "generate",
-        "eval",
-        "serve",
-        "export-model",
-        "export-gguf",
-        "push",
-        "report",
-        "board",
-    ),
-    "Verify, convert, measure": (
-        *("verify", "verify-serving", "export-config", "import-config", "convert-checkpoint", "bench", "completion"),
-    ),
+    "Getting started": {
+        "new": "toolkit.extras.cli.new",
+        "recipes": "toolkit.cli.recipes",
+        "models": "toolkit.extras.cli.models",
+        "doctor": "toolkit.extras.cli.doctor",
+        "hostfile": "toolkit.cli.hostfile",
+    },
+    "Check before training": {
+        "check": "toolkit.cli.check",
+        "plan": "toolkit.cli.plan",
+        "show": "toolkit.cli.show",
+        "prepare": "toolkit.cli.prepare",
+        "data-report": "toolkit.extras.cli.data_report",
+        "prove": "toolkit.extras.cli.prove",
+    },
+    "Train": {
+        "train": "toolkit.cli.train",
+        "launch": "toolkit.cli.launch",
+        "sweep": "toolkit.extras.cli.sweep",
+        "rounds": "toolkit.extras.cli.rounds",
+        "replay": "toolkit.cli.replay",
+    },
+    "Use what was trained": {
+        "chat": "toolkit.cli.chat",
+        "generate": "toolkit.cli.generate",
+        "eval": "toolkit.cli.eval",
+        "serve": "toolkit.cli.serve",
+        "export-model": "toolkit.cli.export_model",
+        "export-gguf": "toolkit.extras.cli.export_gguf",
+        "push": "toolkit.extras.cli.push",
+        "report": "toolkit.cli.report",
+        "board": "toolkit.extras.cli.board",
+    },
+    "Verify, convert, measure": {
+        "verify": "toolkit.cli.verify",
+        "verify-serving": "toolkit.extras.cli.verify_serving",
+        "export-config": "toolkit.extras.cli.export_config",
+        "import-config": "toolkit.extras.cli.import_config",
+        "convert-checkpoint": "toolkit.extras.cli.convert_checkpoint",
+        "bench": "toolkit.extras.cli.bench",
+        "completion": "toolkit.extras.cli.completion",
+    },
 }
-"""Commands by what a user does; the titles are translated."""
-COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
-EXTRAS = (
-    *("sweep", "rounds", "prove", "new", "export-config", "import-config", "convert-checkpoint"),
-    *("verify-serving", "export-gguf", "doctor", "data-report", "models", "board", "bench", "completion", "push"),
-)
-"""Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
+"""Commands by what a user does, under translated titles -> their modules. A module's docstring is the command's help,
+which needs no torch, and its `run(words)` returns the exit code, None for 0.
+"""
+COMMANDS = {command: module for commands in GROUPS.values() for command, module in commands.items()}
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
 # DeepSpeed's own warning that it found no GPU, in the middle of any output; `warn_without_gpu` is this toolkit's.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
 
 
-def module_of(command: str) -> str:
-    """Return the name of a command's module: its docstring is the help, which needs no torch, and it has `run(words)`.
-
-    That returns the exit code, None for 0.
-    """
-    package = "toolkit.extras.cli" if command in EXTRAS else "toolkit.cli"
-    return f"{package}.{command.replace('-', '_')}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line if None is given; return the exit code (docs/commands.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--complete"]:  # a shell asks at each TAB
-        _show("\n".join(import_module("toolkit.extras.completion").candidates(words[1], COMMANDS, module_of)))
+        _show("\n".join(import_module("toolkit.extras.completion").candidates(words[1], COMMANDS)))
         return 0
     _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
@@ -102,7 +114,7 @@ def _dispatch(words: list[str]) -> int:
 
         _show(help_without_command(others, is_help))
         return 0
-    module = import_module(module_of(command))
+    module = import_module(COMMANDS[command])
     if is_help or any(word in ("-h", "--help") for word in rest):
         from toolkit.cli.help import help_of
 

@@ -3,7 +3,7 @@
 import re
 from importlib import import_module
 
-from toolkit.cli import COMMANDS, GROUPS, module_of
+from toolkit.cli import COMMANDS, GROUPS
 from toolkit.messages import (
     ConfigError,
     choose_language,
@@ -25,7 +25,7 @@ _END_OF_BRIEF = re.compile(r"[:;.](?=\s|$)|[：；。]|\n")
 
 def help_of(command: str) -> str:
     """Return a command's help in the user's language."""
-    summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
+    summary, _, rest = (import_module(COMMANDS[command]).__doc__ or "").strip().partition("\n\n")
     rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
     language = tr("language of what is printed; default: the locale's")
     examples = "\n".join(f"  {line}" for line in read_table("cli/examples.yaml")[command])

@@ -36,7 +36,7 @@ def run(words: list[str]) -> None:
 
 
 def _find_directories(path: Path) -> list[Path]:
-    """Return the checkpoints and models to verify, the oldest first."""
+    """Return what to verify: checkpoints, the oldest first, then models."""
     files.check_directory(path)
     is_one = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
     if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():

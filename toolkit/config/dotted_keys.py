@@ -35,6 +35,19 @@ def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
     section[name] = value
 
 
+def merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
+    """Merge values into a section of a tree: dicts are merged, anything else is replaced."""
+    for name in sections:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            merge(tree, value, key)
+        else:
+            tree[key] = value
+
+
 @cache
 def types_of(kind: Any) -> dict[str, Any]:
     """Return the fields of a section and their types."""
@@ -78,8 +91,8 @@ REMOVED: dict[str, tuple[object, Influence]] = {
 instead."""
 
 
-def did_nothing(key: str, value: object) -> bool:
-    """Whether it is a key or section of earlier versions that was off: their runs' configs name all keys."""
+def was_removed_and_off(key: str, value: object) -> bool:
+    """Whether a key or section is one of earlier versions, and was off: their runs' configs name all keys."""
     return all(name in REMOVED and REMOVED[name][0] == inner for name, inner in leaves({key: value}))
 
 

@@ -77,10 +77,6 @@ class YamlDocument:
     """Line of each key and list item, by its path within the file: "zero.stage", "data.sources[0].path"."""
     defaults: list[Any] = field(default_factory=list)
     """What a recipe builds on, taken out of its values."""
-    source: dict[str, Any] = field(default_factory=dict)
-    """What it says of the only source in `data` itself, such as `columns`, taken out of its values."""
-    leaves: list[tuple[str, str]] = field(default_factory=list)
-    """Each key of the schema that it sets, and where."""
 
     def location(self, path: str) -> str:
         """Return "file:line" of a path, or the file alone where the path is not in it."""

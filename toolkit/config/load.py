@@ -1,6 +1,6 @@
 """Composes a RunConfig from layers: files of conf/, recipes, a DeepSpeed JSON, and the command line.
 
-Hydra's defaults list determines the files and their order; no other module uses Hydra. `@hydra.main` is not used: it
+Hydra's defaults list determines the files and their order. `@hydra.main` is not used: it
 would run code that a recipe names under `hydra.callbacks`, and rejects the launcher's --local_rank. Each file is
 checked against the schema, with its line numbers, before anything is merged.
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,22 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import data_forms, dotted_keys, files, objective, schema
+from toolkit.config.command_words import (
+    CommandLine,
+    Groups,
+    choose_recipe,
+    is_choice,
+    parse_word,
+    same_location,
+    zero_stage_choice,
+)
+from toolkit.config.dotted_keys import merge
 from toolkit.config.validate import TreeReader, error_about, field_type, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, shortlist, tr
 from toolkit.secrets import hide_all, learn_from
@@ -38,13 +45,6 @@ JSON, TYPED = 500, 1000
 _CHOSEN_RECIPE = "chosen"
 """Hydra's name for the chosen recipe, whose own name may be invalid in Hydra's grammar, or equal the name of the recipe
 that it builds on."""
-_MULTIPLE_CHOICE = ("track",)
-"""Groups that allow several choices: track=[tensorboard,wandb]."""
-_MAX_SHOWN_CHARS = 200
-"""Characters of an argument that a message quotes."""
-
-Groups = dict[str, dict[str, Path]]
-"""Group -> its choices -> their files."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,41 +109,40 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     if config_dir and not os.path.isdir(config_dir):
         raise ConfigError("--config-dir {folder} is not a directory.", folder=config_dir)
     groups = _groups(config_dir)
-    parsed = [override for word in overrides if (override := all_problems.attempt(_parse, word)) is not None]
-    chosen = all_problems.attempt(_choose_recipe, parsed)
+    parsed = [override for word in overrides if (override := all_problems.attempt(parse_word, word)) is not None]
+    chosen = all_problems.attempt(choose_recipe, parsed)
     if chosen is None:
         all_problems.raise_all()
     assert chosen is not None
-    (name, path), typed = chosen, _CommandLine()
+    (name, path), typed = chosen, CommandLine()
     for override in parsed:
         if override.key_or_group != "recipe":
             all_problems.attempt(typed.take, override, groups, all_problems)
     loaded, tree = LoadedConfig(cfg=schema.RunConfig()), dict[str, Any]()
     try:
-        documents = _read_recipes(path, groups, all_problems)
-        order = _defaults_list(documents, typed.choices, config_dir)
-        for document, package, layer in _layers(order, documents, groups, typed, loaded, all_problems):
-            keys = [key for key, _ in document.leaves]
-            loaded.where |= document.leaves
-            loaded.layers |= dict.fromkeys(keys, layer)
+        recipes = _read_recipes(path, groups, all_problems)
+        order = _defaults_list(recipes, typed.choices, config_dir)
+        loaded.layers = _layers_of_groups(order, recipes, typed.choices)
+        for file, package, layer in _layers(order, recipes, groups, loaded.layers, all_problems):
+            loaded.where |= file.leaves
+            loaded.layers |= dict.fromkeys(file.leaves, layer)
             # Values of conf/ are not chosen by a user.
-            loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
-            _merge(tree, document.values, *filter(None, package.split(".")))
-            all_problems.attempt(data_forms.set_source, tree, document.source, document.location("data"))
+            loaded.explicit = loaded.explicit.union(file.leaves) if layer else loaded.explicit.difference(file.leaves)
+            merge(tree, file.document.values, *filter(None, package.split(".")))
+            all_problems.attempt(data_forms.set_source, tree, file.source, file.document.location("data"))
         loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
         loaded.layers |= dict.fromkeys(typed.keys, TYPED)
         loaded.explicit |= typed.keys
         for key, value in typed.values:
             *parents, last = key.split(".")
-            _merge(tree, {last: value}, *parents)
+            merge(tree, {last: value}, *parents)
         all_problems.attempt(data_forms.set_source, tree, typed.source, tr("command line"))
         if "${" in repr(tree):  # resolves references to other keys, such as ${run.name}
             values = to_plain(schema.RunConfig())
-            _merge(values, tree)
+            merge(values, tree)
             tree = dict(OmegaConf.to_container(OmegaConf.create(values), resolve=True))  # type: ignore[arg-type]
-        loaded.cfg = TreeReader(lambda path: loaded.location(path) or name, all_problems, is_resolved=True).read(
-            tree, schema.RunConfig
-        )
+        reader = TreeReader(lambda path: loaded.location(path) or name, all_problems, is_resolved=True)
+        _, loaded.cfg = reader.read(tree, schema.RunConfig)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         all_problems.raise_all()  # an error in a group's file makes Hydra fail too, with a worse message
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
@@ -207,13 +206,13 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, origin) in values.items():
-        kind, value, locate = field_type(key), to_plain(value), partial(_same_location, origin)
+        kind, value, locate = field_type(key), to_plain(value), partial(same_location, origin)
         if kind is None:
             raise unknown_key(key, locate)
         TreeReader(locate, problems).read(value, kind, key)
         dotted_keys.set_leaf(tree, key, value)
     problems.raise_all()
-    cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
+    _, cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
     problems.raise_all()
     return dataclasses.replace(
         loaded,
@@ -269,196 +268,26 @@ def _groups(config_dir: str) -> Groups:
     return groups
 
 
-def _parse(word: str) -> Override:
-    """Parse an argument in Hydra's grammar; ConfigError unless it sets one key to one value."""
-    depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
-    if max(depths, default=0) > files.DEEPEST_NESTING:
-        limit, shown = files.DEEPEST_NESTING, word[:_MAX_SHOWN_CHARS]
-        raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
-    try:
-        override = OverridesParser.create().parse_override(quote_text(word))
-        if override.package is not None:
-            raise HydraException("no packages")
-    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
-        raise ConfigError(
-            "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
-            word=word[:_MAX_SHOWN_CHARS],
-        ) from error
-    key = override.key_or_group
-    if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError("command line: '{word}': Hydra's own settings cannot be changed here.", word=word)
-    if override.is_delete():
-        raise ConfigError("command line: '{word}': keys cannot be removed; set a value instead.", word=word)
-    if override.is_sweep_override():
-        raise ConfigError(
-            "command line: '{word}' names several values; one run takes one. A list is '{list}]'.",
-            word=word,
-            list=word.replace("=", "=[", 1),
-        )
-    return override
+@dataclass(frozen=True, slots=True)
+class _CheckedFile:
+    """A YAML file without its values that the schema does not allow."""
+
+    document: files.YamlDocument
+    leaves: dict[str, str]
+    """Each key of the schema that it sets -> where."""
+    source: dict[str, Any]
+    """What it says of the only source in `data` itself, such as `columns`, taken out of its values."""
 
 
-def quote_text(word: str) -> str:
-    """Quote texts with other characters than ASCII in an argument, as Hydra's grammar requires."""
-    key, equals, value = word.partition("=")
-    if value.isascii() or re.search(r"""['"\\]""", value):
-        return word
-    text = r"[^\s\[\]{}(),:][^\[\]{}(),:]*"
-    return (
-        key + equals + re.sub(text, lambda match: match[0] if match[0].isascii() else f"'{match[0].rstrip()}'", value)
-    )
-
-
-def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
-    """Return the name and the file of the chosen recipe; ConfigError without one."""
-    recipes = files.known_recipes()
-    chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
-    # The quickstart first: it runs anywhere.
-    names = sorted(recipes, key=lambda name: (name != "quickstart", name))
-    listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
-    if not chosen:
-        raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
-    if len(set(chosen)) > 1:
-        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(chosen)))
-    name = chosen[-1]
-    is_yaml = name.endswith((".yaml", ".yml"))
-    if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
-        raise ConfigError(
-            "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
-            "recipe: recipe=NAME or recipe=PATH.yaml.",
-            path=name,
-        )
-    if is_yaml or os.sep in name:
-        path = Path(name)
-        if not os.path.isfile(path):
-            raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
-        return path.stem, path.resolve()
-    if name.endswith((".json", ".sh")) and os.path.isfile(name):
-        raise ConfigError(
-            "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
-            "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
-            "output=NAME.yaml",
-            path=name,
-        )
-    if name not in recipes:
-        sentence = tr("command line: unknown recipe '{name}'.", name=name)
-        raise ConfigError(joined(sentence, did_you_mean(name, recipes), listing))
-    return name, recipes[name]
-
-
-@dataclass(slots=True)
-class _CommandLine:
-    """Groups and keys that the command line sets."""
-
-    choices: dict[str, Any] = field(default_factory=dict)
-    """Group -> its choice, or a list of choices."""
-    values: list[tuple[str, Any]] = field(default_factory=list)
-    """(key or section, value) in their order."""
-    keys: set[str] = field(default_factory=set)
-    """Keys that are set, those in sections too."""
-    source: dict[str, Any] = field(default_factory=dict)
-    """What is said of the only source, by the name of its key."""
-
-    def take(self, override: Override, groups: Groups, problems: Problems) -> None:
-        """Check one argument, and add what it sets to this object."""
-        key, value, location = override.key_or_group, override.value(), tr("command line")
-        if key == "data" and isinstance(value, dict):
-            data_forms.expand(value, location)
-            inner = [name for name in data_forms.SOURCE_KEYS if name in value]
-            for name in inner:
-                self._takes_source(f"data.{name}", value.pop(name), location, problems)
-            if inner and not value:
-                return
-        # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
-        if key == "data.validation" and (split := data_forms.validation_split(value, location)):
-            self.values += [(f"data.{name}", inner) for name, inner in split.items()]
-            self.keys.update(f"data.{name}" for name in split)
-            return
-        is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
-        if key == "data" and (is_list or (data_forms.is_path(value) and value not in groups["data"])):
-            key = "data.sources"
-        is_source_list = key in ("data.sources", "data.validation")
-        value = data_forms.as_sources(value) if is_source_list else _zero_stage_choice(key, value)
-        if _is_choice(key, str(value) if isinstance(value, (int, float)) else value, groups, location):
-            self.choices[key] = value
-            return
-        typed = str(override.input_line).partition("=")[2].strip()
-        is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
-        if self._takes_source(key, typed if is_text else value, location, problems):
-            return
-        kind, before = field_type(key), problems.count
-        if kind is None or "_target_" in key.split("."):
-            raise unknown_key(key, partial(_same_location, location))
-        if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
-            value = typed  # 1e3, not 1000.0
-        elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
-            value = _as_typed_texts(value, typed)
-        reader = TreeReader(partial(_same_location, location), problems)
-        reader.read(value, kind, key)
-        if problems.count == before:
-            self.values.append((key, value))
-            self.keys.update(reader.leaves)
-
-    def _takes_source(self, key: str, value: Any, location: str, problems: Problems) -> bool:
-        """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
-        parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
-        section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
-        if section != "data" or name not in data_forms.SOURCE_KEYS or len(inner) > (name == "columns"):
-            return False
-        read = data_forms.read_source(
-            {name: {inner[0]: value} if inner else value}, partial(_same_location, location), problems
-        )
-        _merge(self.source, read)
-        self.keys.add("data.sources")
-        if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
-            raise data_forms.two_sources(name, location)
-        return True
-
-
-def _same_location(location: str, path: str) -> str:
-    """Return `location` for any key: with `partial` a `Locator` of an argument."""
-    return location
-
-
-def _as_typed_texts(value: Any, typed: str) -> Any:
-    """Return a parsed list or map with its numbers and booleans as the texts they were in `typed`, such as `[1.10]`."""
-    is_map = isinstance(value, dict)
-    items = [*value.values()] if is_map else value
-    parts = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
-    if len(parts) != len(items):  # a comma within quotes or brackets
-        parts = [schema.as_text(item) for item in items]
-    pairs = zip(items, parts, strict=True)
-    texts = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
-    return dict(zip(value, texts, strict=True)) if is_map else texts
-
-
-def _zero_stage_choice(group: str, value: Any) -> Any:
-    """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
-    return f"stage{value}" if group == "zero" and isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
-    """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
-    names = value if isinstance(value, list) and group in _MULTIPLE_CHOICE else [value]
-    if group not in groups or not all(isinstance(name, str) for name in names):
-        return False
-    for name in names:
-        if name not in groups[group]:
-            from toolkit.config.suggest import unknown_choice  # its tables are read in errors alone
-
-            raise unknown_choice(group, name, groups, location)
-    return True
-
-
-def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, files.YamlDocument]:
+def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, _CheckedFile]:
     """Read the chosen recipe and those it builds on, by name, and skip wrong entries of their defaults lists."""
-    documents: dict[str, files.YamlDocument] = {}
+    checked: dict[str, _CheckedFile] = {}
     recipes = files.known_recipes()
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN_RECIPE, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
-        document = documents[name] = files.read(path, schema.RunConfig)
+        document = files.read(path, schema.RunConfig)
         _reject_foreign(document)
         _expand_short_forms(document, problems)
         defaults = document.values.pop("defaults", [])
@@ -467,7 +296,7 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
             raise ConfigError("{place}: 'defaults' must be a list, such as [quickstart, _self_].", place=location)
         for index, item in enumerate(defaults):
             for key in item if isinstance(item, dict) else ():
-                item[key] = _zero_stage_choice(str(key).rpartition("/")[2], item[key])
+                item[key] = zero_stage_choice(str(key).rpartition("/")[2], item[key])
             location = document.location(f"defaults[{index}]")
             base = problems.attempt(_check_default, item, location, recipes, groups)
             if base is not None:
@@ -483,8 +312,8 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
                 if recipes[base].resolve() in (path.resolve(), *above):
                     raise _wrong_default(item, location)
                 waiting.append((base, recipes[base], (path.resolve(), *above)))
-        _check_document(document, "", problems)
-    return documents
+        checked[name] = _check_document(document, "", problems)
+    return checked
 
 
 def _reject_foreign(document: files.YamlDocument) -> None:
@@ -515,7 +344,7 @@ def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> Non
         problems.attempt(data_forms.expand, data, document.location("data.validation"))
         line = document.lines.get("data.validation", 0)
         document.lines.update({f"data.{name}": line for name in data if name not in written})
-    if _zero_stage_choice("zero", zero) != zero:
+    if zero_stage_choice("zero", zero) != zero:
         document.values["zero"] = {"stage": zero}
 
 
@@ -533,7 +362,7 @@ def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: G
         sentence = tr("{place}: unknown group '{group}'.", place=location, group=group)
         group_names = tr("Known: {choices}.", choices=shortlist(groups, "conf/"))
         raise ConfigError(joined(sentence, did_you_mean(group, groups), group_names))
-    if item != "_self_" and not (is_override and _is_choice(group, value, groups, location)):
+    if item != "_self_" and not (is_override and is_choice(group, value, groups, location)):
         raise _wrong_default(item, location)
     return ""
 
@@ -548,7 +377,7 @@ def _wrong_default(item: Any, location: str) -> ConfigError:
 
 
 def _defaults_list(
-    documents: dict[str, files.YamlDocument], choices: dict[str, Any], config_dir: str
+    recipes: dict[str, _CheckedFile], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
     """Return Hydra's list of the files of a config, in the order of merging."""
     words = [f"recipe={_CHOSEN_RECIPE}"]
@@ -561,7 +390,7 @@ def _defaults_list(
     if config_dir:
         folder = str(Path(config_dir).absolute()).replace("'", "\\'")
         words.append(f"hydra.searchpath=['file://{folder}']")
-    defaults = json.dumps({name: document.defaults for name, document in documents.items()})
+    defaults = json.dumps({name: recipe.document.defaults for name, recipe in recipes.items()})
     # Without the cache for a user's groups, which may change while this process runs (the board).
     compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
     return compose(str(files.conf_folder()), defaults, tuple(words))
@@ -586,49 +415,56 @@ def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequen
         return loader.compute_defaults_list("config", list(words), RunMode.RUN).defaults
 
 
+def _layers_of_groups(
+    order: Sequence[ResultDefault], recipes: dict[str, _CheckedFile], choices: dict[str, Any]
+) -> dict[str, int]:
+    """Return the layer of each group's choice: of the last recipe that chooses one, or the command line's."""
+    layers = dict.fromkeys(choices, TYPED)
+    for number, name in enumerate(_recipe_names(order), start=1):
+        for item in recipes[name].document.defaults:
+            for key in item if isinstance(item, dict) else ():
+                group = str(key).rpartition("/")[2]
+                layers[group] = max(layers.get(group, 0), number)
+    return layers
+
+
+def _recipe_names(order: Sequence[ResultDefault]) -> list[str]:
+    """Return the recipes among Hydra's files, the deepest first."""
+    paths = [default.config_path or "" for default in order]
+    return [path.removeprefix("recipe/") for path in paths if path.startswith("recipe/")]
+
+
 def _layers(
     order: Sequence[ResultDefault],
-    recipes: dict[str, files.YamlDocument],
+    recipes: dict[str, _CheckedFile],
     groups: Groups,
-    typed: _CommandLine,
-    loaded: LoadedConfig,
+    layers: dict[str, int],
     problems: Problems,
-) -> Iterator[tuple[files.YamlDocument, str, int]]:
+) -> Iterator[tuple[_CheckedFile, str, int]]:
     """Yield the YAML files in the order of merging, with their package (the section that they fill) and layer (0:
     defaults; recipes from 1 on, the deepest first). The order is Hydra's, but a group that the command line chose comes
-    after the recipes. `loaded.layers` gets the layer of each group's choice.
+    after the recipes. `layers`: of each group's choice.
     """
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
     ordinary = {f"{key}/{value}" for item in defaults if isinstance(item, dict) for key, value in item.items()}
-    layers = loaded.layers
-    layers |= dict.fromkeys(typed.choices, TYPED)
-    order = sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed.choices)
-    named = [path.removeprefix("recipe/") for item in order if (path := item.config_path or "").startswith("recipe/")]
-    for number, name in enumerate(named, start=1):
-        for item in recipes[name].defaults:
-            for key in item if isinstance(item, dict) else ():
-                group = str(key).rpartition("/")[2]
-                layers[group] = max(layers.get(group, 0), number)
-    for default in order:
-        path = default.config_path or ""
+    names, typed = _recipe_names(order), {group for group, layer in layers.items() if layer == TYPED}
+    for default in sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed):
+        path, package = default.config_path or "", default.package or ""
         group, _, name = path.rpartition("/")
         if group == "recipe":  # a run's config.yaml lists every key, which does not make it a choice
-            yield recipes[name], "", 0 if "recipe" in recipes[name].values else named.index(name) + 1
+            is_run = "recipe" in recipes[name].document.values
+            yield recipes[name], "", 0 if is_run else names.index(name) + 1
         elif group in groups:
-            layer = layers.get(group, 0 if path in ordinary else 1)
-            kind = field_type(default.package) if default.package else schema.RunConfig
-            document = files.read(groups[group][name], kind)
-            _check_document(document, default.package or "", problems)
-            yield document, default.package or "", layer
+            kind = field_type(package) if package else schema.RunConfig
+            file = _check_document(files.read(groups[group][name], kind), package, problems)
+            yield file, package, layers.get(group, 0 if path in ordinary else 1)
         elif path == "config":
-            yield config, "", 0
+            yield _CheckedFile(config, {}, {}), "", 0
 
 
-def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> None:
-    """Check a file against the schema: add errors to `problems`, remove wrong values from `document`, and fill in its
-    `leaves` and `source`.
-    """
+def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> _CheckedFile:
+    """Check a file against the schema: add errors to `problems`, and remove wrong values from `document`."""
 
     def locate(path: str) -> str:
         return document.location(path.removeprefix(f"{package}.") if package else path)
@@ -638,30 +474,17 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
         position = document.location("hydra")
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
-        raise unknown_key(package, partial(_same_location, document.shown))
+        raise unknown_key(package, partial(same_location, document.shown))
+    leaves, source = dict[str, str](), dict[str, Any]()
     data = document.values if package == "data" else {} if package else document.values.get("data")
     if isinstance(data, dict) and (
         of_source := {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
     ):
-        document.source.update(data_forms.read_source(of_source, locate, problems))
-        position_of_source = locate(f"data.{next(iter(of_source))}")
-        document.leaves.append(("data.sources", position_of_source))
+        source = data_forms.read_source(of_source, locate, problems)
+        leaves["data.sources"] = locate(f"data.{next(iter(of_source))}")
         if {"path", "hub"} & of_source.keys() and "sources" in data:
-            problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", position_of_source))
+            problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", leaves["data.sources"]))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
     reader = TreeReader(locate, problems)
     reader.read(document.values, kind, package)
-    document.leaves.extend((path, locate(path)) for path in reader.leaves)
-
-
-def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
-    """Merge values into a section of a tree: dicts are merged, anything else is replaced."""
-    for name in sections:
-        if not isinstance(tree.get(name), dict):
-            tree[name] = {}
-        tree = tree[name]
-    for key, value in values.items():
-        if isinstance(value, dict):
-            _merge(tree, value, key)
-        else:
-            tree[key] = value
+    return _CheckedFile(document, leaves | {path: locate(path) for path in reader.leaves}, source)

@@ -1,6 +1,5 @@
 """Rules about the files and folders that a config names: they must exist, or be writable, before anything is loaded."""
 
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -126,12 +125,6 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
             "{place}.max_samples = {count} must be at least 0, which uses all rows.",
             place=location,
             count=source.max_samples,
-        )
-    if not 0 < source.weight < math.inf:
-        yield tr(
-            "{place}.weight = {weight} must be above 0; remove the source instead.",
-            place=location,
-            weight=source.weight,
         )
 
 

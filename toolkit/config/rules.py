@@ -179,8 +179,8 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Yield an error for weights of sources that have no effect, are out of order, or leave no source to take rows
-    from.
+    """Yield an error for weights of sources that have no effect, are out of order or negative, or leave no source to
+    take rows from.
     """
     for number, source in enumerate(loaded.cfg.data.validation):
         for name in [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]:
@@ -191,6 +191,8 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 name=name,
             )
     sources, key = loaded.cfg.data.sources, "data.sources"
+    wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
+    yield from wrong
     if not any(source.weights for source in sources):
         return
     if len(sources) < 2:
@@ -201,8 +203,6 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "data.curriculum.steps",
             "data.curriculum and weights of a source that change both decide which rows come when: keep one of them.",
         )
-    wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
-    yield from wrong
     times = sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)})
     empty = [str(time) for time in times if not any(source.weight_at(time) for source in sources)]
     if empty and not wrong:
@@ -227,7 +227,14 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
             number=number,
             points=points,
         )
-    if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
+    if not 0 < source.weight < math.inf:
+        yield loaded.error(
+            key,
+            "{place}.weight = {weight} must be above 0; remove the source instead.",
+            place=f"data.sources[{number}]",
+            weight=source.weight,
+        )
+    if any(not 0 <= point.weight < math.inf for point in source.weights):
         yield loaded.error(key, "data.sources[{number}]: a weight must be a number of at least 0.", number=number)
 
 

@@ -12,7 +12,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from toolkit.config import files
-from toolkit.config.load import group_choices, quote_text
+from toolkit.config.command_words import quote_text
+from toolkit.config.load import group_choices
 from toolkit.messages import ConfigError
 
 

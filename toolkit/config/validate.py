@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.dotted_keys import did_nothing, types_of
+from toolkit.config.dotted_keys import types_of, was_removed_and_off
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
 from toolkit.messages import ConfigError, Problems, joined, shortened, shortlist, tr
 
@@ -57,55 +57,61 @@ class TreeReader:
         self.leaves: list[str] = []
         """Dotted keys of the valid values that were read; a list is one value."""
 
-    def read(self, value: Any, kind: Any, path: str = "") -> Any:
-        """Return a value in its type of the schema; a reference to another key stays a text until it is resolved."""
+    def read(self, value: Any, kind: Any, path: str = "") -> tuple[bool, Any]:
+        """Return whether a value is right, and the value in its type of the schema; a reference to another key stays a
+        text until it is resolved.
+        """
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             return self._section(value, kind, path)
-        before = self.problems.count
-        result = self.problems.attempt(self._value, value, kind, path)
-        if self.problems.count == before:
+        is_right, result = self.problems.attempt(self._value, value, kind, path) or (False, None)
+        if is_right:
             is_free_section = typing.get_origin(kind) is dict and isinstance(value, dict)
             self.leaves += [f"{path}.{key}" for key in value] if is_free_section else [path]
-        return result
+        return is_right, result
 
-    def _section(self, value: dict[Any, Any], kind: Any, path: str) -> Any:
-        """Return a section as an instance of its class; report errors, and remove wrong keys from `value`."""
-        types, result = types_of(kind), dict[str, Any]()
+    def _section(self, value: dict[Any, Any], kind: Any, path: str) -> tuple[bool, Any]:
+        """Return whether all of a section is right, and its right keys as an instance of its class. Wrong keys are
+        deleted from `value`, as the caller merges that tree later.
+        """
+        types, result, is_all_right = types_of(kind), dict[str, Any](), True
         for key, inner in list(value.items()):
-            below, before = f"{path}.{key}" if path else str(key), self.problems.count
+            below, is_right, right_value = f"{path}.{key}" if path else str(key), False, None
             if key in types:
-                result[key] = self.read(inner, types[key], below)
-            elif did_nothing(below, inner):
+                is_right, right_value = self.read(inner, types[key], below)
+            elif was_removed_and_off(below, inner):
                 del value[key]
                 continue
             else:
                 self.problems.add_made(_target_error if key == "_target_" else unknown_key, below, self.locate)
-            if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
-                continue  # wrong keys in it have been removed already
-            if self.problems.count > before:
+            is_all_right = is_all_right and is_right
+            if is_right or (isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key))):
+                result[key] = right_value  # of a section, wrong keys have been deleted already
+            else:
                 del value[key]
-                result.pop(key, None)
-        return kind(**result)
+        return is_all_right, kind(**result)
 
-    def _value(self, value: Any, kind: Any, path: str) -> Any:
-        """Return a value that is no section in its type; ConfigError if it has another type."""
+    def _value(self, value: Any, kind: Any, path: str) -> tuple[bool, Any]:
+        """Return whether all of a value that is no section is right, and the value in its type; ConfigError if it has
+        another type.
+        """
         if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.locate):
-            return value
+            return True, value
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
             if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
                 value = [value]
             if not isinstance(value, list):
                 raise _wrong_value(path, value, tr("a list, for example [a, b]"), self.locate)
-            items = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)
-            return [items.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
+            reader = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)
+            items = [reader.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
+            return all(is_right for is_right, _ in items), [item for _, item in items]
         if (origin is dict and not isinstance(value, dict)) or dataclasses.is_dataclass(kind):
             raise _wrong_value(path, value, tr("a section of keys"), self.locate)
         if not self.is_resolved and (origin is dict or kind is Any):
             _check_free_section(value, path, self.locate)
         if origin is dict and inner[1] is not Any:
-            return {name: self._value(item, inner[1], f"{path}.{name}") for name, item in value.items()}
-        return value if origin is dict or kind is Any else _scalar(value, kind, path, self.locate)
+            return True, {name: self._value(item, inner[1], f"{path}.{name}")[1] for name, item in value.items()}
+        return True, value if origin is dict or kind is Any else _scalar(value, kind, path, self.locate)
 
 
 def error_about(sentence: str, *keys: str) -> ConfigError:

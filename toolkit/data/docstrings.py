@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.file_lock import built_once
 from toolkit.messages import DataError
 
 CODE_VERSION = 2
@@ -71,19 +71,18 @@ def pairs_file(cache_dir: Path) -> Path:
     name = f"python-{platform.python_version()}-{build_id}-v{CODE_VERSION}"
     folder = cache_dir / "docstrings" / name
 
-    def build(building: Path) -> None:
-        pairs = list(derive_pairs(library))
-        if not pairs:
-            raise DataError(
-                "'{folder}' holds no Python sources to take docstrings from. Use another Python installation, or "
-                "name files of your own under data.sources.",
-                folder=library,
-            )
-        with open(building / _PAIRS_FILE, "w", encoding="utf-8") as file:
-            for question, answer in pairs:
-                file.write(json.dumps({"prompt": question, "response": answer}, ensure_ascii=False) + "\n")
-
-    build_once(folder, build, lambda built: (built / _PAIRS_FILE).is_file())
+    with built_once(folder, lambda built: (built / _PAIRS_FILE).is_file()) as building:
+        if building is not None:
+            pairs = list(derive_pairs(library))
+            if not pairs:
+                raise DataError(
+                    "'{folder}' holds no Python sources to take docstrings from. Use another Python installation, or "
+                    "name files of your own under data.sources.",
+                    folder=library,
+                )
+            with open(building / _PAIRS_FILE, "w", encoding="utf-8") as file:
+                for question, answer in pairs:
+                    file.write(json.dumps({"prompt": question, "response": answer}, ensure_ascii=False) + "\n")
     return folder / _PAIRS_FILE
 
 

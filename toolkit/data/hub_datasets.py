@@ -13,14 +13,14 @@ def files_of_dataset(source: SourceConfig, streaming: bool) -> list[Path]:
     """Return the files of a dataset on Hugging Face: downloaded ones, or for `streaming` their URLs."""
     with _asking_hub(source):
         if not streaming:
-            return _downloaded(source)
+            return _download(source)
         from toolkit.data import remote
 
         return remote.files_of_hub(source)
 
 
-def _downloaded(source: SourceConfig) -> list[Path]:
-    """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
+def _download(source: SourceConfig) -> list[Path]:
+    """Download a dataset of Hugging Face, none of whose code is executed; return the Arrow files `datasets` makes."""
     import datasets
 
     data = datasets.load_dataset(

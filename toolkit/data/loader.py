@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from toolkit.data import packing, store
+from toolkit.data import plans, store
 from toolkit.sample_types import UNTRAINED, Batch, with_targets
 
 
@@ -39,7 +39,7 @@ def collate(
     rows: Sequence[Sequence[store.Sample | Branch]],
     pad_id: int,
     packed: bool = False,
-    multiple: int = packing.PAD_MULTIPLE,
+    multiple: int = plans.PAD_MULTIPLE,
 ) -> Batch:
     """Return a micro-batch of tensors [B, S], the samples of a row side by side, padded on the right to the longest
     row, rounded up to a multiple of `multiple`. No `rows` give a filler, one untrained sample (attention over nothing
@@ -101,7 +101,7 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
 class PlannedRows:
     """The rows of a plan as a torch data set; travels to worker processes as paths, so they map the files again."""
 
-    def __init__(self, cache: store.TokenizedCache, plan: packing.PackingPlan) -> None:
+    def __init__(self, cache: store.TokenizedCache, plan: plans.PackingPlan) -> None:
         self.cache, self.plan = cache, plan
 
     def __len__(self) -> int:
@@ -117,14 +117,14 @@ class PlannedRows:
 
 def build_loader(
     cache: store.TokenizedCache,
-    plan: packing.PackingPlan,
+    plan: plans.PackingPlan,
     micro_batches: Iterable[list[int]],
     pad_id: int,
     layout: Layout,
     *,
     seed: int,
     num_workers: int = 0,
-    multiple: int = packing.PAD_MULTIPLE,
+    multiple: int = plans.PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
     """Return an iterable over one rank's micro-batches as tensors. `micro_batches`: rows of the plan; `multiple`: row
     lengths are padded to a multiple of it.
@@ -152,7 +152,7 @@ def _ignore_signals(worker: int) -> None:
 
 
 def collate_planned(
-    rows: Sequence[Sequence[store.Sample | Branch]], pad_id: int, layout: Layout, multiple: int = packing.PAD_MULTIPLE
+    rows: Sequence[Sequence[store.Sample | Branch]], pad_id: int, layout: Layout, multiple: int = plans.PAD_MULTIPLE
 ) -> Batch:
     """Return rows of a plan, each a list of samples, as tensors; `layout` says which samples share a batch row."""
     return collate(laid_out(rows, layout), pad_id, packed=layout is not Layout.alone, multiple=multiple)

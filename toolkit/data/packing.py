@@ -1,10 +1,8 @@
-"""Which samples share a sequence: planned once for the whole run, saved next to the cache, mapped by all ranks."""
+"""Plans which samples share a sequence, and how often each is taken: once for a whole run, saved next to the cache."""
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +11,16 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import Packing, SourceConfig
 from toolkit.data import sampler, store
-from toolkit.distributed.file_lock import build_once
+from toolkit.data.plans import PAD_MULTIPLE, PackingPlan, joined_ranges, load_plan
+from toolkit.distributed.file_lock import built_once
 
 CODE_VERSION = 1
 """Part of a plan's name; raise it when plans come out differently."""
-
-PAD_MULTIPLE = 8
-"""Rows are padded to a multiple of this, so that there are few different shapes."""
 
 LEAST_SHARED = 16
 """Tokens; samples that have fewer in common stay apart, so that chance does not decide what is learned together."""
 
 _SLICE = 1 << 20
-
-
-def pad_multiple(parts: int) -> int:
-    """Return the multiple to which sequences are padded so that `parts` ranks get equal pieces of each."""
-    return math.lcm(PAD_MULTIPLE, parts)
-
-
-@dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """Rows, each a list of samples of one split, or without arrays one; with `grouped` a row is a micro-batch."""
-
-    num_rows: int
-    members: NDArray[np.uint32] | None = None
-    """Samples (indices of the split), row after row, [samples of an epoch]."""
-    offsets: NDArray[np.int64] | None = None
-    """Where each row begins in `members`, and the end, [num_rows + 1]; None: each row is one sample."""
-    folder: Path | None = None
-    """Where the arrays are mapped from."""
-    bounds: tuple[int, ...] = ()
-    """Of a plan whose rows hold samples of one source each: the first row of each source, and the end."""
-    shared: NDArray[np.uint32] | None = None
-    """How many of each sample's first tokens are not there again, as they are the first ones of the sample before it in
-    its row, [samples of an epoch]; None: no sample shares any. See `prefixes.shared_prefixes`."""
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> list[int]:
-        """Return the samples of a row, as indices of the split."""
-        if self.members is None:
-            return [int(row)]
-        if self.offsets is None:
-            return [int(self.members[row])]
-        samples: list[int] = self.members[self.offsets[row] : self.offsets[row + 1]].tolist()
-        return samples
-
-    def prefixes(self, row: int) -> list[int]:
-        """Return how many first tokens each sample of a row shares with the one before it; [] if no sample shares."""
-        if self.shared is None or self.offsets is None:
-            return []
-        prefixes: list[int] = self.shared[self.offsets[row] : self.offsets[row + 1]].tolist()
-        return prefixes
-
-    @property
-    def num_shared(self) -> int:
-        """Tokens of an epoch that are not computed again, as a sample before them in the row has the same prefix."""
-        return 0 if self.shared is None else int(self.shared.sum(dtype=np.int64))
-
-    def lengths(self, cache: store.TokenizedCache) -> NDArray[np.int64]:
-        """Return how many tokens each sample adds to its row, without a shared prefix, [samples of an epoch]."""
-        lengths = cache.lengths(self.members)
-        return lengths if self.shared is None else lengths - self.shared
-
-    def attention_pairs(self, cache: store.TokenizedCache, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many pairs of tokens attention computes in each of `rows`, [len(rows)], a causal half not taken
-        off: rows are equally full, and differ by it alone. One of 32,768 tokens may hold a text or a hundred chats.
-        """
-        assert self.members is not None and self.offsets is not None
-        counts = self.offsets[rows + 1] - self.offsets[rows]
-        begins = np.cumsum(counts) - counts  # of each row in the following arrays, [samples of these rows]
-        samples = np.repeat(self.offsets[rows] - begins, counts) + np.arange(counts.sum())
-        pairs = cache.lengths(self.members[samples]) ** 2
-        if self.shared is not None:
-            pairs -= self.shared[samples].astype(np.int64) ** 2
-        return np.add.reduceat(pairs, begins)
-
-    def __reduce__(self) -> Any:
-        if self.folder is None:  # not saved
-            return PackingPlan, (self.num_rows, self.members, self.offsets)
-        return load_plan, (self.folder,)  # the worker process maps the files again, rather than to copy the arrays
 
 
 def plan_sequences(
@@ -126,8 +52,7 @@ def plan_sequences(
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        evaluated = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
-        return PackingPlan(len(cache)) if evaluated is None else _one_unit_per_row(evaluated, relative)
+        return _one_unit_per_row(size * evaluated_samples(cache, most, size), relative)
     key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
@@ -196,8 +121,7 @@ class _Units:
             members, counts = _unit_samples(self.size * numbers, relative), len(relative) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
-            # Indices of the units' samples, unit after unit: begin, begin + 1, … of each.
-            indices = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+            indices = joined_ranges(self.begins[numbers], sizes)
             members, counts = self.samples[indices].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
             np.save(folder / "shared.npy", self.shared[indices].astype(np.uint32))
         np.save(folder / "members.npy", members)
@@ -318,20 +242,8 @@ def saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[in
     into a directory and returns the number of rows and the bounds of the sources.
     """
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-
-    def build_plan(folder: Path) -> None:
-        num_rows, bounds = build(folder)
-        (folder / "plan.json").write_text(json.dumps({"num_rows": num_rows, "bounds": bounds}), encoding="utf-8")
-
-    build_once(target, build_plan, lambda folder: (folder / "plan.json").is_file())
+    with built_once(target, lambda folder: (folder / "plan.json").is_file()) as folder:
+        if folder is not None:
+            num_rows, bounds = build(folder)
+            (folder / "plan.json").write_text(json.dumps({"num_rows": num_rows, "bounds": bounds}), encoding="utf-8")
     return load_plan(target)
-
-
-def load_plan(folder: Path) -> PackingPlan:
-    """Return a saved plan; its arrays are memory-mapped, so that processes of a node share them."""
-    arrays = [
-        np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
-        for path in (folder / "members.npy", folder / "offsets.npy", folder / "shared.npy")
-    ]
-    about = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return PackingPlan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())), arrays[2])

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import RunConfig
 from toolkit.data import store
-from toolkit.data.packing import CODE_VERSION, LEAST_SHARED, PackingPlan, saved_plan
+from toolkit.data.packing import CODE_VERSION, LEAST_SHARED, saved_plan
+from toolkit.data.plans import PackingPlan
 from toolkit.messages import tr
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from toolkit import secrets, terminal
 from toolkit.config import mesh, objective, schema
 from toolkit.data import sampler, sources, store, tokenize
-from toolkit.data.packing import PackingPlan
+from toolkit.data.plans import PackingPlan
 from toolkit.messages import DataError, printable, tr
 
 _BAR = 40

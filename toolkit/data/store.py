@@ -13,6 +13,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -49,8 +50,7 @@ class TokenizedCache:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
-        gone = tr("If the tokenized cache was removed while a run uses it, start the run again, which makes it again.")
-        with reading(folder / MANIFEST, DataError, gone):
+        with _reading(folder / MANIFEST):
             manifest = read_manifest(folder)
         self.fingerprint: str = manifest["fingerprint"]
         """Name of the cache; changes with everything that it is made of, versions of the code included."""
@@ -58,7 +58,7 @@ class TokenizedCache:
         """Changes with the samples alone: their ids, masks, values, files and splits. The order of training follows
         from it, so that data that are tokenized again to the same samples are trained in the same order.
         """
-        self._of_files: list[dict[str, Any]] = manifest["files"]
+        self._file_facts: list[dict[str, Any]] = manifest["files"]
         """Kept, as what is open outlives a cache that is removed, and its manifest does not."""
         self.dtype = np.dtype(manifest["dtype"])
         self._ids, self._trained = _open_file(self, folder / IDS), _open_file(self, folder / TRAINED)
@@ -146,12 +146,12 @@ class TokenizedCache:
         """Return "file:line" of a sample of this split; `paths`: of all files, else as when the cache was made."""
         member = self.members[index]
         number = self.files[member]
-        path = paths[number] if paths else self._of_files[number]["path"]
+        path = paths[number] if paths else self._file_facts[number]["path"]
         return f"{path}:{self.lines[member]}"
 
     def sources(self) -> NDArray[np.int64]:
         """Return the number of each sample's source, [len(self)]; validation sources count on after training's."""
-        of_file = np.array([file["source"] for file in self._of_files], np.int64)
+        of_file = np.array([file["source"] for file in self._file_facts], np.int64)
         return of_file[self.files[self.members]]
 
     def to_dataset(self) -> "datasets.Dataset":
@@ -372,14 +372,22 @@ def _digest(arrays: Iterable[NDArray[Any]]) -> str:
     return digest.hexdigest()[:32]
 
 
+def _reading(path: Path) -> AbstractContextManager[None]:
+    """Turn what fails while a cache is opened into a DataError."""
+    gone = tr("If the tokenized cache was removed while a run uses it, start the run again, which makes it again.")
+    return reading(path, DataError, gone)
+
+
 def _map_array(path: Path) -> NDArray[Any]:
     """Return a .npy file as a memory-mapped array, of the plain array type."""
-    array: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
+    with _reading(path):
+        array: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
     return array
 
 
 def _open_file(owner: object, path: Path) -> int:
     """Open a file for reading and return its descriptor, closed when `owner` is garbage-collected."""
-    descriptor = os.open(path, os.O_RDONLY)
+    with _reading(path):
+        descriptor = os.open(path, os.O_RDONLY)
     weakref.finalize(owner, os.close, descriptor)
     return descriptor

@@ -10,16 +10,15 @@ of the window's sequences are done.
 
 import hashlib
 import json
-import os
 import signal
 from bisect import bisect
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,36 +27,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.objective import data_unit
-from toolkit.config.schema import Packing, RowFormat, RunConfig
-from toolkit.data import packing, readers
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.data import packing
 from toolkit.data.formats import reader_of
-from toolkit.data.readers import BOM, Block, DataFile
-from toolkit.data.remote import RemotePath
+from toolkit.data.readers import Block, DataFile
 from toolkit.data.sampler import Permutation
-from toolkit.data.tables import parquet_file, table_rows
+from toolkit.data.stream_pieces import GOLDEN, WORD, Piece, pieces_of, signatures_of, size_of
 from toolkit.data.tokenize import TOLERATED_BAD_ROWS, PrepareReport, check_part
 from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowCounts
-from toolkit.messages import DataError, current_language, reading, say, set_language, tr, warn
+from toolkit.messages import DataError, current_language, say, tr, warn
 from toolkit.sample_types import ChatEncoder
 
-_BLOCK_BYTES, _BLOCK_ROWS = 1 << 16, 256
-"""Size of a block: of JSONL, and of a Parquet file."""
 _LEAST_PACKED = 16
 """Packed sequences that a window fills at least: of these the last is padded."""
-_LARGEST_LINE_BYTES = 1 << 28
-_ENDS_BYTES = 1 << 16
-"""Bytes at the beginning and at the end of a file by which it is recognised."""
-_GOLDEN, _WORD = 0x9E3779B97F4A7C15, 1 << 64
-"""Multiples of the golden ratio, modulo 1, divide any stretch of numbers into shares that are off by one at most."""
 _NAMED_BAD_ROWS = 5
 _SAMPLED_PARTS, _SAMPLED_TABLE_PARTS = 32, 8
 """Equal parts of a source whose first blocks are tokenized to estimate what a pass over it holds; of Parquet files,
 where a block is found by decoding the rows before it in its row group.
 """
-_SAMPLED_FILES, _SAMPLED_BYTES = 4, 1 << 20
-"""Files of a source that are not seekable which are read for it, and how much of each."""
+_SAMPLED_FILES = 4
+"""Files of a source that are not seekable which are read for it."""
 
 
 Places = list[list[int]]
@@ -69,7 +59,7 @@ class StreamSample(NamedTuple):
 
     ids: NDArray[Any]
     trained: NDArray[np.bool_]
-    piece: "Piece"
+    piece: Piece
     line: int
     """Of the file, or of the piece of a JSONL file that begins in its middle (`Piece.lines_before`)."""
 
@@ -90,227 +80,11 @@ class Start(NamedTuple):
     """Lines of the piece before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a file that a lane reads, from `begin` to `end` of its `size` bytes: lines that begin there, a like
-    share of the rows of a Parquet file, or of the blocks of a file that can only be read from its beginning.
-    """
-
-    file: DataFile
-    begin: int
-    end: int
-    size: int
-
-    @property
-    def lines_before(self) -> int:
-        """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0, and of a
-        URL, of which `named_file` says where the piece begins.
-        """
-        is_counted = self.begin and self.is_lines and not isinstance(self.file.path, RemotePath)
-        return _count_lines(self.file.path, self.size, self.begin) if is_counted else 0
-
-    @property
-    def named_file(self) -> DataFile:
-        """Return the file as messages name it: with the byte from which on its lines are counted, if that is not 0."""
-        is_part = self.begin and self.is_lines and isinstance(self.file.path, RemotePath)
-        return replace(self.file, path=RemotePath(f"{self.file.path}@{self.begin}")) if is_part else self.file
-
-    @property
-    def is_lines(self) -> bool:
-        """Whether the file is plain JSONL, which can be read from any line on."""
-        return _is_lines_of(self.file.path, self.size, tuple(self.file.columns.values()))
-
-    @property
-    def is_seekable(self) -> bool:
-        """Whether the piece can be read without what stands before it in the file."""
-        return self.is_lines or self.file.path.suffix.lower() == ".parquet"
-
-    def sampled_blocks(self) -> Iterator[tuple[Block, float]]:
-        """Yield blocks from the beginning, each with the bytes of the file that it takes: one if the piece is seekable;
-        else, as compressed bytes are read in large steps, about a MiB of the file.
-        """
-        before = 0
-        for block, *_ in self.blocks(0, 0):
-            if self.is_lines:
-                yield block, len(block.content)
-            elif self.is_seekable:
-                yield block, block.position * len(block.content) / (block.first - 1 + len(block.content))
-            else:
-                yield block, block.position - before
-                before = block.position
-            if self.is_seekable or before > _SAMPLED_BYTES:
-                return
-
-    def share_before(self, offset: int) -> float:
-        """Return which part of the piece is before an offset, from 0 to 1; 0 where that is not known."""
-        if not offset or not self.is_seekable:
-            return 0.0
-        at = offset if self.is_lines else offset * self.size / _num_rows(self.file.path, self.size)
-        return min(1.0, max(0.0, (at - self.begin) / (self.end - self.begin)))
-
-    @property
-    def file_with_format(self) -> DataFile:
-        """Return the file with the format that its first row shows, as the tokenized cache reads it."""
-        file = self.file
-        return _with_format(file.path, self.size, file.source, tuple(sorted(file.columns.items())), file.row_format)
-
-    def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
-        """Yield the blocks from a place on, each with the place where the next begins; DataError if the file's size is
-        not what it was when the stream was opened.
-        """
-        if size_of(self.file) != self.size:
-            raise DataError(
-                "{path} was changed while the run was reading it. Restore it, then resume the run.", path=self.file.path
-            )
-        if self.is_lines:
-            yield from self._line_blocks(offset, line)
-        elif self.file.path.suffix.lower() == ".parquet":
-            with reading(self.file.path, DataError):
-                yield from self._row_blocks(offset)
-        else:
-            for index, block in enumerate(readers.blocks(self.file.path, _BLOCK_BYTES, self.file.columns.values())):
-                share = (index * _GOLDEN + _GOLDEN) % _WORD * self.size >> 64
-                if index >= offset and self.begin <= share < self.end:
-                    yield block, index + 1, 0
-
-    def _line_blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
-        with readers.open_data_file(self.file.path) as (_, raw):
-            end = _line_start(raw, self.end)
-            offset = max(offset, _line_start(raw, self.begin))
-            raw.seek(offset)
-            while offset < end:
-                content = raw.read(min(_BLOCK_BYTES, end - offset))
-                if offset + len(content) < end:
-                    content += raw.readline(_LARGEST_LINE_BYTES)
-                first, line = line + 1, line + content.count(b"\n")
-                text = content if offset else content.removeprefix(BOM)
-                offset += len(content)
-                if text.strip():
-                    yield Block(first, text, offset), offset, line
-
-    def _row_blocks(self, offset: int) -> Iterator[tuple[Block, int, int]]:
-        total = _num_rows(self.file.path, self.size)
-        end = total * self.end // self.size
-        offset = max(offset, total * self.begin // self.size)
-        held: list[Any] = []
-        if offset >= end:
-            return
-        names = {*readers.FIELDS, *self.file.columns.values()}
-        for rows, _ in table_rows(self.file.path, names, offset, _BLOCK_ROWS):
-            for row in rows:
-                held.append(row)
-                number = offset + len(held)
-                if number % _BLOCK_ROWS == 0 or number == end:
-                    yield Block(offset + 1, list(enumerate(held)), self.size * number // total), number, 0
-                    offset, held = number, []
-                if number == end:
-                    return
-
-
-def _line_start(raw: Any, at: int) -> int:
-    """Return where the first line begins that begins at a byte of a file or after it."""
-    if not at:
-        return 0
-    raw.seek(at - 1)
-    while (line := raw.readline(_BLOCK_BYTES)) and not line.endswith(b"\n"):
-        pass
-    return int(raw.tell())
-
-
-@lru_cache(1 << 16)
-def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
-    name = readers.uncompressed_name(path.name)
-    if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
-        return False
-    with readers.open_data_file(path) as (file, raw):
-        return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
-
-
-@lru_cache(1 << 16)
-def _num_rows(path: Path, size: int) -> int:
-    """Return the rows of a Parquet file."""
-    with reading(path, DataError), parquet_file(path) as file:
-        return int(file.metadata.num_rows)
-
-
-@lru_cache(1 << 10)
-def _count_lines(path: Path, size: int, end: int) -> int:
-    """Return the lines that begin before a byte of a file."""
-    count = 1
-    with reading(path, DataError), path.open("rb") as file:
-        while end > 0 and (content := file.read(min(1 << 20, end))):
-            count += content.count(b"\n")
-            end -= len(content)
-    return count if not content.endswith(b"\n") else count - 1
-
-
-def size_of(file: DataFile) -> int:
-    """Return the bytes of a file; DataError if it is gone."""
-    with reading(file.path, DataError):
-        return file.path.stat().st_size
-
-
-def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes: int) -> list[Piece]:
-    """Return what a lane reads of the files of a source, in their order: as many bytes as each other lane. `sizes`: of
-    the files.
-    """
-    ends = [*accumulate(sizes, initial=0)]
-    first, last = ends[-1] * lane // lanes, ends[-1] * (lane + 1) // lanes
-    pieces = []
-    for file, begin, end in zip(files, ends, ends[1:], strict=False):
-        if first < end and begin < last:
-            pieces.append(Piece(file, max(first, begin) - begin, min(last, end) - begin, end - begin))
-    return pieces
-
-
-def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
-    """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same; of
-    one behind a URL what its server calls this version.
-    """
-    signatures = []
-    for file in files:
-        if tag := getattr(file.path, "tag", ""):
-            signatures.append([str(file.path), size_of(file), tag])
-            continue
-        with reading(file.path, DataError), file.path.open("rb") as content:
-            size = content.seek(0, os.SEEK_END)
-            content.seek(0)
-            digest = hashlib.sha256(content.read(_ENDS_BYTES))
-            content.seek(max(0, size - _ENDS_BYTES))
-            digest.update(content.read(_ENDS_BYTES))
-        signatures.append([file.path.name, size, digest.hexdigest()[:16]])
-    return signatures
-
-
-@lru_cache(1 << 16)
-def _with_format(
-    path: Path, size: int, source: int, columns: tuple[tuple[str, str], ...], row_format: RowFormat
-) -> DataFile:
-    file = DataFile(path, source, row_format, dict(columns))
-    for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
-        if with_known_format := readers.with_format(file, block):
-            return with_known_format
-    return file
-
-
-_maker: PartBuilder | None = None
-"""What tokenizes in a worker process."""
-
-
-def _serve(maker: PartBuilder, language: str) -> None:
+def _serve(function: Callable[..., Part], language: str) -> None:
     """Prepare a worker process; it outlives a SIGTERM of the run, which still needs batches for its last step."""
-    global _maker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_language(language)
-    _maker = maker
-
-
-def _encode_there(file: DataFile, block: Block) -> Part:
-    """Tokenize a block in a worker process."""
-    assert _maker is not None
-    return encode(_maker, file, block)
+    children.keep_function(function, language)
 
 
 def encode(maker: PartBuilder, file: DataFile, block: Block) -> Part:
@@ -445,14 +219,15 @@ class Stream:
         if len(self.sources) == 1:
             return 0
         offset = int.from_bytes(hashlib.sha256(f"{self.seed} lane {lane}".encode()).digest()[:8], "big")
-        value = (number * _GOLDEN + offset) % _WORD / _WORD
+        value = (number * GOLDEN + offset) % WORD / WORD
         return bisect([*accumulate(self.shares)][:-1], value)
 
     @contextmanager
     def executor(self) -> Iterator[Executor]:
         """Yield what tokenizes ahead: a thread, or `data.num_workers` processes."""
         count = self.data.num_workers
-        pool = children.workers(count, _serve, self.maker, current_language()) if count else ThreadPoolExecutor(1)
+        tokenize = partial(encode, self.maker)
+        pool = children.workers(count, _serve, tokenize, current_language()) if count else ThreadPoolExecutor(1)
         try:
             yield pool
         finally:
@@ -626,7 +401,7 @@ class LaneReader:
         """Read a block and have it tokenized."""
         start, piece, block = next(self._blocks)
         file = piece.file_with_format
-        function = _encode_there if self.stream.data.num_workers else partial(encode, self.stream.maker)
+        function = children.call_function if self.stream.data.num_workers else partial(encode, self.stream.maker)
         self._ahead.append(_Ahead(start, piece, block, self.executor.submit(function, file, block)))
 
     def _read(self, start: Start) -> Iterator[tuple[Start, Piece, Block]]:
@@ -655,25 +430,3 @@ class LaneReader:
             source=self.source,
             files=names or tr("none"),
         )
-
-
-def check_same(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> None:
-    """Raise a DataError for the first file of a checkpoint's stream that is gone or changed. See `signatures_of`."""
-    if before == now:
-        return
-    names = [name for name, *_ in now]
-    for file in before:
-        if file not in now:
-            sentence = (
-                tr("{file} has changed since the checkpoint was saved", file=file[0])
-                if file[0] in names
-                else tr("{file} is gone, which the checkpoint's run was reading", file=file[0])
-            )
-            break
-    else:
-        sentence = tr("there are files that the checkpoint's run did not read, or they are in another order")
-    raise DataError(
-        "the position in the stream cannot be resumed: {reason}. Put the files back as they were, or train the new "
-        "ones from their beginning: checkpoint.allow_changes=[data].",
-        reason=sentence,
-    )

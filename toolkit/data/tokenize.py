@@ -22,7 +22,7 @@ from toolkit.data import readers, store, tokenize_workers as workers
 from toolkit.data.readers import DataFile
 from toolkit.data.sources import check_distinct, content_hash, locate_all, row_limits
 from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowPosition, make_parts, read_part
-from toolkit.distributed.file_lock import build_once, explain_lock_error
+from toolkit.distributed.file_lock import built_once, explain_lock_error
 from toolkit.launch.ancestors import age_s
 from toolkit.messages import ConfigError, DataError, clauses, joined, say, tr, warn
 from toolkit.sample_types import ChatEncoder
@@ -250,15 +250,14 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     folder = stores / fingerprint
     builder = _CacheBuilder(cfg, encoder, files)
-
-    def build(building: Path) -> None:
-        if changes := cache_changes(stores, inputs):
-            say(changes)
-        builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
-        if _cache_inputs(cfg, encoder, files)["files"] != inputs["files"]:
-            raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
-
-    built = build_once(folder, build, store.is_complete, lambda: builder.pace.line)
+    with built_once(folder, store.is_complete, lambda: builder.pace.line) as building:
+        if building is not None:
+            if changes := cache_changes(stores, inputs):
+                say(changes)
+            builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
+            if _cache_inputs(cfg, encoder, files)["files"] != inputs["files"]:
+                raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
+    built = building is not None
     if built:
         builder.remove_parts()
     manifest = store.read_manifest(folder)

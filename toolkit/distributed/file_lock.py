@@ -31,36 +31,40 @@ _CLAIM_S = 0.25
 """Time in which another machine that signs at the same moment is noticed; the later signature counts."""
 
 
-def build_once(
-    target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool], status: Callable[[], str] = str
-) -> bool:
-    """Make `target` unless it is complete or another process is making it; return whether this process has.
-    `build` fills an empty temporary directory, which is flushed and renamed: `target` is whole or absent.
-    `is_complete`: whether an existing one is used, else replaced; `status`: progress for those who wait.
+@contextmanager
+def built_once(
+    target: Path, is_complete: Callable[[Path], bool], status: Callable[[], str] = str
+) -> Iterator[Path | None]:
+    """Give an empty temporary directory for the body to fill, which is then flushed and renamed: `target` is whole or
+    absent. None if `target` is complete, perhaps once another process has made it. `is_complete`: whether an existing
+    one is used, else replaced; `status`: progress for those who wait.
     """
     if is_complete(target):
-        return False
+        yield None
+        return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(target.name + ".lock"), status):
             if is_complete(target):
-                return False
+                yield None
+                return
             # Only the holder of the lock may remove what killed builders left, and an unusable target.
             for leftover in target.parent.glob(target.name + ".tmp-*"):
                 shutil.rmtree(leftover)
             if target.exists():
                 shutil.rmtree(target)
-            _build_and_rename(target, build, is_complete)
-            return True
+            with _renamed_to(target, is_complete) as building:
+                yield building
     except OSError as error:
         raise explain_lock_error(error, target.parent) from error
 
 
-def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
-    """Let `build` fill a temporary directory, flush it, and rename it to `target`, which is never seen incomplete."""
+@contextmanager
+def _renamed_to(target: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path]:
+    """Give a temporary directory, which is flushed and renamed to `target` unless the body fails."""
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
-        build(building)
+        yield building
         for path in [*(file for file in building.rglob("*") if not file.is_symlink()), building]:
             set_permissions(path)  # mkdtemp's folder is private; other users of a shared cache must be able to read it
             flush(path)

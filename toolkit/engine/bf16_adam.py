@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-CHUNK = 2**22
-"""Elements that are computed in float32 at once."""
+from toolkit.plan.memory import BF16_CHUNK
 
 
 class Bf16Adam(torch.optim.Optimizer):
@@ -45,7 +44,7 @@ class Bf16Adam(torch.optim.Optimizer):
                 seed = zlib.crc32(f"{step} {self._last[1]} {rank}".encode())
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                split = (tensor.view(-1).split(CHUNK) for tensor in tensors)
+                split = (tensor.view(-1).split(BF16_CHUNK) for tensor in tensors)
                 for weights, gradients, means, squares in zip(*split, strict=True):
                     self._update(weights, gradients, means, squares, group, step, generator)
 

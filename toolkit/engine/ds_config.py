@@ -323,11 +323,11 @@ def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
 def _write_zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
     """Write ZeRO's section, without the keys that DeepSpeed does not read at this stage or with these devices."""
     zero = cfg.zero
+    ds.put("zero_optimization.stage", zero.stage, "zero.stage")
     if zero.stage == 0:
-        ds.put("zero_optimization.stage", zero.stage, "zero.stage")
         return
     only_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
-    _copy_section(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in only_stage3))
+    _copy_section(ds, cfg, "zero_optimization", "stage", *(key.removeprefix("zero.") for key in only_stage3))
     if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
         ds.put("zero_optimization.reduce_scatter", False, tr("= false: Muon needs whole gradients"))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
@@ -390,12 +390,15 @@ SCHEDULERS = {
 }
 
 
+def ratio_of_steps(ratio: float, total_steps: int) -> int:
+    """Return a ratio of some steps, rounded up. 0.07 x 100, 7.000000000000001 in floating point, is 7 steps, not 8."""
+    return math.ceil(round(ratio * total_steps, 6))
+
+
 def warmup_steps(cfg: schema.RunConfig, total_steps: int) -> int:
     """Return the optimizer steps of the warm-up: `warmup_steps`, or `warmup_ratio` of `total_steps`, rounded up."""
-    if cfg.schedule.warmup_ratio:
-        # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
-        return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
-    return cfg.schedule.warmup_steps
+    ratio = cfg.schedule.warmup_ratio
+    return ratio_of_steps(ratio, total_steps) if ratio else cfg.schedule.warmup_steps
 
 
 def warmup_start_ratio(schedule: schema.ScheduleConfig, steps: int) -> float:

@@ -468,8 +468,8 @@ def _import_bf16_states(ds: DsImport) -> None:
     elif has_weights != has_states:  # as DeepSpeed asks for (0.19.8, base_optimizer.py, _configure_master_weights)
         raise ds.error(
             weights if has_weights else states,
-            "bf16_master_weights_and_grads and bf16_optimizer_states need each other without an offloaded optimizer. "
-            "Set both to true, or leave both out.",
+            "bf16_master_weights_and_grads and bf16_optimizer_states need each other. Set both to true, or leave both "
+            "out.",
         )
     else:
         ds.assign("precision.optimizer_states", "bf16", states)
@@ -551,7 +551,7 @@ def _import_scheduler(ds: DsImport) -> None:
     steps, steps_key = _scheduler_parameter(ds, "warmup_num_steps")
     total = ds.values.get(total_key) or ds.current("train.max_steps")
     ratio = ds.current("schedule.warmup_ratio")
-    is_ratio = isinstance(total, int) and total > 0 and math.ceil(round(ratio * total, 6)) == steps
+    is_ratio = isinstance(total, int) and total > 0 and ds_config.ratio_of_steps(ratio, total) == steps
     if steps is not None and not is_ratio:  # the recipe's ratio may give the same steps
         ds.assign("schedule.warmup_steps", steps, steps_key)
         ds.assign("schedule.warmup_ratio", 0.0, steps_key)

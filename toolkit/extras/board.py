@@ -273,23 +273,32 @@ class Board:
         """Start a process that loads the model in `path`; return an iterator of its first answer's lines."""
         self.close(body)
         self.chat = _start_module("toolkit.jobs.chat", str(body.get("path", "")), messages.current_language())
+        self.pending_answers = 1
         return self._answer()
 
     def ask(self, body: Body) -> Iterator[str]:
-        """Send `text` to the loaded model; return an iterator of its answer's lines. ConfigError if none is loaded."""
+        """Return an iterator that sends `text` to the loaded model, as it may have to wait for that, and yields the
+        answer's lines. ConfigError if no model is loaded.
+        """
         if self.chat is None or self.chat.poll() is not None:
             raise messages.ConfigError(tr("no model is loaded."))
-        assert self.chat.stdin is not None
-        self.chat.stdin.write(json.dumps(str(body.get("text", ""))) + "\n")
-        self.chat.stdin.flush()
-        return self._answer()
+        question = self.chat.stdin
+
+        def lines() -> Iterator[str]:
+            assert question is not None
+            with suppress(OSError, ValueError):  # the process has ended, which `_answer` says, or was closed
+                self.pending_answers += 1
+                question.write(json.dumps(str(body.get("text", ""))) + "\n")
+                question.flush()
+            yield from self._answer()
+
+        return lines()
 
     def _answer(self) -> Iterator[str]:
         """Yield the lines of the model's answer to the last question; those of earlier answers
         still due are dropped.
         """
         assert self.chat is not None and self.chat.stdout is not None
-        self.pending_answers += 1
         for line in self.chat.stdout:
             is_awaited = (
                 self.pending_answers == 1

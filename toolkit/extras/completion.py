@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ PATH_KEYS = re.compile(
 """What has the name of a file or directory as its value."""
 
 
-def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], str]) -> list[str]:
-    """Return the words that the last word of a command line may become; `line` ends at the cursor. `module_of`: name of
-    a command -> its module, whose docstring holds its usage.
+def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
+    """Return the words that the last word of a command line may become; `line` ends at the cursor. `commands`: name ->
+    module, whose docstring holds the command's usage.
     """
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
     typed = "" if not words or line[-1].isspace() else words.pop()
@@ -28,7 +28,7 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
     elif words[1:] == ["help"]:
         choices = commands
     elif words[1] in commands:
-        file = files.PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
+        file = files.PACKAGE.parent / Path(*commands[words[1]].split(".")).with_suffix(".py")
         choices = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
     else:
         choices = ()

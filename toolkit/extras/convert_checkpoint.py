@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -28,7 +28,9 @@ from toolkit.messages import CheckpointError, ConfigError, clauses
 
 # All classes that these files name besides tensors and plain values (measured); only their fields are set.
 _SAFE = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_(?P<kind>model|optim)_states\.pt"
+)
 _Files = Mapping[tuple[str, int, int], Path]
 """(kind: model or optim, tensor-parallel part or pipeline stage, data-parallel rank) -> file."""
 _STATES = {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
@@ -106,7 +108,7 @@ def _state_files(folder: Path) -> _Files:
     files = {}
     for path in folder.iterdir():
         if match := _FILE.fullmatch(path.name):
-            files[match[3], int(match[2]), int(match[1] or 0)] = path
+            files[match["kind"], int(match["part"]), int(match["rank"] or 0)] = path
         elif re.search(r"expert_|expp_rank|offloaded_tensors", path.name):
             raise _unsupported_error(folder, path.name)
     return files
@@ -138,8 +140,19 @@ def _engine_counts(source: Path) -> dict[str, Any]:
     }
 
 
-_Slice = tuple[str, tuple[int, ...], int, dict[str, torch.Tensor], dict[str, float]]
-"""(parameter, its shape, position in it flattened, values by state, states that are one number)."""
+class _Slice(NamedTuple):
+    """What a rank saved of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    position: int
+    """Of the first value, in the flattened parameter."""
+    values: dict[str, torch.Tensor]
+    """State -> its values, weights among them."""
+    numbers: dict[str, float]
+    """States that are one number."""
+
+
 _FlatGroup = tuple[torch.Tensor, dict[str, Any], dict[str, torch.Size]]
 """(flat tensor of fp32 weights, its optimizer states, name -> shape of the parameters in it, in order)."""
 
@@ -200,22 +213,35 @@ def _saved_slices(files: _Files, part: int, saved: dict[str, Any], prefix: str) 
     for rank in range(ranks):
         optimizer = _optimizer_state(files, saved, part, rank)
         groups = list(_flat_groups(optimizer, saved))
-        if (
-            not sizes
-        ):  # of each group's partitions: that of the first rank, which is full; 0 under ZeRO-3, see `_pieces`
-            sizes = [0 if "fp32_flat_groups" in optimizer else len(flat) for flat, _, _ in groups]
-        padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
-        for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
-            values, numbers = _weights_and_states(flat, state, size)
-            for name, position, offset, length in _rank_slices(group, paddings, rank, ranks, size, len(flat)):
-                pieces = {key: value.narrow(0, offset, length) for key, value in values.items()}
-                yield name, tuple(group[name]), position, pieces, numbers
+        sizes = sizes or [len(flat) for flat, _, _ in groups]  # the first rank's partitions are full
+        yield from _trained_slices(optimizer, groups, sizes, rank, ranks)
         if ("model", part, rank) in files:  # each rank has one under ZeRO-3
-            frozen = _without_prefixes(_load_file(files["model", part, rank]), prefix)
-            for name, value in frozen["frozen_param_fragments"].items():
-                shape, position = frozen["frozen_param_shapes"][name], rank * value.numel()
-                length = max(0, min(value.numel(), shape.numel() - position))
-                yield name, tuple(shape), position, {fragments.WEIGHT: value.reshape(-1)[:length]}, {}
+            yield from _frozen_slices(_without_prefixes(_load_file(files["model", part, rank]), prefix), rank)
+
+
+def _trained_slices(
+    optimizer: dict[str, Any], groups: Sequence[_FlatGroup], sizes: Sequence[int], rank: int, ranks: int
+) -> Iterator[_Slice]:
+    """Yield what a rank's optimizer state holds of each parameter. `sizes`: of a full partition of each group."""
+    is_stage3 = "fp32_flat_groups" in optimizer
+    padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
+    for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
+        values, numbers = _weights_and_states(flat, state, size)
+        if is_stage3:
+            stretches = _stretches_in_stage3(group, paddings, rank, ranks, len(flat))
+        else:
+            stretches = _stretches_below_stage3(group, paddings, rank * size, size)
+        for name, position, offset, length in stretches:
+            pieces = {key: value.narrow(0, offset, length) for key, value in values.items()}
+            yield _Slice(name, tuple(group[name]), position, pieces, numbers)
+
+
+def _frozen_slices(saved: dict[str, Any], rank: int) -> Iterator[_Slice]:
+    """Yield a rank's equal parts of frozen parameters, from its model's file; the last parts are padded."""
+    for name, value in saved["frozen_param_fragments"].items():
+        shape, position = saved["frozen_param_shapes"][name], rank * value.numel()
+        length = max(0, min(value.numel(), shape.numel() - position))
+        yield _Slice(name, tuple(shape), position, {fragments.WEIGHT: value.reshape(-1)[:length]}, {})
 
 
 def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_FlatGroup]:
@@ -282,23 +308,40 @@ def _weights_and_states(
     return values, numbers
 
 
-def _rank_slices(
-    group: Mapping[str, torch.Size], paddings: Sequence[int], rank: int, ranks: int, size: int, length: int
-) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, position in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
-    Below ZeRO-3 a group is divided into partitions of `size` numbers; under it (`size` 0) each of its parameters is.
+_Stretch = tuple[str, int, int, int]
+"""(parameter, position in it flattened, offset in a rank's flat tensor, length)."""
+
+
+def _stretches_below_stage3(
+    group: Mapping[str, torch.Size], paddings: Sequence[int], begin: int, size: int
+) -> Iterator[_Stretch]:
+    """Yield what a partition, `size` numbers of a group from `begin` on, has of each parameter. In a group, parameters
+    follow each other, each with its `paddings` behind it: with partitions of 6, a and b of 4 are aaaabb | bb.
     """
-    begin, offset = rank * size, 0
+    start = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        share = shape.numel() if size else -(-shape.numel() // ranks)
-        position = 0 if size else rank * share
-        first = max(offset, begin)
-        end = min(offset + share, begin + size if size else offset + shape.numel() - position)
+        first, end = max(start, begin), min(start + shape.numel(), begin + size)
         if first < end:
-            yield name, position + first - offset, first - begin, end - first
+            yield name, first - start, first - begin, end - first
+        start += shape.numel() + padding
+
+
+def _stretches_in_stage3(
+    group: Mapping[str, torch.Size], paddings: Sequence[int], rank: int, ranks: int, size: int
+) -> Iterator[_Stretch]:
+    """Yield what a rank has of each parameter in its flat tensor of `size` numbers: an equal part, the last one padded.
+    Of 2 ranks with a of 4 and b of 3 numbers the first has aabb, the second aab and a zero.
+    """
+    offset = 0
+    for (name, shape), padding in zip(group.items(), paddings, strict=True):
+        share = -(-shape.numel() // ranks)
+        position = rank * share
+        length = min(share, shape.numel() - position)
+        if length > 0:
+            yield name, position, offset, length
         offset += share + padding
-    if not size and offset != length:
-        raise ValueError(f"{offset} / {length}")
+    if offset != size:
+        raise ValueError(f"{offset} / {size}")
 
 
 def _write_fragments(some: Iterable[fragments.Fragment], target: Path) -> None:

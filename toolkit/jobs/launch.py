@@ -141,7 +141,7 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     for name in here:
         secrets.learn(os.environ[name])
     if missing := sorted(set(names).difference(here, *files.values())):
-        raise variables.missing_secrets(missing)
+        raise variables.missing_secrets_error(missing)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
     environ, exported = variables.launcher_environment(here, backend, os.environ) if backend else (dict(os.environ), [])

@@ -70,7 +70,7 @@ def apply_env(
             mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
         elif ranks.launcher in ("torchrun", "slurm"):
             mend = tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
-        raise missing_secrets(missing, mend)
+        raise missing_secrets_error(missing, mend)
     for value in forwarded.values():
         secrets.learn(value)
     wanted = {**forwarded, **LaunchConfig(env=dict(env)).values}
@@ -83,7 +83,7 @@ def apply_env(
         replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**before, **wanted, _RESTARTED: "1"})
 
 
-def missing_secrets(names: Collection[str], mend: str = "") -> LaunchError:
+def missing_secrets_error(names: Collection[str], mend: str = "") -> LaunchError:
     """Return the error about secrets that are not set on this machine; `mend`: what to do, "" to set them here."""
     return LaunchError(
         "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",

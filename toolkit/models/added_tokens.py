@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from toolkit.config import files
 from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
-from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.file_lock import built_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
 from toolkit.models import chat, directory, load, quantized, stored_form, weights
 
@@ -86,7 +86,9 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     if config_only and not target.is_dir():
         target = models / f"{name}-config"
     is_complete = partial(_is_complete, record=record)
-    build_once(target, partial(build, with_weights=not config_only), is_complete)
+    with built_once(target, is_complete) as building:
+        if building is not None:
+            build(building, with_weights=not config_only)
     _report(ids, [token for token in ids if token not in vocabulary], special, tables.rows)
     origin = tr("model.add_tokens of {folder}", folder=folder)
     values = {"model.path": str(target), "model.tokenizer": "", "model.name": model.name or model.hub_id or folder.name}

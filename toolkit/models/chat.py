@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.config import schema
-from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.file_lock import built_once
 from toolkit.messages import ModelError, reading, tr
 from toolkit.models import directory
 from toolkit.models.chat_template import TemplateChatEncoder
@@ -61,29 +61,27 @@ def fit_tokenizer(texts: Callable[[], Iterable[str]], vocab_size: int, folder: P
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)
     target = folder / "tokenizers" / digest.hexdigest()[:32]
-
-    def build(building: Path) -> None:
-        """Train byte-level BPE, which needs no unknown token: any text can be written in bytes."""
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=SPECIAL_TOKENS,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        backend.train_from_iterator(texts(), trainer)
-        PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            eos_token=END,
-            pad_token=PAD,
-            additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
-            chat_template=_CHAT_TEMPLATE,
-            clean_up_tokenization_spaces=False,
-        ).save_pretrained(building)
-
-    build_once(target, build, lambda built: (built / "tokenizer.json").is_file())
+    with built_once(target, lambda built: (built / "tokenizer.json").is_file()) as building:
+        if building is not None:
+            # Byte-level BPE needs no unknown token: any text can be written in bytes.
+            backend = Tokenizer(models.BPE())
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.decoder = decoders.ByteLevel()
+            trainer = trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                special_tokens=SPECIAL_TOKENS,
+                initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                show_progress=False,
+            )
+            backend.train_from_iterator(texts(), trainer)
+            PreTrainedTokenizerFast(
+                tokenizer_object=backend,
+                eos_token=END,
+                pad_token=PAD,
+                additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
+                chat_template=_CHAT_TEMPLATE,
+                clean_up_tokenization_spaces=False,
+            ).save_pretrained(building)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)
     return tokenizer
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.config import mesh, objective, schema
 from toolkit.config.load import to_dict
-from toolkit.data import loader, packing, sampler, targets
+from toolkit.data import loader, plans, sampler, targets
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
@@ -398,7 +398,7 @@ def sample_batches(
     cache, _ = data.split(split)
     shares = sampler.sequential(len(samples), mesh.micro_rows(cfg), *sample_share(cfg, ranks))
     numbers = [samples[share].tolist() for share in shares]
-    everything = packing.PackingPlan(cache.num_numbers)
+    everything = plans.PackingPlan(cache.num_numbers)
     rows = loader.build_loader(cache, everything, numbers, data.pad_id, data.layout, seed=cfg.run.seed)
     return numbers, language_batches.prefetch(iter(rows), 2)
 

@@ -18,7 +18,7 @@ from toolkit.config import schema
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows
 from toolkit.data import sampler
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
-from toolkit.data.packing import PAD_MULTIPLE, pad_multiple
+from toolkit.data.plans import PAD_MULTIPLE, pad_multiple
 from toolkit.data.store import Sample
 from toolkit.distributed.process_group import rank, world_size
 from toolkit.launch.environment import Ranks

@@ -12,7 +12,7 @@ from toolkit.config import objective, schema
 from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Layout
-from toolkit.data.packing import PackingPlan, plan_sequences
+from toolkit.data.plans import PackingPlan, takes_each_once
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, TokenizedCache
 from toolkit.disk import check_no_symlinks
@@ -144,6 +144,11 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         layout = Layout.joined
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
+        most, size = 0 if store is train else max_samples, objective.data_unit(cfg)[1]
+        if packing is schema.Packing.none and size == 1 and takes_each_once(store, sources, most):
+            return PackingPlan(len(store))
+        from toolkit.data.packing import plan_sequences
+
         planned = plan_sequences(
             store,
             packing,
@@ -153,8 +158,8 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             classes=sampler.length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,
             sources=sources,
-            most=0 if store is train else max_samples,
-            size=objective.data_unit(cfg)[1],
+            most=most,
+            size=size,
             share=cfg.data.share_prefixes and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )

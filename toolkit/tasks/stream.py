@@ -18,7 +18,7 @@ from toolkit.checkpoint import directory
 from toolkit.config import objective
 from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data import packing, stream, tokenize
+from toolkit.data import packing, plans, stream, stream_pieces, tokenize
 from toolkit.data.loader import Layout, collate_planned
 from toolkit.data.sampler import Position
 from toolkit.data.sources import check_distinct, locate_all
@@ -128,7 +128,7 @@ class StreamTask(LanguageTask):
             validation=validation,
             packing=cfg.data.packing,
             layout=Layout.packed if cfg.data.packing is Packing.packed else Layout.alone,
-            train_plan=packing.PackingPlan(len(sampled)),
+            train_plan=plans.PackingPlan(len(sampled)),
             validation_plan=plan,
             report=report,
         )
@@ -182,7 +182,7 @@ class StreamTask(LanguageTask):
                 yield self._collated([[sample[:2] for sample in row] for row in sequences[begin : begin + size]])
 
     def _collated(self, rows: list[list[Sample]]) -> Batch:
-        multiple = packing.pad_multiple(self.cfg.parallel.sequence)
+        multiple = plans.pad_multiple(self.cfg.parallel.sequence)
         return collate_planned(rows, self.data.pad_id, self.data.layout, multiple)
 
     def next_position(self, position: Position) -> Position:
@@ -232,7 +232,7 @@ class StreamTask(LanguageTask):
         """Reject a checkpoint of other files, unless they may change. For rank 0 only."""
         state = directory.read_run_state(checkpoint)
         if state.stream and "data" not in self.cfg.checkpoint.allow_changes:
-            stream.check_same(state.stream["files"], self.stream.signatures)
+            stream_pieces.check_same(state.stream["files"], self.stream.signatures)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
         """Take the lanes' places from the checkpoint, and where to list bad rows. A collective."""
@@ -298,7 +298,7 @@ class StreamTask(LanguageTask):
 
 def _validation(
     cfg: RunConfig, encoder: chat.AnyChatEncoder
-) -> tuple[TokenizedCache | None, packing.PackingPlan | None, tokenize.PrepareReport]:
+) -> tuple[TokenizedCache | None, plans.PackingPlan | None, tokenize.PrepareReport]:
     """Return the validation data, tokenized once as for other runs, with the plan of its sequences and its report."""
     data = cfg.data
     if not data.validation:

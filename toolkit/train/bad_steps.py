@@ -12,8 +12,9 @@ from toolkit import disk
 from toolkit.checkpoint import directory
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import Diverged, tr, warn
+from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.resume import resume_from, trim_metrics
+from toolkit.train.resume import resume_from
 from toolkit.train.step import Anomaly, AnomalyKind, Samples, StepResult
 from toolkit.train.task import RunContext
 
@@ -100,7 +101,7 @@ def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path],
     saved = directory.read_run_state(checkpoint)
     state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
     is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
-    on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
+    on_rank0(lambda: run_dir.trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
     resume_from(run.checkpointer, checkpoint, state, run.ranks, run.cfg)
     return state
 

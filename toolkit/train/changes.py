@@ -15,7 +15,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     A key that an older version's config lacks had its default. Of those that say what is trained this is taken for
     granted only if they still have it, and if the config has a tuning method; else the old value is unknown (None).
     """
-    old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.did_nothing(key, value)}
+    old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
     new = dict(dotted_keys.leaves(now))
     defaults = dotted_keys.leaves(load.to_dict(schema.RunConfig()))
     knows_method = "tuning.method" in old

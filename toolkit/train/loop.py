@@ -17,7 +17,7 @@ from toolkit.distributed import process_group, signals, watchdog
 from toolkit.evaluate.loss import describe_evaluation
 from toolkit.messages import Diverged, Stopped, say, tr
 from toolkit.track.metrics import MetricsLog, Progress
-from toolkit.train import run_dir
+from toolkit.train import run_dir, run_lock
 from toolkit.train.baseline import Baseline
 from toolkit.train.hooks import Hook
 from toolkit.train.saving import Saving, is_due
@@ -76,7 +76,7 @@ class TrainLoop:
         signals.defer_signals()
         while self.step < self.total_steps:
             self._take_step()
-        if process_group.on_rank0(lambda: run_dir.is_lost(now=True)):
+        if process_group.on_rank0(lambda: run_lock.is_lost(now=True)):
             raise self.saving.rescue(self._state())
         process_group.on_rank0(self._finish_logs)
         evaluations = self.state.evaluations if self.task.has_validation else []
@@ -115,7 +115,7 @@ class TrainLoop:
         vote = StepVote(
             stops=int(bool(signals.received_signal()) or self.stop_file.is_found),
             save_verified=int(self.checkpointer.is_save_verified()),
-            lost_run_dir=int(run_dir.is_lost()),
+            lost_run_dir=int(run_lock.is_lost()),
             save_due=int(is_first_rank and self.saving.is_time(now)),
         )
         for hook in self.hooks:

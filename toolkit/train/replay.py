@@ -10,7 +10,7 @@ from toolkit.distributed import watchdog
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, say, tr
 from toolkit.terminal import text_table
-from toolkit.train import bad_steps, deadline, run_dir
+from toolkit.train import bad_steps, deadline, run_dir, run_lock
 from toolkit.train.loop import TrainLoop
 from toolkit.train.step import Samples, StepResult
 from toolkit.train.trainer import Trainer
@@ -80,7 +80,7 @@ def _replay_in_group(trainer: Trainer, step: int, metrics_file: Path) -> Path:
     if run.ranks.rank == 0:
         say("\n".join(lines))
         run_dir.mark_done(run.folder, {"replayed_step": step, "loss": results[-1].loss})
-    run_dir.release_run_dir()
+    run_lock.release_run_dir()
     return run.folder
 
 

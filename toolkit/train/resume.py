@@ -1,7 +1,5 @@
-"""Where a run begins: at the first step, or in the state of a checkpoint."""
+"""Resumes a run from a checkpoint."""
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,48 +14,27 @@ from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, counts_in
 
 
-def trim_metrics(folder: Path, length: int) -> None:
-    """Move metrics.jsonl's rows after `length` bytes, of steps to repeat, to metrics-lost.jsonl. For rank 0 only."""
-    path = folder / "metrics.jsonl"
-    if not path.exists() or path.stat().st_size <= length:
-        return
-    content = path.read_bytes()
-    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost_rows:
-        lost_rows.write(content[length:])
-    os.truncate(path, length)
-
-
-def starting_state(
-    cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: run_dir.RunSource
-) -> directory.RunState:
-    """Return the state to begin with, new or the checkpoint's; move rows of repeated steps out of metrics.jsonl.
-    `data`: the task's `identity`. ConfigError if the run would compute something else than the saved one,
-    CheckpointError if its states cannot be loaded in this layout. For rank 0 only.
+def resumed_state(cfg: schema.RunConfig, new: directory.RunState, checkpoint: Path, folder: Path) -> directory.RunState:
+    """Return a checkpoint's state, with `new`'s config, data and ranks; move rows of repeated steps out of
+    metrics.jsonl in `folder`. ConfigError if the run would compute something else than the saved one, CheckpointError
+    if its states cannot be loaded in this layout. For rank 0 only.
     """
-    config = json.loads(json.dumps(load.to_dict(cfg)))
-    of_this_run: dict[str, Any] = {
-        "world_size": ranks.world_size,
-        "data": data,
-        "config": config,
-        "versions": run_dir.describe_environment(ranks.world_size),
-    }
-    if source.checkpoint is None:
-        trim_metrics(source.folder, 0)
-        return directory.RunState(**of_this_run)
-    state, changed = directory.read_run_state(source.checkpoint), list[str]()
+    state, changed = directory.read_run_state(checkpoint), list[str]()
     if state.is_foreign:
-        _check_foreign(source.checkpoint, cfg.optim.name)
+        _check_foreign(checkpoint, cfg.optim.name)
     else:
         from toolkit.train.changes import check_changes
 
-        _check_layout(source.checkpoint, state, config)
-        changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    is_of_run = source.checkpoint.parent.parent == source.folder
-    trim_metrics(source.folder, state.metrics_bytes if is_of_run else 0)
-    say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
+        _check_layout(checkpoint, state, new.config)
+        changed = check_changes(
+            secrets.hide_all(state.config), new.config, state.data, new.data, cfg.checkpoint.allow_changes
+        )
+    is_of_run = checkpoint.parent.parent == folder
+    run_dir.trim_metrics(folder, state.metrics_bytes if is_of_run else 0)
+    say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
-    return replace(state, **of_this_run)
+    return replace(state, world_size=new.world_size, data=new.data, config=new.config, versions=new.versions)
 
 
 def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:

@@ -1,9 +1,5 @@
-"""The run directory: chosen, locked and resumed by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE).
+"""The run directory: chosen, locked and resumed by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE)."""
 
-`run.lock` is locked and the directory itself, as some file servers lock files only; heartbeats restore a deleted lock.
-"""
-
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
@@ -28,7 +24,8 @@ from toolkit.config import load, paths
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import watchdog
 from toolkit.launch import ancestors, environment
-from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say, tr
+from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say
+from toolkit.train import run_lock
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
@@ -36,7 +33,6 @@ STOP = "stop"
 _LOOK_EVERY_S = 1.0
 """Seconds between two checks for it, as the run directory may be on a file server."""
 STARTS = "starts.jsonl"
-LOCK = "run.lock"
 RECORDED_PACKAGES = (
     *("torch", "deepspeed", "transformers", "peft", "tokenizers"),
     *("hydra-core", "omegaconf", "numpy", "safetensors"),
@@ -73,7 +69,7 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _config_digest(cfg))
         return RunSource(folder, checkpoint)
     if checkpoint is None:
-        checkpoint = newest_intact(folder, must_exist=cfg.resume == MUST)
+        checkpoint = resumable_checkpoint(folder, must_exist=cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
     _prepare_to_resume(folder, checkpoint, _config_digest(cfg))
     return RunSource(folder, checkpoint)
@@ -97,7 +93,7 @@ def _create_or_lock(cfg: RunConfig) -> _LockedRunDir:
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
     else:  # a directory that is no run is an error
-        is_run = named is not None and any((named / name).exists() for name in (LOCK, "config.yaml"))
+        is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:
         _lock_to_resume(named)
@@ -107,7 +103,7 @@ def _create_or_lock(cfg: RunConfig) -> _LockedRunDir:
             "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
         )
     folder = create_run_dir(cfg)
-    lock_run_dir(folder)
+    run_lock.lock_run_dir(folder)
     return _LockedRunDir(folder, checkpoint, is_new=True)
 
 
@@ -122,12 +118,12 @@ def _config_digest(cfg: RunConfig) -> str:
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
-def newest_intact(folder: Path, *, must_exist: bool = False) -> Path | None:
+def resumable_checkpoint(folder: Path, *, must_exist: bool = False) -> Path | None:
     """Return the newest checkpoint of a run directory whose files all match their checksums. If it never saved one,
     return None, or raise CheckpointError with `must_exist`; CheckpointError too if it saved some and none is intact.
     """
     checkpoints = folder / "checkpoints"
-    checkpoint = directory.newest_complete(checkpoints)
+    checkpoint = directory.newest_intact(checkpoints)
     were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
     if checkpoint is None and (were_there or must_exist):
         raise CheckpointError(
@@ -150,7 +146,7 @@ def _resolve_checkpoint(path: Path) -> Path:
                 "the checkpoint {folder} is damaged: {reason}.", folder=path, reason=clauses(wrong[:3])
             )
         return path
-    checkpoint = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
+    checkpoint = directory.newest_intact(path / "checkpoints") if path.is_dir() else None
     if checkpoint is None:
         raise ConfigError(paths.not_resumable(path))
     return checkpoint
@@ -165,7 +161,7 @@ def _lock_to_resume(folder: Path) -> None:
             "further, set model.path={folder}/export as well, or tuning.adapter={folder}/export for an adapter.",
             folder=folder,
         )
-    lock_run_dir(folder)
+    run_lock.lock_run_dir(folder)
     stop = folder / STOP
     # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.
     if stop.exists() and not environment.restart_number():
@@ -254,7 +250,7 @@ def rescue(folder: Path) -> Path:
     try:
         (rescued / "logs").mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(joined(lost_text(folder), str(_creation_error(rescued.parent, error)))) from error
+        raise RunFolderError(joined(run_lock.lost_text(folder), str(_creation_error(rescued.parent, error)))) from error
     return rescued
 
 
@@ -286,6 +282,27 @@ def write_settings(
 def write_ds_config(folder: Path, values: dict[str, object]) -> None:
     """Write ds_config.json, without secrets, or raise CheckpointError. For rank 0 only."""
     _write(folder / "ds_config.json", json.dumps(secrets.hide_all(values), indent=2) + "\n")
+
+
+def new_state(cfg: RunConfig, data: dict[str, str], world_size: int) -> directory.RunState:
+    """Return the state of a run before its first step; `data`: the task's `identity`."""
+    return directory.RunState(
+        world_size=world_size,
+        data=data,
+        config=json.loads(json.dumps(load.to_dict(cfg))),
+        versions=describe_environment(world_size),
+    )
+
+
+def trim_metrics(folder: Path, length: int) -> None:
+    """Move metrics.jsonl's rows after `length` bytes, of steps to repeat, to metrics-lost.jsonl. For rank 0 only."""
+    path = folder / "metrics.jsonl"
+    if not path.exists() or path.stat().st_size <= length:
+        return
+    content = path.read_bytes()
+    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost_rows:
+        lost_rows.write(content[length:])
+    os.truncate(path, length)
 
 
 def describe_environment(world_size: int) -> dict[str, object]:
@@ -408,11 +425,6 @@ def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
     return []
 
 
-_HEARTBEAT_WAIT_S = 3.0
-"""Ranks write a heartbeat once a second: one that does not within this time is dead."""
-_CHECK_EVERY_S = 1.0
-
-
 class StopFile:
     """The file `stop` in a run directory, by which a user ends the run; looked for on rank 0."""
 
@@ -433,144 +445,3 @@ class StopFile:
         """Remove a file that was found, as the run ends: or it could never be resumed."""
         if self.is_found:
             self.path.unlink(missing_ok=True)
-
-
-@dataclass(slots=True)
-class _Lock:
-    """The run directory's lock, held for as long as this process lives: the system releases it with the process."""
-
-    folder: Path
-    status: os.stat_result
-    files: list[IO[str]]
-    """`run.lock`; several if it was deleted and made again."""
-    descriptor: int | None
-    """Of the directory, None if its file system does not lock directories."""
-    checked_at: float = 0.0
-    is_lost: bool = False
-
-
-_lock: _Lock | None = None
-
-
-def lock_run_dir(folder: Path) -> None:
-    """Keep all other processes out of a run directory, or raise RunFolderError if one works in it."""
-    global _lock
-    file = open(folder / LOCK, "a+", encoding="utf-8")
-    file.seek(0)
-    owner = file.read().strip()
-    is_free, descriptor = True, None
-    if not owner:  # never locked, or made anew after a locked one was deleted, whose owner still writes heartbeats
-        # Not after locking it: the owner, who locks it again, would take our lock for the loss of its directory.
-        owner = _rank_still_alive(folder)
-        is_free = not owner
-    if is_free and (is_free := disk.lock_or_warn(file, folder)):
-        is_free, descriptor = _lock_directory(folder)
-    if not is_free:
-        file.close()
-        raise RunFolderError(
-            "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=owner or "?"
-        )
-    _write_lock_owner(file)
-    release_run_dir()
-    _lock = _Lock(folder, folder.stat(), [file], descriptor)
-
-
-def release_run_dir() -> None:
-    """Unlock the run directory that this process has locked, if any: a process may do several runs."""
-    global _lock
-    if _lock is None:
-        return
-    for file in _lock.files:
-        file.close()
-    if _lock.descriptor is not None:
-        os.close(_lock.descriptor)
-    _lock = None
-
-
-def is_lost(now: bool = False) -> bool:
-    """Whether another process took, moved or removed the locked run directory; checked once a second, or `now`."""
-    if _lock is None:
-        return False
-    if not _lock.is_lost and (now or time.monotonic() >= _lock.checked_at + _CHECK_EVERY_S):
-        _lock.checked_at = time.monotonic()
-        _lock.is_lost = _is_dir_lost(_lock)
-    return _lock.is_lost
-
-
-def check_not_lost(folder: Path) -> None:
-    """Raise RunFolderError if a run directory is not the one that was locked any more. For rank 0 only."""
-    if is_lost(now=True):
-        raise RunFolderError(lost_text(folder))
-
-
-def lost_text(folder: Path) -> str:
-    """Return the error message for a run directory that was removed, moved or replaced during the run."""
-    return tr(
-        "the run directory {folder} was removed, moved or replaced while the run was training: its metrics, logs and "
-        "checkpoints are gone.",
-        folder=folder,
-    )
-
-
-def _is_dir_lost(lock: _Lock) -> bool:
-    """Whether a locked run directory was removed, replaced or taken; locks `run.lock` again if it alone was deleted."""
-    path = lock.folder / LOCK
-    try:
-        if not os.path.samestat(lock.folder.stat(), lock.status):
-            return True
-        if not path.exists() and not (lock.folder / "config.yaml").exists():
-            return True  # emptied: `rm -r` could not remove the directory because a rank wrote into it
-        if path.exists() and any(os.path.samestat(os.fstat(held.fileno()), path.stat()) for held in lock.files):
-            return False
-        file = open(path, "a+", encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:  # a file server that does not answer is no removed directory
-        return False
-    granted, _ = disk.try_lock(file)
-    if not granted:
-        file.close()
-        return True
-    _write_lock_owner(file)
-    lock.files.append(file)
-    return False
-
-
-def _write_lock_owner(file: IO[str]) -> None:
-    """Write into `run.lock` which process holds it, for the error message of others."""
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    file.truncate(0)
-    file.write(json.dumps(owner))
-    file.flush()
-
-
-def _lock_directory(folder: Path) -> tuple[bool, int | None]:
-    """Return whether no other process locks a directory, and our lock's descriptor, None without such locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        return not isinstance(error, BlockingIOError), None  # NFS locks only what is open for writing
-    return True, descriptor
-
-
-def _rank_still_alive(folder: Path) -> str:
-    """Return pid and host (JSON) of a rank whose heartbeat file still changes within some seconds, "" if none does."""
-    before = _heartbeats(folder)
-    if not before:
-        return ""
-    time.sleep(_HEARTBEAT_WAIT_S)
-    alive = [
-        beat for name, beat in _heartbeats(folder).items() if beat.get("beats") != before.get(name, {}).get("beats")
-    ]
-    return json.dumps({name: alive[0].get(name) for name in ("pid", "host")}) if alive else ""
-
-
-def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the heartbeats (pid, host, step, phase, beats) of a run's ranks, by file name."""
-    heartbeats = {}
-    for path in sorted((folder / "logs").glob(watchdog.heartbeat_file("*"))):
-        with suppress(OSError, ValueError):
-            heartbeats[path.name] = json.loads(path.read_text(encoding="utf-8"))
-    return heartbeats

@@ -7,7 +7,7 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.distributed import failure, process_group
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, tr
 from toolkit.track.metrics import Progress
-from toolkit.train import run_dir
+from toolkit.train import run_dir, run_lock
 from toolkit.train.task import RunContext
 
 
@@ -84,7 +84,7 @@ class Saving:
         checkpointer.folder, checkpointer.no_step_follows = rescued / "checkpoints", True
         checkpointer.begin(state)
         checkpointer.finish()
-        what = run_dir.lost_text(folder)
+        what = run_lock.lost_text(folder)
         if checkpointer.failed:
             return RunFolderError(what)
         return RunFolderError(

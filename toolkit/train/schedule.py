@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
-from toolkit.engine.ds_config import warmup_start_ratio, warmup_steps
+from toolkit.engine.ds_config import ratio_of_steps, warmup_start_ratio, warmup_steps
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
@@ -104,8 +104,7 @@ def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps
     """Return the step at which the rate begins to decay: of wsd after warm-up and plateau; of other schedules 0."""
     if schedule.name is not schema.ScheduleName.wsd:
         return 0
-    # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
-    decay_steps = schedule.decay_steps or math.ceil(round(schedule.decay_ratio * total_steps, 6))
+    decay_steps = schedule.decay_steps or ratio_of_steps(schedule.decay_ratio, total_steps)
     return max(warmup_steps, total_steps - decay_steps)
 
 
@@ -122,12 +121,12 @@ class Schedule:
         """How far the schedule is, in its own steps: as far as `done`, or farther after `fit` has shortened it."""
         self._steps_left: int | None = None
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
-        self._shape = (schedule, lr, total_steps, warmup_steps)
+        self._settings = (schedule, lr, total_steps, warmup_steps)
         self.write()
 
     def set_length(self, total_steps: int, warmup_steps: int) -> None:
         """Change the number of steps of the run and of its warm-up, before the first step."""
-        self._shape = (*self._shape[:2], total_steps, warmup_steps)
+        self._settings = (*self._settings[:2], total_steps, warmup_steps)
         self.write()
 
     def fit(self, steps_left: int | None) -> None:
@@ -138,7 +137,7 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
-        schedule, lr, total_steps, warmup_steps = self._shape
+        schedule, lr, total_steps, warmup_steps = self._settings
         rate = learning_rate(schedule, lr, self.position, total_steps, warmup_steps)
         return [rate * share for share in self._shares]
 
@@ -154,7 +153,7 @@ class Schedule:
 
     def _stride(self) -> float:
         """Return by how many of the schedule's steps the next one advances: 1, or more where `fit` shortens it."""
-        schedule, _, total_steps, warmup_steps = self._shape
+        schedule, _, total_steps, warmup_steps = self._settings
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
         left, self._steps_left = max(1, self._steps_left), self._steps_left - 1

@@ -24,9 +24,8 @@ from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
 from toolkit.messages import RunFolderError, ToolkitError, say, tr, warn
 from toolkit.track.metrics import Progress
-from toolkit.train import baseline, dry_run, hooks, loop, run_dir, schedule, settle, startup
+from toolkit.train import baseline, dry_run, hooks, loop, run_dir, run_lock, schedule, settle, startup
 from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.resume import resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 
@@ -82,7 +81,7 @@ class Trainer:
                     self.progress.close()
                 self.finish(result)
                 run.checkpointer.end()  # after DONE: no result waits for it
-            run_dir.release_run_dir()
+            run_lock.release_run_dir()
             return run.folder
         finally:
             if self.watchdog:
@@ -115,6 +114,8 @@ class Trainer:
         files = task.model_files(engine)
         checkpointer = Checkpointer(engine, source.folder / "checkpoints", cfg, files)
         if source.checkpoint is not None:
+            from toolkit.train.resume import resume_from
+
             resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
         status = partial(environment.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
@@ -183,7 +184,7 @@ class Trainer:
         for hook in run.hooks:
             hook.at_end(result, answers)
         process_group.barrier()
-        process_group.on_rank0(lambda: run_dir.check_not_lost(run.folder))
+        process_group.on_rank0(lambda: run_lock.check_not_lost(run.folder))
         if self.ranks.rank:
             return
         say("\n" + "\n".join(self._end_lines(result, summary, answers)))
@@ -246,9 +247,14 @@ class Trainer:
     def _record_start(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> directory.RunState:
         """Return the starting state, and write down what the run is. For rank 0 only."""
         cfg, task, folder = self.cfg, self.task, source.folder
-        if source.checkpoint is not None:
+        start = run_dir.new_state(cfg, task.identity, self.ranks.world_size)
+        if source.checkpoint is None:
+            run_dir.trim_metrics(folder, 0)
+        else:
+            from toolkit.train.resume import resumed_state
+
             task.check_checkpoint(source.checkpoint)
-        start = starting_state(cfg, task.identity, self.ranks, source)
+            start = resumed_state(cfg, start, source.checkpoint, folder)
         run_dir.set_aside_settings(folder)
         device = torch.device(get_accelerator().current_device_name())
         name = accelerator.device_name(device)

@@ -84,7 +84,7 @@ class Agent:
                 stack.callback(rank.wait)
                 stack.callback(rank.kill)
                 ranks.append((rank, answer, log))
-            return {"ranks": [_told(*rank, until, seconds) for rank in ranks]}
+            return {"ranks": [_answer_of_rank(*rank, until, seconds) for rank in ranks]}
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -95,9 +95,11 @@ class Agent:
         self.marks.clear()
 
 
-def _told(rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float, seconds: float) -> dict[str, Any]:
-    """Wait for a rank `until` a time; return what it has written to `answer`, else as `error` the last line of its log,
-    or that it did not answer in `seconds`.
+def _answer_of_rank(
+    rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float, seconds: float
+) -> dict[str, Any]:
+    """Wait for a rank `until` a time of time.monotonic(); return what it has written to `answer`, else as `error` the
+    last line of its log, or that it did not answer in `seconds`.
     """
     with suppress(subprocess.TimeoutExpired):
         rank.wait(timeout=max(0.0, until - time.monotonic()))

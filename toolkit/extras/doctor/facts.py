@@ -192,11 +192,12 @@ def _gpus() -> dict[str, Any]:
         (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if listing else []
     )
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    rows = [row for row in rows if len(row) == len(fields.split(","))]  # others are warnings
     cards = []
-    for index, uuid, name, _, *sizes in (row for row in rows if len(row) == len(fields.split(","))):
+    for index, uuid, name, _, *sizes in rows:
         mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
         cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": using.count(uuid)})
-    return {"driver": rows[0][3] if cards else "", "cards": cards, "late": False}
+    return {"driver": rows[0][3] if rows else "", "cards": cards, "late": False}
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, Any]:

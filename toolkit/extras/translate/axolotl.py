@@ -31,8 +31,10 @@ _READ = (
     *("field_chosen", "field_rejected", "text_column", "message_property_mappings", "message_field_role"),
     *("message_field_content", "message_field_training", "trust_remote_code", "chat_template"),
 )
-_ASSISTANT = ("assistant", "gpt", "model")
 """Keys of a dataset that are read, or say nothing here."""
+_ASSISTANT = ("assistant", "gpt", "model")
+_OF_ALL_LAYERS = {"model", "language_model", "layers", "self_attn", "mlp"}
+"""Words before a module's name in a pattern that stands for this module in each layer."""
 
 
 def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -161,12 +163,15 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _names_of_pattern(pattern: str) -> list[str]:
-    """Return the names of layers that a pattern over whole names ends with; [] if it is one of other parts too, such as
-    single layers of the model.
+    """Return the names of modules that a pattern over full names ends with: `.*self_attn.(q|k)_proj` gives q_proj and
+    k_proj; [] if its beginning restricts it to some layers or to a part such as a vision tower.
     """
     before, _, last = pattern.removesuffix("$").rpartition(".")
     match = re.fullmatch(r"\(?([a-z_|]+)\)?(\w*)", last)
-    if not match or re.search(r"[0-9]", before) or re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before)):
+    is_nested = re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before))
+    if not match or is_nested or re.search(r"[0-9]|\(\?", before):
+        return []
+    if not _OF_ALL_LAYERS.issuperset(re.findall(r"[A-Za-z_]{2,}", before)):
         return []
     return [f"{name}{match[2]}" for name in match[1].split("|")]
 

@@ -30,7 +30,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("data.validation_fraction", 0.0)  # it evaluates nothing
     set_evaluation(config, draft, False)
     if task != "sft":
-        config.remark("max_seq_length", "")
+        config.remark("max_seq_length", "")  # its sentence is about conversations
     if task == "pretrain":  # it joins all texts and cuts them into blocks
         draft.put("data.packing", "packed", "task_type")
         draft.put("data.too_long", "split", "task_type")

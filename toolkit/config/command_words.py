@@ -1,0 +1,206 @@
+"""Reads the overrides of a config: the recipe that is chosen, groups and keys, with the short forms of some values."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from toolkit.config import data_forms, files, schema
+from toolkit.config.dotted_keys import merge
+from toolkit.config.validate import TreeReader, field_type, unknown_key
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, shortlist, tr
+
+_MULTIPLE_CHOICE = ("track",)
+"""Groups that allow several choices: track=[tensorboard,wandb]."""
+_MAX_SHOWN_CHARS = 200
+"""Characters of an argument that a message quotes."""
+Groups = dict[str, dict[str, Path]]
+"""Group -> its choices -> their files."""
+
+
+def parse_word(word: str) -> Override:
+    """Parse an argument in Hydra's grammar; ConfigError unless it sets one key to one value."""
+    depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
+    if max(depths, default=0) > files.DEEPEST_NESTING:
+        limit, shown = files.DEEPEST_NESTING, word[:_MAX_SHOWN_CHARS]
+        raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
+    try:
+        override = OverridesParser.create().parse_override(quote_text(word))
+        if override.package is not None:
+            raise HydraException("no packages")
+    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise ConfigError(
+            "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
+            word=word[:_MAX_SHOWN_CHARS],
+        ) from error
+    key = override.key_or_group
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError("command line: '{word}': Hydra's own settings cannot be changed here.", word=word)
+    if override.is_delete():
+        raise ConfigError("command line: '{word}': keys cannot be removed; set a value instead.", word=word)
+    if override.is_sweep_override():
+        raise ConfigError(
+            "command line: '{word}' names several values; one run takes one. A list is '{list}]'.",
+            word=word,
+            list=word.replace("=", "=[", 1),
+        )
+    return override
+
+
+def quote_text(word: str) -> str:
+    """Quote texts with other characters than ASCII in an argument, as Hydra's grammar requires."""
+    key, equals, value = word.partition("=")
+    if value.isascii() or re.search(r"""['"\\]""", value):
+        return word
+    text = r"[^\s\[\]{}(),:][^\[\]{}(),:]*"
+    return (
+        key + equals + re.sub(text, lambda match: match[0] if match[0].isascii() else f"'{match[0].rstrip()}'", value)
+    )
+
+
+def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
+    """Return the name and the file of the chosen recipe; ConfigError without one."""
+    recipes = files.known_recipes()
+    chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
+    # The quickstart first: it runs anywhere.
+    names = sorted(recipes, key=lambda name: (name != "quickstart", name))
+    listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
+    if not chosen:
+        raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
+    if len(set(chosen)) > 1:
+        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(chosen)))
+    name = chosen[-1]
+    is_yaml = name.endswith((".yaml", ".yml"))
+    if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
+        raise ConfigError(
+            "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
+            "recipe: recipe=NAME or recipe=PATH.yaml.",
+            path=name,
+        )
+    if is_yaml or os.sep in name:
+        path = Path(name)
+        if not os.path.isfile(path):
+            raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
+        return path.stem, path.resolve()
+    if name.endswith((".json", ".sh")) and os.path.isfile(name):
+        raise ConfigError(
+            "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
+            "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
+            "output=NAME.yaml",
+            path=name,
+        )
+    if name not in recipes:
+        sentence = tr("command line: unknown recipe '{name}'.", name=name)
+        raise ConfigError(joined(sentence, did_you_mean(name, recipes), listing))
+    return name, recipes[name]
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """Groups and keys that the command line sets."""
+
+    choices: dict[str, Any] = field(default_factory=dict)
+    """Group -> its choice, or a list of choices."""
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    """(key or section, value) in their order."""
+    keys: set[str] = field(default_factory=set)
+    """Keys that are set, those in sections too."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What is said of the only source, by the name of its key."""
+
+    def take(self, override: Override, groups: Groups, problems: Problems) -> None:
+        """Check one argument, and add what it sets to this object."""
+        key, value, location = override.key_or_group, override.value(), tr("command line")
+        if key == "data" and isinstance(value, dict):
+            data_forms.expand(value, location)
+            inner = [name for name in data_forms.SOURCE_KEYS if name in value]
+            for name in inner:
+                self._takes_source(f"data.{name}", value.pop(name), location, problems)
+            if inner and not value:
+                return
+        # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
+        if key == "data.validation" and (split := data_forms.validation_split(value, location)):
+            self.values += [(f"data.{name}", inner) for name, inner in split.items()]
+            self.keys.update(f"data.{name}" for name in split)
+            return
+        is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
+        if key == "data" and (is_list or (data_forms.is_path(value) and value not in groups["data"])):
+            key = "data.sources"
+        is_source_list = key in ("data.sources", "data.validation")
+        value = data_forms.as_sources(value) if is_source_list else zero_stage_choice(key, value)
+        if is_choice(key, str(value) if isinstance(value, (int, float)) else value, groups, location):
+            self.choices[key] = value
+            return
+        typed = str(override.input_line).partition("=")[2].strip()
+        is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
+        if self._takes_source(key, typed if is_text else value, location, problems):
+            return
+        kind = field_type(key)
+        if kind is None or "_target_" in key.split("."):
+            raise unknown_key(key, partial(same_location, location))
+        if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
+            value = typed  # 1e3, not 1000.0
+        elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
+            value = _as_typed_texts(value, typed)
+        reader = TreeReader(partial(same_location, location), problems)
+        is_right, _ = reader.read(value, kind, key)
+        if is_right:
+            self.values.append((key, value))
+            self.keys.update(reader.leaves)
+
+    def _takes_source(self, key: str, value: Any, location: str, problems: Problems) -> bool:
+        """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
+        parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
+        section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
+        if section != "data" or name not in data_forms.SOURCE_KEYS or len(inner) > (name == "columns"):
+            return False
+        read = data_forms.read_source(
+            {name: {inner[0]: value} if inner else value}, partial(same_location, location), problems
+        )
+        merge(self.source, read)
+        self.keys.add("data.sources")
+        if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
+            raise data_forms.two_sources(name, location)
+        return True
+
+
+def same_location(location: str, path: str) -> str:
+    """Return `location` for any key: with `partial` a `Locator` of an argument."""
+    return location
+
+
+def _as_typed_texts(value: Any, typed: str) -> Any:
+    """Return a parsed list or map with its numbers and booleans as the texts they were in `typed`, such as `[1.10]`."""
+    is_map = isinstance(value, dict)
+    items = [*value.values()] if is_map else value
+    parts = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
+    if len(parts) != len(items):  # a comma within quotes or brackets
+        parts = [schema.as_text(item) for item in items]
+    pairs = zip(items, parts, strict=True)
+    texts = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
+    return dict(zip(value, texts, strict=True)) if is_map else texts
+
+
+def zero_stage_choice(group: str, value: Any) -> Any:
+    """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
+    return f"stage{value}" if group == "zero" and isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
+    """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
+    names = value if isinstance(value, list) and group in _MULTIPLE_CHOICE else [value]
+    if group not in groups or not all(isinstance(name, str) for name in names):
+        return False
+    for name in names:
+        if name not in groups[group]:
+            from toolkit.config.suggest import unknown_choice  # its tables are read in errors alone
+
+            raise unknown_choice(group, name, groups, location)
+    return True

@@ -1,0 +1,253 @@
+"""The part of each file that a lane of a stream reads, block by block, and how a file is recognised later."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.files import TABLE_SUFFIXES
+from toolkit.config.schema import RowFormat
+from toolkit.data import readers
+from toolkit.data.readers import BOM, Block, DataFile
+from toolkit.data.remote import RemotePath
+from toolkit.data.tables import parquet_file, table_rows
+from toolkit.messages import DataError, reading, tr
+
+_BLOCK_BYTES, _BLOCK_ROWS = 1 << 16, 256
+"""Size of a block: of JSONL, and of a Parquet file."""
+_LARGEST_LINE_BYTES = 1 << 28
+_ENDS_BYTES = 1 << 16
+"""Bytes at the beginning and at the end of a file by which it is recognised."""
+_SAMPLED_BYTES = 1 << 20
+"""How much of a file that is not seekable is read for an estimate."""
+GOLDEN, WORD = 0x9E3779B97F4A7C15, 1 << 64
+"""Multiples of the golden ratio, modulo 1, divide any stretch of numbers into shares that are off by one at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a file that a lane reads, from `begin` to `end` of its `size` bytes: lines that begin there, a like
+    share of the rows of a Parquet file, or of the blocks of a file that can only be read from its beginning.
+    """
+
+    file: DataFile
+    begin: int
+    end: int
+    size: int
+
+    @property
+    def lines_before(self) -> int:
+        """Return how many lines of the file are before the piece, by reading them; of Parquet and others 0, and of a
+        URL, of which `named_file` says where the piece begins.
+        """
+        is_counted = self.begin and self.is_lines and not isinstance(self.file.path, RemotePath)
+        return _count_lines(self.file.path, self.size, self.begin) if is_counted else 0
+
+    @property
+    def named_file(self) -> DataFile:
+        """Return the file as messages name it: with the byte from which on its lines are counted, if that is not 0."""
+        is_part = self.begin and self.is_lines and isinstance(self.file.path, RemotePath)
+        return replace(self.file, path=RemotePath(f"{self.file.path}@{self.begin}")) if is_part else self.file
+
+    @property
+    def is_lines(self) -> bool:
+        """Whether the file is plain JSONL, which can be read from any line on."""
+        return _is_lines_of(self.file.path, self.size, tuple(self.file.columns.values()))
+
+    @property
+    def is_seekable(self) -> bool:
+        """Whether the piece can be read without what stands before it in the file."""
+        return self.is_lines or self.file.path.suffix.lower() == ".parquet"
+
+    def sampled_blocks(self) -> Iterator[tuple[Block, float]]:
+        """Yield blocks from the beginning, each with the bytes of the file that it takes: one if the piece is seekable;
+        else, as compressed bytes are read in large steps, about a MiB of the file.
+        """
+        before = 0
+        for block, *_ in self.blocks(0, 0):
+            if self.is_lines:
+                yield block, len(block.content)
+            elif self.is_seekable:
+                yield block, block.position * len(block.content) / (block.first - 1 + len(block.content))
+            else:
+                yield block, block.position - before
+                before = block.position
+            if self.is_seekable or before > _SAMPLED_BYTES:
+                return
+
+    def share_before(self, offset: int) -> float:
+        """Return which part of the piece is before an offset, from 0 to 1; 0 where that is not known."""
+        if not offset or not self.is_seekable:
+            return 0.0
+        at = offset if self.is_lines else offset * self.size / _num_rows(self.file.path, self.size)
+        return min(1.0, max(0.0, (at - self.begin) / (self.end - self.begin)))
+
+    @property
+    def file_with_format(self) -> DataFile:
+        """Return the file with the format that its first row shows, as the tokenized cache reads it."""
+        file = self.file
+        return _with_format(file.path, self.size, file.source, tuple(sorted(file.columns.items())), file.row_format)
+
+    def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
+        """Yield the blocks from a place on, each with the place where the next begins; DataError if the file's size is
+        not what it was when the stream was opened.
+        """
+        if size_of(self.file) != self.size:
+            raise DataError(
+                "{path} was changed while the run was reading it. Restore it, then resume the run.", path=self.file.path
+            )
+        if self.is_lines:
+            yield from self._line_blocks(offset, line)
+        elif self.file.path.suffix.lower() == ".parquet":
+            with reading(self.file.path, DataError):
+                yield from self._row_blocks(offset)
+        else:
+            for index, block in enumerate(readers.blocks(self.file.path, _BLOCK_BYTES, self.file.columns.values())):
+                share = (index * GOLDEN + GOLDEN) % WORD * self.size >> 64
+                if index >= offset and self.begin <= share < self.end:
+                    yield block, index + 1, 0
+
+    def _line_blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
+        with readers.open_data_file(self.file.path) as (_, raw):
+            end = _line_start(raw, self.end)
+            offset = max(offset, _line_start(raw, self.begin))
+            raw.seek(offset)
+            while offset < end:
+                content = raw.read(min(_BLOCK_BYTES, end - offset))
+                if offset + len(content) < end:
+                    content += raw.readline(_LARGEST_LINE_BYTES)
+                first, line = line + 1, line + content.count(b"\n")
+                text = content if offset else content.removeprefix(BOM)
+                offset += len(content)
+                if text.strip():
+                    yield Block(first, text, offset), offset, line
+
+    def _row_blocks(self, offset: int) -> Iterator[tuple[Block, int, int]]:
+        total = _num_rows(self.file.path, self.size)
+        end = total * self.end // self.size
+        offset = max(offset, total * self.begin // self.size)
+        held: list[Any] = []
+        if offset >= end:
+            return
+        names = {*readers.FIELDS, *self.file.columns.values()}
+        for rows, _ in table_rows(self.file.path, names, offset, _BLOCK_ROWS):
+            for row in rows:
+                held.append(row)
+                number = offset + len(held)
+                if number % _BLOCK_ROWS == 0 or number == end:
+                    yield Block(offset + 1, list(enumerate(held)), self.size * number // total), number, 0
+                    offset, held = number, []
+                if number == end:
+                    return
+
+
+def _line_start(raw: Any, at: int) -> int:
+    """Return where the first line begins that begins at a byte of a file or after it."""
+    if not at:
+        return 0
+    raw.seek(at - 1)
+    while (line := raw.readline(_BLOCK_BYTES)) and not line.endswith(b"\n"):
+        pass
+    return int(raw.tell())
+
+
+@lru_cache(1 << 16)
+def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
+    name = readers.uncompressed_name(path.name)
+    if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
+        return False
+    with readers.open_data_file(path) as (file, raw):
+        return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
+
+
+@lru_cache(1 << 16)
+def _num_rows(path: Path, size: int) -> int:
+    """Return the rows of a Parquet file."""
+    with reading(path, DataError), parquet_file(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@lru_cache(1 << 10)
+def _count_lines(path: Path, size: int, end: int) -> int:
+    """Return the lines that begin before a byte of a file."""
+    count = 1
+    with reading(path, DataError), path.open("rb") as file:
+        while end > 0 and (content := file.read(min(1 << 20, end))):
+            count += content.count(b"\n")
+            end -= len(content)
+    return count if not content.endswith(b"\n") else count - 1
+
+
+def size_of(file: DataFile) -> int:
+    """Return the bytes of a file; DataError if it is gone."""
+    with reading(file.path, DataError):
+        return file.path.stat().st_size
+
+
+def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes: int) -> list[Piece]:
+    """Return what a lane reads of the files of a source, in their order: as many bytes as each other lane. `sizes`: of
+    the files.
+    """
+    ends = [*accumulate(sizes, initial=0)]
+    first, last = ends[-1] * lane // lanes, ends[-1] * (lane + 1) // lanes
+    pieces = []
+    for file, begin, end in zip(files, ends, ends[1:], strict=False):
+        if first < end and begin < last:
+            pieces.append(Piece(file, max(first, begin) - begin, min(last, end) - begin, end - begin))
+    return pieces
+
+
+def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
+    """Return name, size and a digest of the beginning and the end of each file, to see later that it is the same; of
+    one behind a URL what its server calls this version.
+    """
+    signatures = []
+    for file in files:
+        if tag := getattr(file.path, "tag", ""):
+            signatures.append([str(file.path), size_of(file), tag])
+            continue
+        with reading(file.path, DataError), file.path.open("rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            content.seek(0)
+            digest = hashlib.sha256(content.read(_ENDS_BYTES))
+            content.seek(max(0, size - _ENDS_BYTES))
+            digest.update(content.read(_ENDS_BYTES))
+        signatures.append([file.path.name, size, digest.hexdigest()[:16]])
+    return signatures
+
+
+@lru_cache(1 << 16)
+def _with_format(
+    path: Path, size: int, source: int, columns: tuple[tuple[str, str], ...], row_format: RowFormat
+) -> DataFile:
+    file = DataFile(path, source, row_format, dict(columns))
+    for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
+        if with_known_format := readers.with_format(file, block):
+            return with_known_format
+    return file
+
+
+def check_same(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> None:
+    """Raise a DataError for the first file of a checkpoint's stream that is gone or changed. See `signatures_of`."""
+    if before == now:
+        return
+    names = [name for name, *_ in now]
+    for file in before:
+        if file not in now:
+            sentence = (
+                tr("{file} has changed since the checkpoint was saved", file=file[0])
+                if file[0] in names
+                else tr("{file} is gone, which the checkpoint's run was reading", file=file[0])
+            )
+            break
+    else:
+        sentence = tr("there are files that the checkpoint's run did not read, or they are in another order")
+    raise DataError(
+        "the position in the stream cannot be resumed: {reason}. Put the files back as they were, or train the new "
+        "ones from their beginning: checkpoint.allow_changes=[data].",
+        reason=sentence,
+    )
