@@ -387,7 +387,7 @@ class RunFolderConfig:
     max_restarts: NonNegativeInt = field(default=0, metadata=FREE)
     """Maximum number of automatic restarts from the last checkpoint after a crash or hang, by `toolkit launch` or torchrun (whose --max-restarts must be the same); needs `run.name`, and `checkpoint.every` or `checkpoint.minutes`."""
     deadline: str = field(default="", metadata=FREE)
-    """When the run shall have ended, its export included: a time of day ("18:00"), a date and time ("2026-11-26 08:00") or a duration from the run's first start ("2h30m"). The schedule is fitted to the steps that fit until then, as measured while training; "" has no deadline."""
+    """When the run, including its export, must have ended: a time of day ("18:00"), a date and time ("2026-11-26 08:00") or a duration from the run's first start ("2h30m"). The schedule is shortened to the steps that fit until then at the measured speed; "": no deadline."""
     display: Display = field(default=Display.auto, metadata=FREE)
     """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
 
