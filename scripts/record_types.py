@@ -43,19 +43,25 @@ def main(output: str, jobs: str = "2", *kinds: str) -> None:
 
 
 def merged(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with `runs`, which say at which commit each type was run; rows of types that were not run again
-    are those before.
+    """Return a result with `runs`, which say at which commit and with which transformers each type was run; rows of
+    types that were not run again are those before.
     """
     environment, kinds = result["environment"], result["types"].keys()
     runs = [] if before is None else [{**run, "types": sorted({*run["types"]} - kinds)} for run in before["runs"]]
-    if before is not None and before["environment"]["packages"] != environment["packages"]:
-        sys.exit(f"The file is of other versions than {environment['packages']}. Write a new one, of all types.")
-    run = next((run for run in runs if run["commit"] == environment["commit"]), None)
+    if before is not None and _others(before["environment"]) != _others(environment):
+        sys.exit(f"The file is of other versions than {_others(environment)}. Write a new one, of all types.")
+    versions = {"commit": environment["commit"], "transformers": environment["packages"]["transformers"]}
+    run = next((run for run in runs if versions.items() <= run.items()), None)
     if run is None:
-        runs.append(run := {"commit": environment["commit"], "started": environment["started"], "types": []})
+        runs.append(run := {**versions, "started": environment["started"], "types": []})
     run["types"] = sorted({*run["types"], *kinds})
     rows = {**({} if before is None else before["types"]), **result["types"]}
     return {**result, "types": dict(sorted(rows.items())), "runs": [run for run in runs if run["types"]]}
+
+
+def _others(environment: dict[str, Any]) -> dict[str, str]:
+    """Return the versions of all packages but transformers."""
+    return {name: version for name, version in environment["packages"].items() if name != "transformers"}
 
 
 def write(file: Path, result: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -30,13 +31,14 @@ TEXTS = {
     "failed": ("**fails**", "**失败**"),
     "grouped": ("grouped", "grouped"),
     "source": (
-        "The table covers {count} types of transformers {transformers}. First losses are within {loss} of a plain "
+        "The table covers {count} types of {versions}. First losses are within {loss} of a plain "
         "transformers loop, gradient norms within {norm}, and logits of exports within {logits} of their standard "
         "deviation. The results are from `{command}`, run {run} with DeepSpeed {deepspeed} and torch {torch}.",
-        "上表包括 transformers {transformers} 的 {count} 种类型。首步 loss 与普通 transformers 循环相差不超过 {loss}，"
+        "上表包括 {versions} 的 {count} 种类型。首步 loss 与普通 transformers 循环相差不超过 {loss}，"
         "梯度范数相差不超过 {norm}，导出模型的 logits 的差异不超过其标准差的 {logits} 倍。"
         "结果由 `{command}` {run} 测得，使用 DeepSpeed {deepspeed} 和 torch {torch}。",
     ),
+    "of some": ("{} ({} of them)", "{}（其中 {} 种）"),
     "comma": (", ", "、"),
     "day": ("on {}", "于 {}"),
     "days": ("from {} to {}", "于 {} 至 {}"),
@@ -80,8 +82,17 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
     }
     days = sorted(run["started"][:10] for run in result["runs"])
     span = TEXTS["day" if days[0] == days[-1] else "days"][column].format(*dict.fromkeys((days[0], days[-1])))
+    counts = Counter(run["transformers"] for run in result["runs"] for kind in run["types"] if kind in types)
+    versions = [
+        TEXTS["of some"][column].format(*pair) if len(counts) > 1 else pair[0] for pair in sorted(counts.items())
+    ]
     source = TEXTS["source"][column].format(
-        count=len(types), command=result["command"], run=span, **result["environment"]["packages"], **figures
+        count=len(types),
+        versions=f"transformers {TEXTS['comma'][column].join(versions)}",
+        command=result["command"],
+        run=span,
+        **result["environment"]["packages"],
+        **figures,
     )
     absent = sorted(set(result["types"]) - set(types))
     listed = [f"{number}. {reason}" for reason, number in reasons.items()]

@@ -28,22 +28,25 @@ def test_each_row_says_at_which_commit_it_was_run() -> None:
     result = newest()
     named = [kind for run in result["runs"] for kind in run["types"]]
     assert sorted(named) == sorted(result["types"])
-    assert all(run["commit"] and run["started"] for run in result["runs"])
+    assert all(run["commit"] and run["started"] and run["transformers"] for run in result["runs"])
 
 
 def test_types_that_are_run_again_replace_their_rows_alone() -> None:
-    def result(commit: str, **rows: str) -> dict:
-        return {"types": rows, "environment": {"packages": {"torch": "1"}, "commit": commit, "started": f"at {commit}"}}
+    def result(commit: str, transformers: str = "5.1", **rows: str) -> dict:
+        packages = {"torch": "1", "transformers": transformers}
+        return {"types": rows, "environment": {"packages": packages, "commit": commit, "started": f"at {commit}"}}
 
     first = merged(None, result("A", bloom="old", opt="old", xglm="old"))
     second = merged(merged(first, result("B", opt="new")), result("B", xglm="new"))
     assert second["types"] == {"bloom": "old", "opt": "new", "xglm": "new"}
     assert second["runs"] == [
-        {"commit": "A", "started": "at A", "types": ["bloom"]},
-        {"commit": "B", "started": "at B", "types": ["opt", "xglm"]},
+        {"commit": "A", "transformers": "5.1", "started": "at A", "types": ["bloom"]},
+        {"commit": "B", "transformers": "5.1", "started": "at B", "types": ["opt", "xglm"]},
     ]
+    newer = merged(second, result("B", "5.2", bloom="new"))
+    assert newer["runs"][1:] == [{"commit": "B", "transformers": "5.2", "started": "at B", "types": ["bloom"]}]
     other = result("C", opt="newer")
-    other["environment"]["packages"] = {"torch": "2"}
+    other["environment"]["packages"]["torch"] = "2"
     with pytest.raises(SystemExit, match="Write a new one, of all types"):
         merged(second, other)
 

@@ -12,7 +12,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod
 from toolkit.jobs.check import check_recipe
 from toolkit.messages import ConfigError
-from toolkit.models.adapter_settings import mistaken_for_experts
+from toolkit.models.adapter_settings import misplaced_by_peft
 from toolkit.models.chat import fit_tokenizer
 from toolkit.models.outline import outline as measured
 from toolkit.plan.activations import Rows, expert_activation_bytes, layer_activation_bytes
@@ -179,7 +179,7 @@ def test_lora_is_added_to_linear_layers(name: str, tmp_path: Path) -> None:
     lora = TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"])
     model = transformers.AutoModelForCausalLM.from_config(architectures.CONFIGS[name]())
     linear = {one for one, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in one}
-    assert mixture(name, tmp_path, lora).targets == linear - mistaken_for_experts(model, linear)
+    assert mixture(name, tmp_path, lora).targets == linear - misplaced_by_peft(model, linear)
 
 
 def test_plan_and_check_name_active_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

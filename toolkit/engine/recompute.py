@@ -91,8 +91,8 @@ def _layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
 
 
-_REPEATING = ("hrm_text",)
-"""Model types (transformers 5.23) that call their layers several times in a forward pass."""
+_REPEATING = ("dory", "hrm_text", "inkling2_loop_text")
+"""Model types (transformers 5.24) that call their layers several times in a forward pass."""
 
 
 def _repeated_parameter(model: PreTrainedModel) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from toolkit import children
 from toolkit.messages import ModelError, tr
@@ -59,21 +61,26 @@ def _names_in(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else []
 
 
-def mistaken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str]:
-    """Return those of the linear layers `names` that peft (0.21) mistakes for matrices of the routed experts.
+def misplaced_by_peft(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """Return those of the linear layers `names` whose LoRA peft (0.21) loads into other layers, or into none.
 
     It takes names such as shared_experts.down_proj for those of single experts before transformers 5
-    (utils/transformers_weight_conversion.py), and puts the LoRA there, also when the adapter is loaded.
+    (utils/transformers_weight_conversion.py), and puts the LoRA there. It also renames an adapter's tensors by
+    transformers' table for published files, whose patterns may match what has its new name already (5.24: Inkling 2).
     """
-    mistaken = set()
+    misplaced = set()
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     for name in names:
-        config = LoraConfig(target_modules=[name])
+        config, stored = LoraConfig(target_modules=[name]), f"{name}.lora_A.weight"
+        read_as = rename_source_key(stored, renamings, [])[0]
+        if not stored.endswith(read_as):  # a prefix that is only left out is put back by peft
+            misplaced.add(name)
         try:
             convert_peft_config_for_transformers(config, model, None)
-            mistaken |= {name} - {*(config.target_modules or ())}
+            misplaced |= {name} - {*(config.target_modules or ())}
         except ValueError:  # one of two matrices that transformers 5 joins
-            mistaken.add(name)
-    return mistaken
+            misplaced.add(name)
+    return misplaced
 
 
 def with_matched_modules(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:

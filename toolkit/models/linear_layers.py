@@ -27,7 +27,9 @@ def linear_layers(model: PreTrainedModel) -> set[str]:
 
 _RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
 """Values of `layer_types` in transformers' configs (5.23) for layers that carry a state from token to token."""
-_SEES_OTHERS = {"attention_mask", "cache_params", "past_key_values"}
+_CACHES = {"cache", "cache_params", "past_key_values"}
+"""Names of the cache among the arguments of a block's forward; the first from transformers 5.24 on."""
+_SEES_OTHERS = {"attention_mask", *_CACHES}
 """Arguments of forward in blocks that mix tokens, and in no feed-forward layer."""
 
 
@@ -53,7 +55,7 @@ def with_weight_read_directly(model: PreTrainedModel, names: set[str]) -> set[st
     weights: dict[str, set[str]] = {}
     for block in {name.rpartition(".")[0] for name in names}:
         part = model.get_submodule(block)
-        code = inspect.getsource(type(part)) if "cache_params" in _arguments(part) else ""
+        code = inspect.getsource(type(part)) if _CACHES & _arguments(part) else ""
         weights[block] = {*re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:device|dtype|shape))", code)}
     return {name for name in names if name.rpartition(".")[2] in weights[name.rpartition(".")[0]]}
 

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 _CONSTRUCTOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """Errors of model constructors for impossible configs or a missing package; RuntimeErrors may be the machine's."""
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    # Llama 4 with images reads it from its text model's output, which lacks it in transformers 5.24.0.
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 
 def load_model(

@@ -186,21 +186,21 @@ def _unsupported_targets(model: PreTrainedModel, chosen: set[str], has_others: b
     """Return the chosen layers to which LoRA cannot be added, with a warning; ConfigError if no target is left.
     `has_others`: whether there are targets besides `chosen`.
     """
-    mistaken = adapter_settings.mistaken_for_experts(model, chosen)
-    if mistaken:
-        if mistaken == chosen and not has_others:
+    misplaced = adapter_settings.misplaced_by_peft(model, chosen)
+    if misplaced:
+        if misplaced == chosen and not has_others:
             raise ConfigError(
-                "tuning.target_modules: peft takes {name} for a matrix of the routed experts, so its adapter could not "
-                "be loaded. Name the experts (experts.down_proj), or layers of the attention.",
-                name=min(mistaken),
+                "tuning.target_modules: peft would load LoRA on {name} into another layer, or into none. Name the experts "
+                "(experts.down_proj), or layers of the attention.",
+                name=min(misplaced),
             )
         warn(
-            "LoRA leaves out {count} linear layers, such as {name}: peft takes them for matrices of the experts.",
-            count=len(mistaken),
-            name=min(mistaken),
+            "LoRA leaves out {count} linear layers, such as {name}: peft would load it into other layers, or into none.",
+            count=len(misplaced),
+            name=min(misplaced),
         )
-    if bypassed := linear_layers.with_weight_read_directly(model, chosen - mistaken):
-        if bypassed | mistaken == chosen and not has_others:
+    if bypassed := linear_layers.with_weight_read_directly(model, chosen - misplaced):
+        if bypassed | misplaced == chosen and not has_others:
             raise ConfigError(
                 "tuning.target_modules: LoRA on {name} would do nothing: the model's code reads the weight past the "
                 "layer. Name other layers.",
@@ -211,7 +211,7 @@ def _unsupported_targets(model: PreTrainedModel, chosen: set[str], has_others: b
             count=len(bypassed),
             name=min(bypassed),
         )
-    return mistaken | bypassed
+    return misplaced | bypassed
 
 
 def linear_targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:

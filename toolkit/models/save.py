@@ -85,7 +85,7 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
             (folder / stored_form.FILE).write_text(json.dumps(stored), encoding="utf-8")
         _remove_padding_token(model)
         # As `save_pretrained` sets them.
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.dtype = model.dtype
         model.config.architectures = [type(model).__name__]
         config = deepcopy(model.config)
         if writes:

@@ -7,6 +7,7 @@ Nothing in a file is executed. transformers' own loading (5.23) holds the whole 
 import contextlib
 import ctypes
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -198,12 +199,9 @@ def build_empty(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
     with no_init_weights(), device:
         model = build()
     model.tie_weights()
-    # Biases of routers stay in float32 in a half-precision model.
-    float32_names = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in float32_names:
-                module._buffers[name] = buffer.float()
+    for name, buffer in [*model.named_buffers()]:
+        if _stays_in_float32(model, name):
+            set_value(model, name, buffer.float())
     # Frequencies are computed in float32: the meta device leaves them empty, and zero.Init casts them to the model's
     # precision, in which they are noise beyond a few hundred positions.
     for module in model.modules():
@@ -214,6 +212,14 @@ def build_empty(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
                 old = getattr(module, name).device
                 setattr(module, name, buffer if old.type == "meta" else buffer.to(old))
     return model
+
+
+def _stays_in_float32(model: PreTrainedModel, name: str) -> bool:
+    """Whether a half-precision model has a parameter or buffer in float32: biases of routers, and from transformers
+    5.24 on the routers of DeepSeek-V3 and its relatives. DeepSpeed's engine rounds the parameters of what it trains.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def read_weights(
@@ -246,7 +252,8 @@ def read_weights(
                                 if is_partitioned:
                                     tensors[target].data[index].copy_(part)
                                 else:
-                                    _fill_target(model, target, index, part, rows[target], dtype)
+                                    kept = torch.float32 if dtype and _stays_in_float32(model, target) else dtype
+                                    _fill_target(model, target, index, part, rows[target], kept)
                     advance(num_bytes[name])
             if ready is not None:
                 for target in targets:
