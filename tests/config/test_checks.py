@@ -210,14 +210,13 @@ REFUSED = {
     "optim.layer_lr_decay=0.9 tuning=prompt": (
         "optim.layer_lr_decay = 0.9 needs layers to train, and tuning.method = prompt trains none."
     ),
-    "schedule=wsd schedule.warmup_ratio=0 schedule.warmup_steps=4 schedule.decay_steps=7 train.max_steps=10": (
+    "schedule=wsd schedule.warmup_steps=4 schedule.decay_steps=7 train.max_steps=10": (
         "schedule.warmup_steps = 4 and schedule.decay_steps = 7 are more together than train.max_steps = 10."
     ),
-    "schedule.warmup_steps=5": (
-        "schedule.warmup_steps = 5 and schedule.warmup_ratio = 0.03 are both given: keep one of them. Set the "
-        "other to 0."
+    "schedule.warmup_steps=5 schedule.warmup_ratio=0.1": (
+        "schedule.warmup_steps = 5 and schedule.warmup_ratio = 0.1 are both given: keep one of them."
     ),
-    "schedule.warmup_ratio=0 schedule.warmup_steps=9 train.max_steps=5": (
+    "schedule.warmup_steps=9 train.max_steps=5": (
         "schedule.warmup_steps = 9 is more than train.max_steps = 5: the run would end while the learning rate "
         "still rises. For so few steps add schedule.warmup_steps=0."
     ),

@@ -651,3 +651,24 @@ def test_a_misspelt_key_does_not_hide_the_errors_of_the_section_it_resembles() -
     with pytest.raises(ConfigError) as told:
         parse_checked(["recipe=quickstart", "ranks=1", "train.epochs=-1"])
     assert "unknown key 'ranks'" in str(told.value) and "train.epochs" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("in_recipe", "typed", "expected"),
+    [
+        ("schedule: {warmup_ratio: 0.1}", "schedule.warmup_steps=5", {"schedule.warmup_steps": 5}),
+        ("schedule: {warmup_ratio: 0.1}", "schedule.warmup_steps=0", {}),
+        ("schedule: {warmup_steps: 5}", "schedule.warmup_ratio=0.1", {"schedule.warmup_ratio": 0.1}),
+        ("schedule: {warmup_steps: 5}", "optim.lr=1e-5", {"schedule.warmup_steps": 5}),
+        ("train: {max_steps: 9}", "train.epochs=2", {"train.epochs": 2}),
+        ("train: {epochs: 2}", "train.max_steps=9", {"train.epochs": 2, "train.max_steps": 9}),
+    ],
+)
+def test_of_two_units_the_later_one_counts(in_recipe: str, typed: str, expected: dict, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"defaults: [quickstart]\n{in_recipe}\n")
+    config = load([f"recipe={recipe}", typed]).cfg
+    section = "train" if typed.startswith("train") else "schedule"
+    names = {"train": ("epochs", "max_steps"), "schedule": ("warmup_steps", "warmup_ratio")}[section]
+    values = {f"{section}.{name}": getattr(getattr(config, section), name) for name in names}
+    assert {key: value for key, value in values.items() if value} == expected

@@ -152,11 +152,29 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     learn_from(tree)
     if problems is None:
         all_problems.raise_all()
+    _let_the_later_setting_count(loaded)
     _apply_dependent_defaults(loaded)
     _drop_questions_about_other_data(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
+
+
+_ALTERNATIVES = (
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+    ("schedule.warmup_ratio", "schedule.warmup_steps"),
+    ("train.max_steps", "train.epochs"),
+)
+"""Key that is 0 in effect if a later layer sets the other one of the pair; max_steps that are set later win anyway."""
+
+
+def _let_the_later_setting_count(loaded: LoadedConfig) -> None:
+    """Set a length of the run or of its warm-up to 0 if a later layer gives it in another unit."""
+    for key, other in _ALTERNATIVES:
+        if 0 < loaded.layers.get(key, 0) < loaded.layers.get(other, 0):
+            section, _, name = key.partition(".")
+            setattr(getattr(loaded.cfg, section), name, 0)
+            loaded.where[key] = loaded.where[other]
 
 
 def _apply_dependent_defaults(loaded: LoadedConfig) -> None:

@@ -129,15 +129,15 @@ def _report_unusual(loaded: LoadedConfig) -> None:
 
 
 def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Yield an error for two lengths of the run if one place sets both (else the later one counts), and for two lengths
-    of the warm-up wherever they are from. A place is a file or the command line.
+    """Yield an error for two lengths of the run, or of the warm-up, if one place sets both; else the later one counts.
+    A place is a file or the command line.
     """
 
     def are_from_one_place(*keys: str) -> bool:
         return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
 
     train, schedule = loaded.cfg.train, loaded.cfg.schedule
-    length, warmup = ("train.max_steps", "train.epochs"), ("schedule.warmup_steps", "schedule.warmup_ratio")
+    length = ("train.max_steps", "train.epochs")
     if train.max_steps and train.epochs != 1 and loaded.explicit >= set(length) and are_from_one_place(*length):
         yield loaded.error(
             length[0],
@@ -145,14 +145,10 @@ def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
     if schedule.warmup_steps and schedule.warmup_ratio:
         yield loaded.error(
-            warmup[0],
+            "schedule.warmup_steps",
             "schedule.warmup_steps = {schedule.warmup_steps} and schedule.warmup_ratio = {schedule.warmup_ratio} are "
-            "both given: keep one of them. {advice}",
-            advice="" if are_from_one_place(*warmup) else tr("Set the other to 0."),
+            "both given: keep one of them.",
         )
-    elif schedule.warmup_ratio and loaded.layers.get(warmup[0], 0) > loaded.layers.get(warmup[1], 0):
-        rest = tr("{key} = 0 leaves the warm-up of schedule.warmup_ratio: set that to 0 for none.", key=warmup[0])
-        loaded.notices.append(loaded.position(warmup[0]) + rest)
 
 
 def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:

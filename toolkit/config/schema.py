@@ -838,7 +838,7 @@ class ScheduleConfig:
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
     warmup_ratio: Share = 0.0
-    """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
+    """Warm-up as a fraction of all steps, rounded up; of this and `schedule.warmup_steps`, the later setting counts."""
     warmup_type: WarmupType = WarmupType.linear
     """linear or log: how the learning rate rises during warm-up; of polynomial, inverse_sqrt and wsd linearly."""
     min_lr_ratio: Share = 0.0

@@ -190,12 +190,12 @@ def _unsupported_targets(model: PreTrainedModel, chosen: set[str], has_others: b
     if misplaced:
         if misplaced == chosen and not has_others:
             raise ConfigError(
-                "tuning.target_modules: peft would load LoRA on {name} into another layer, or into none. Name the experts "
-                "(experts.down_proj), or layers of the attention.",
+                "tuning.target_modules: peft would load LoRA on {name} into another layer, or into none. Name the "
+                "experts (experts.down_proj), or layers of the attention.",
                 name=min(misplaced),
             )
         warn(
-            "LoRA leaves out {count} linear layers, such as {name}: peft would load it into other layers, or into none.",
+            "LoRA leaves out {count} linear layers, such as {name}: peft would load it into other layers or into none.",
             count=len(misplaced),
             name=min(misplaced),
         )
