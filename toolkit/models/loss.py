@@ -72,7 +72,7 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
 
 def num_trained_tokens(batch: Batch) -> int:
     """Return the number of tokens that `token_loss_sum` sums over, T."""
-    return len(batch["target_indices"])
+    return len(with_targets(batch)["target_indices"])
 
 
 def on_device(engine: Any, batch: Batch) -> Batch:

@@ -135,6 +135,8 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: 
             setattr(text, name, [lists[name][number]] * layers)
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
+    for parameter in model.parameters():  # as DeepSpeed's engine does: routers that transformers keeps in float32, too
+        parameter.data = parameter.data.to(dtype)
     if model._can_set_experts_implementation() and any("expert" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
     model.requires_grad_(trains).get_input_embeddings().requires_grad_()

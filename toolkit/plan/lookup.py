@@ -34,7 +34,7 @@ from toolkit.plan.tuning_targets import SCORE, tuning_of
 _MEASURE_S = 300
 NO_MODEL = 3
 """Exit code of toolkit.models.outline if the model cannot be trained; its last line says why."""
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 """Version of the cache's content; increase it when measurements change."""
 
 
