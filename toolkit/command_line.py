@@ -82,6 +82,14 @@ def positive_int(values: dict[str, str], name: str) -> int | None:
     return int(text)
 
 
+def port_number(values: dict[str, str], default: int) -> int:
+    """Return the argument `port`, the default if it was not given."""
+    port = non_negative_int(values, "port", default)
+    if port > 65_535:
+        raise ConfigError(tr("port = {port} is none: ports end at 65535.", port=port))
+    return port
+
+
 def non_negative_int(values: dict[str, str], name: str, default: int) -> int:
     """Return an argument as a whole number from 0, the default if it was not given."""
     text = values.get(name, str(default))

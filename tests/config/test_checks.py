@@ -468,6 +468,12 @@ def test_unknown_world_size_and_absent_files_can_be_left_out() -> None:
         check_rules(loaded)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is an adapter, not a whole model.* with tuning\.adapter=.* merge=true"):
+        check_rules(load(["recipe=lora", f"model.path={tmp_path}", "data=examples"]))
+
+
 def test_a_recipes_own_steps_can_be_overridden_by_epochs_of_the_command_line(tmp_path: Path) -> None:
     """max_steps from one place and epochs from another is an override, not a contradiction."""
     (tmp_path / "r.yaml").write_text("defaults:\n  - zero1\n  - _self_\ntrain:\n  epochs: 3\n")

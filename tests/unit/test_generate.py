@@ -45,7 +45,26 @@ def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ask(model, "prompt=你好")
     assert capsys.readouterr().out == SAYS + "\n"
     assert main(["generate", f"model.path={model}", "prompt=x", "max_new_tokens=6", "system=be short"]) == 0
-    assert capsys.readouterr().out == "你吗\n", "three bytes each: a token is a byte"
+    captured = capsys.readouterr()
+    assert captured.out == "你吗\n", "three bytes each: a token is a byte"
+    assert captured.err.strip().endswith("The answer is cut at max_new_tokens=6.")
+
+
+def test_a_directory_of_runs_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").touch()
+    for words in (
+        ["generate", f"{tmp_path}/runs", "prompt=x"],
+        ["chat", f"{tmp_path}/runs"],
+        ["serve", f"{tmp_path}/runs"],
+    ):
+        assert main(words) == 2
+        assert f"holds runs: name one of them. The newest: {tmp_path}/runs/first" in capsys.readouterr().err
+
+
+def test_ports_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["board", str(tmp_path), "port=99999"]) == 2
+    assert "ports end at 65535" in capsys.readouterr().err
 
 
 def test_a_question_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.help import help_of
 from toolkit.command_line import named_arguments, non_negative_int, number, positive_int
-from toolkit.config import files
+from toolkit.config import files, suggest
 from toolkit.messages import ConfigError, ModelError, notes_to_stderr
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def check_model(arguments: dict[str, str], usage: str) -> None:
     for name in ("model.path", "adapter"):
         if arguments.get(name):
             files.check_directory(Path(arguments[name]), ModelError, name)
+            suggest.check_is_no_folder_of_runs(Path(arguments[name]))
 
 
 def sampling_arguments(arguments: dict[str, str], max_new_tokens: int) -> "Sampling":

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from toolkit.cli.chat import MODEL, SAMPLING, check_model, sampling_arguments
 from toolkit.command_line import named_arguments, one_of, positive_int
 from toolkit.config.schema import DistributedConfig, RowFormat
-from toolkit.messages import ConfigError, notes_to_stderr, printable, tr
+from toolkit.messages import ConfigError, notes_to_stderr, printable, say, tr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,6 +78,9 @@ def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None
     [ids] = generate(model, encoder, [encoder.prompt(messages)], sampling, model.device)
     if process_group.rank() == 0:
         print(printable(decode_answer(encoder, ids)))
+        if len(ids) == sampling.max_new_tokens:
+            with notes_to_stderr():
+                say("The answer is cut at max_new_tokens={count}.", count=len(ids))
 
 
 def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:

@@ -21,7 +21,7 @@ import os
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from toolkit.command_line import named_arguments, one_of, positive_int
+from toolkit.command_line import named_arguments, one_of, port_number
 from toolkit.evaluate.servable import resolve_servable
 from toolkit.evaluate.server import adapter_options, server_program
 from toolkit.messages import say, tr
@@ -42,7 +42,7 @@ def run(words: list[str]) -> None:
         bare="model.path",
     )
     folder = resolve_servable(Path(arguments["model.path"]))
-    host, port = arguments.get("host", "127.0.0.1"), positive_int(arguments, "port") or 8000
+    host, port = arguments.get("host", "127.0.0.1"), port_number(arguments, 8000)
     model = arguments.get("served_name") or name_of(folder)
     backend, program = server_program(one_of(arguments, "backend", BACKENDS))
     command = _command(backend, program, folder, model, ["--host", host, "--port", str(port)])

@@ -45,6 +45,12 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "model.path = {value} is not a directory here. It must be the directory that holds "
             "config.json and the weights, or owner/name on Hugging Face.",
         )
+    elif is_read and os.path.isfile(Path(model.path) / "adapter_config.json"):
+        yield loaded.error(
+            "model.path",
+            "model.path = {value} is an adapter, not a whole model. Train it further with tuning.adapter={value}, or "
+            "merge it first: toolkit export-model {value} merge=true output=DIR",
+        )
     teacher = loaded.cfg.distill.teacher
     if teacher and not os.path.isdir(teacher) and not files.is_hub_name(teacher):
         yield loaded.error(

@@ -150,6 +150,14 @@ def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
     return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
 
 
+def check_is_no_folder_of_runs(path: Path) -> None:
+    """Raise ConfigError for a directory that holds runs where one of them is wanted."""
+    is_meant = any((path / name).exists() for name in ("config.json", "config.yaml", "adapter_config.json"))
+    if not is_meant and (runs := _newest_runs(path)):
+        names = ", ".join(map(str, runs[:_MOST_RUNS]))
+        raise ConfigError("{folder} holds runs: name one of them. The newest: {names}", folder=path, names=names)
+
+
 def _newest_runs(parent: Path) -> list[Path]:
     """Return the runs in a directory, the newest first."""
     with suppress(OSError):

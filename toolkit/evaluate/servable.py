@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from toolkit.config import files
+from toolkit.config import files, suggest
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models.directory import Architecture, architecture_of, read_config, saved_template
 
@@ -12,6 +12,7 @@ def resolve_servable(path: Path) -> Path:
     transformers' server nor vLLM could load it.
     """
     files.check_directory(path)
+    suggest.check_is_no_folder_of_runs(path)
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

@@ -81,20 +81,21 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
     return not (broken | unread).isdisjoint(keys)
 
 
-def fastest(layouts: Sequence[Layout]) -> Layout | None:
-    """Return the fastest layout that fits, None if none does. Among those as fast, the first (simplest)
-    that leaves 5 % of the memory free is taken, or else the first. Offloading must be faster by more than the speeds of
-    buses and hosts, which are assumed, may be wrong.
+def fastest(layouts: Sequence[Layout], *, tight: bool = False) -> Layout | None:
+    """Return the fastest layout that fits and leaves 5 % of the memory free; if none does, or with `tight`, the fastest
+    that fits; None if none does. Among those as fast, the first (simplest) is taken. Offloading must be faster by more
+    than the speeds of buses and hosts, which are assumed, may be wrong.
     """
     fitting = [layout for layout in layouts if layout.fits]
+    if not tight:
+        fitting = [layout for layout in fitting if not layout.is_tight] or fitting
     if not fitting:
         return None
     best = min(layout.time.seconds for layout in fitting)
     resident = [layout for layout in fitting if not layout.is_offloaded]
     if resident and (best_resident := min(layout.time.seconds for layout in resident)) <= _OFFLOAD_GAIN * best:
         fitting, best = resident, best_resident
-    fast = [layout for layout in fitting if layout.time.seconds <= _AS_FAST * best]
-    return next((layout for layout in fast if not layout.is_tight), fast[0])
+    return next(layout for layout in fitting if layout.time.seconds <= _AS_FAST * best)
 
 
 def recommended(recipe_layout: Layout, layouts: Sequence[Layout]) -> Layout | None:

@@ -77,18 +77,22 @@ def plan_lines(
 
 
 def _tight_memory_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
-    """Return a line, in a list, if the fastest layout leaves less than 5 % of the memory, with the fastest that leaves
-    it.
-    """
-    if not best.is_tight:
+    """Return a line, in a list, if `best` leaves less than 5 % of the memory, or a faster layout does."""
+    tightest = best if best.is_tight else fastest(layouts, tight=True)
+    if tightest is None or not tightest.is_tight:
         return []
-    share = f"{100 * best.peak / best.usable_bytes:.0f}"
-    text = tr("It takes {share} % of the memory: a little more than planned, and it runs out.", share=share)
-    roomier = fastest([layout for layout in layouts if not layout.is_tight])
-    if roomier is None:
-        return [text]
-    words = " ".join(overrides(cfg, roomier.cfg)) or tr("the recipe as it is")
-    return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
+    share = f"{100 * tightest.peak / tightest.usable_bytes:.0f}"
+    if tightest is best:
+        return [tr("It takes {share} % of the memory: a little more than planned, and it runs out.", share=share)]
+    return [
+        tr(
+            "Faster, {seconds} s per step, but with {share} % of the memory a little more than planned runs out: "
+            "{words}",
+            seconds=f"{tightest.time.seconds:.3g}",
+            share=share,
+            words=" ".join(overrides(cfg, tightest.cfg)) or tr("the recipe as it is"),
+        )
+    ]
 
 
 def _bf16_states_line(

@@ -11,7 +11,7 @@ Training does not depend on the page: runs started here continue when it ends. N
 
 from pathlib import Path
 
-from toolkit.command_line import named_arguments, non_negative_int
+from toolkit.command_line import named_arguments, port_number
 from toolkit.messages import ConfigError, tr
 
 USAGE = "toolkit board runs"
@@ -28,4 +28,4 @@ def run(words: list[str]) -> None:
         raise ConfigError(
             tr("the board needs packages that are not installed:  pip install starlette uvicorn")
         ) from error
-    serve(Path(arguments.get("runs", "runs")), non_negative_int(arguments, "port", 8765))
+    serve(Path(arguments.get("runs", "runs")), port_number(arguments, 8765))
