@@ -21,6 +21,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit.command_line import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
@@ -60,12 +61,7 @@ def run(words: list[str]) -> None:
     _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "), check_data)
     _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090; without GPUs 2xcpu): "), machine_of)
     machine = machine_of(arguments)
-    try:
-        facts = data_facts(arguments)
-    except DataError as error:
-        if loss := re.search(r"preference=(\w+)", str(error)):
-            raise _of_preferences(arguments, loss[1]) from error
-        raise
+    facts = _facts(arguments)
     seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
     if facts["is_counted"]:
         say(
@@ -107,6 +103,16 @@ def run(words: list[str]) -> None:
         layout=plan.layout.name,
     )
     say("\n".join(f"  {command}" for command in commands))
+
+
+def _facts(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts of model and data; ConfigError with the command to type for data that hold preferences."""
+    try:
+        return data_facts(arguments)
+    except DataError as error:
+        if needed := re.search(r"preference=(\w+)", str(error)):
+            raise _of_preferences(arguments, needed[1]) from error
+        raise
 
 
 def _of_preferences(arguments: Mapping[str, str], loss: str) -> ConfigError:
