@@ -1145,6 +1145,8 @@ def test_tables_name_keys_of_ours() -> None:
         assert key.to or key.says, f"{name}: neither mapped nor explained"
     said = {key.says for program in programs for key in keys_of(program).values()}
     said |= {f"refused_{what}" for what in names_of("refused")} | REMARKED
+    rows = [row for table in read_table("config/other_options.yaml").values() for row in table.values()]
+    said |= {row[1] for row in rows if isinstance(row, list)}
     assert said == {"", *read_table("config/program_keys.yaml")["sentences"]}
     assert sentence("media") == "texts only"
     assert keys_of("hf")["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]
