@@ -78,7 +78,7 @@ def _separate(
     ConfigError for other options; the arguments are those of `parse`.
     """
     overrides, config_dir, values, own_flags = list[str](), "", dict[str, str](), set[str]()
-    wrong = list[ConfigError]()
+    wrong, unknown = list[ConfigError](), list[str]()
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -94,14 +94,20 @@ def _separate(
             # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
             following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
             from toolkit.command_line import unknown_option
-            from toolkit.config.suggest import keys_meant  # its tables are read in errors alone
+            from toolkit.config.suggest import keys_meant, option_meant  # its tables are read in errors alone
 
-            wrong.append(unknown_option(word, following, names, [*flags, *options, "--config-dir DIR"], keys_meant))
+            known = [*flags, *options, "--config-dir DIR"]
+            wrong.append(unknown_option(word, following, names, known, keys_meant, option_meant))
+            unknown.append(name)
         else:
             try:
                 overrides.append(named_recipe(word, rest[0] if rest else "", names))
             except ConfigError as error:
                 wrong.append(error)
+    if unknown:
+        from toolkit.config.suggest import whole_command
+
+        wrong += whole_command(unknown)
     raise_all(wrong)
     return overrides, config_dir, values, own_flags
 

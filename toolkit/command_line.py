@@ -48,9 +48,11 @@ def unknown_option(
     names: Sequence[str],
     options: Sequence[str],
     meant: Callable[[str], Sequence[str]] = lambda _: (),
+    written: Callable[[str, str], str] = lambda *_: "",
 ) -> ConfigError:
     """Return the error about `--name value`, or `--name=value`, with the option or the `key=value` to write.
-    `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means.
+    `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means,
+    and `written` what to write for another program's name and value, "" where a key that is meant takes the value.
     """
     from toolkit.launch.deepspeed import OPTIONS, OTHER_NAMES  # read in errors alone
 
@@ -59,6 +61,9 @@ def unknown_option(
     of_launcher = OTHER_NAMES.get(name, f"--{name}")
     keys = [name] if name in names else [] if of_launcher in options else meant(name)
     spelled = {re.sub(r"\W.*", "", option.lstrip("-").replace("-", "_")): option for option in (*options, "--help")}
+    is_own = name in names or of_launcher in (*options, *OPTIONS)
+    if advice := "" if is_own else written(name, value):
+        return ConfigError(joined(tr("unknown option {word}.", word=word), advice))
     # The most similar of options, own arguments and keys: --explian is --explain, not plan=.
     likeliest = nearest(of_launcher.lstrip("-"), [*(key.rpartition(".")[2] for key in keys), *names, *spelled]) or ""
     if likeliest in spelled and not spelled[likeliest].endswith("="):

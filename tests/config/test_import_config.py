@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -928,12 +929,48 @@ def test_llama_factory_v1_is_named() -> None:
 
 def test_what_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, said = imported(capsys, put("sft.yaml", FACTORY_YAML), "world_size=4")
-    assert "deepspeed = ds_z3_config.json is not here" in said
-    assert "data/dataset_info.json is not here" in said
+    assert said.endswith("Next:  toolkit check recipe=made.yaml data=FILE.jsonl\n")
     assert cfg.data.sources == []
+    header = " ".join(re.findall("(?m)^# (.*)", Path("last.yaml").read_text(encoding="utf-8")))
+    for text in (said, header):
+        assert "deepspeed = ds_z3_config.json is not here: the recipe has zero=stage3, as its name says." in text
+        assert "data/dataset_info.json is not here" in text
+        assert "assumed" not in text
     put("data/dataset_info.json", INFO)
     _, said = imported(capsys, put("p.yaml", FACTORY_YAML.replace("adgen,", "pictures,")), "world_size=4")
     assert "the dataset pictures is skipped: it holds images" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "more"),
+    [
+        ("examples/deepspeed/ds_z3_offload_config.json", (3, "cpu"), {}),
+        ("examples/deepspeed/ds_z0_config.json", (0, "none"), {}),
+        ("deepspeed_configs/zero1_torch_compile.json", (1, "none"), {}),
+        ("finetune/ds_config_zero2.json", (2, "none"), {}),
+        ("ds_z3_config.json", (2, "none"), {"quantization_bit": 4}),
+        ("my_h20_config.json", (2, "none"), {}),
+    ],
+)
+def test_the_name_of_a_missing_json_says_its_stage(
+    capsys: pytest.CaptureFixture[str], name: str, zero: tuple[int, str], more: dict[str, Any]
+) -> None:
+    small = {"model_name_or_path": "/m", "stage": "sft", "do_train": True, "dataset": "x", "bf16": True}
+    cfg, said = imported(
+        capsys, put("a.json", {**small, **more, "finetuning_type": "lora", "deepspeed": name}), "world_size=2"
+    )
+    assert (cfg.zero.stage, cfg.zero.offload_optimizer.device.value) == zero
+    assert f"deepspeed = {name} is not here: the recipe has zero=stage{zero[0]}" in said
+    assert ("as its name says" in said) == ("h20" not in name)
+
+
+def test_without_the_number_of_ranks_one_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, said = imported(capsys, put("sft.yaml", FACTORY_YAML))
+    assert cfg.batch.global_size == 8
+    told = "world_size=1 is assumed: batch.global_size = 8. For N GPUs add world_size=N."
+    assert told in said and f"# - {told}" in Path("last.yaml").read_text(encoding="utf-8")
+    put("ds_z3_config.json", {"train_batch_size": 64, "zero_optimization": {"stage": 3}})
+    assert refused("sft.yaml").endswith(told)
 
 
 BAD: dict[str, tuple[str, Any, str]] = {
@@ -999,7 +1036,6 @@ BAD: dict[str, tuple[str, Any, str]] = {
         ptuning("--max_steps 3000", "--max_steps many"),
         "max_steps = many must be a whole number",
     ),
-    "no ranks": ("a.yaml", FACTORY_YAML, "Add world_size=1, or more"),
     "other stage": (
         "a.json",
         OTHER_STAGE,
@@ -1109,6 +1145,8 @@ def test_tables_name_keys_of_ours() -> None:
         assert key.to or key.says, f"{name}: neither mapped nor explained"
     said = {key.says for program in programs for key in keys_of(program).values()}
     said |= {f"refused_{what}" for what in names_of("refused")} | REMARKED
+    rows = [row for table in read_table("config/other_options.yaml").values() for row in table.values()]
+    said |= {row[1] for row in rows if isinstance(row, list)}
     assert said == {"", *read_table("config/program_keys.yaml")["sentences"]}
     assert sentence("media") == "texts only"
     assert keys_of("hf")["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]

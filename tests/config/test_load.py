@@ -614,6 +614,25 @@ def test_scalars_are_those_of_omegaconf() -> None:
         assert {text: yaml.load(f"a: {text}", loader)["a"] for text in SCALARS} == SCALARS
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        ("preference=dpo", True),
+        ("preference.loss=simpo", True),
+        ("", False),
+        ("preference=dpo optim.lr=1e-3", False),
+        ("preference=dpo optim.lr=1e-6", False),
+        ("recipe=qwen3_dpo", False),
+        ("recipe=lora preference=dpo", True),
+    ],
+)
+def test_a_rate_for_another_task_is_told(words: str, is_told: bool) -> None:
+    typed = words.split() if "recipe=" in words else ["recipe=smollm2_135m", *words.split()]
+    told = [notice for notice in load(typed).notices if "optim.lr" in notice]
+    expected = r"recipes/\w+\.yaml:\d+: optim\.lr = 0\.\d+ is the recipe's, .* 5e-06 is usual"
+    assert len(told) == is_told and all(re.match(expected, notice) for notice in told)
+
+
 def test_a_resolved_config_keeps_its_learning_rate(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load(["recipe=zero1", "tuning=lora"]).cfg))

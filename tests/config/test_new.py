@@ -209,6 +209,9 @@ def test_a_shorter_length_is_named_where_it_is_enough(folder: Path, capsys: pyte
         (["gpus=8x80GB", "tuning=prompt"], "tuning = prompt is none of auto, full, lora, qlora"),
         (["gpus=8x80GB", "output=chat.jsonl"], "chat.jsonl exists already"),
         (["gpus=8x80GB", "output=no/mine.yaml"], "cannot write no/mine.yaml"),
+        (["gpus=8x80GB", "data=pairs.jsonl"], "recipe=qwen3_dpo model=chatglm3_6b data=pairs.jsonl\n"),
+        (["gpus=8x80GB", "preference=simpo"], "model=chatglm3_6b data=chat.jsonl preference=simpo\n"),
+        (["gpus=8x80GB", "model=a/b", "preference=dpo"], "recipe=qwen3_dpo model=hf model.path=a/b data=chat.jsonl\n"),
         (["gpus=8x80GB", "rank=3"], "unknown argument 'rank=3'"),
         (["model="], "model is missing: toolkit new model=qwen3_8b"),
     ],
@@ -217,6 +220,7 @@ def test_mistakes_are_one_message(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "strange.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     before = (folder / "chat.jsonl").read_bytes()
     assert new(*words) == 2
     error = capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 import pytest
 
+from toolkit.arguments import parse
 from toolkit.config.load import load
+from toolkit.config.program_keys import sentence
 from toolkit.config.suggest import foreign_names, keys_meant
 from toolkit.config.validate import field_type
-from toolkit.messages import ConfigError, shortlist
+from toolkit.messages import ConfigError, read_table, shortlist
 
 GUESSES = {
     # Misspelt: the last part decides, not the section.
@@ -98,6 +100,62 @@ GUESSES = {
 @pytest.mark.parametrize("name", GUESSES)
 def test_what_a_wrong_key_means(name: str) -> None:
     assert " ".join(keys_meant(name)) == GUESSES[name]
+
+
+OPTIONS = {
+    "--deepspeed ds.json": "Write deepspeed_json=ds.json",
+    "--report_to wandb": "Write track=wandb",
+    "--report-to=none": "Leave it out.",
+    "--gradient_accumulation_steps 4": "Write batch.global_size=N: per-device batch x accumulation x ranks = ",
+    "--per_device_train_batch_size 4": "Write batch.micro_per_gpu=4",
+    "--stage sft": "Leave it out: supervised tuning is what",
+    "--stage dpo": "Write preference=dpo",
+    "--stage 3": "Write zero.stage=3 or ",
+    "--do_train": "Leave it out: toolkit train trains",
+    "--overwrite_output_dir": "Leave it out: each run has a directory",
+    "--dataset alpaca": "Write data=FILE.jsonl",
+    "--dataset mine.jsonl": "Write data=mine.jsonl",
+    "--finetuning_type lora": "Write tuning=lora",
+    "--load_in_4bit": "Write tuning=qlora",
+    "--load_in_4bit false": "Leave it out.",
+    "--quantization_bit 4": "Write tuning=qlora",
+    "--fp16": "Write precision=fp16",
+    "--bf16 True": "Write precision=bf16",
+    "--torch_dtype bfloat16": "Write precision=bf16",
+    "--gradient_checkpointing": "Write train.activation_checkpointing.enabled=true",
+    "--lora_target q_proj,v_proj": "Write 'tuning.target_modules=[q_proj,v_proj]'",
+    "--lora_target all": "Write 'tuning.target_modules=[all-linear]'",
+    "--flash_attn fa2": "Leave it out: model.attention=auto takes",
+    "--config foo.yaml": "Write recipe=foo.yaml",
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_what_an_option_of_another_program_is_here(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["recipe=quickstart", *words.split()])
+    assert str(caught.value).startswith(f"unknown option {words.split()[0]}. {OPTIONS[words]}")
+    assert "VALUE" not in str(caught.value)
+
+
+def test_a_whole_command_of_another_program_is_imported() -> None:
+    command = "--learning_rate 1e-4 --bf16 --stage sft"
+    with pytest.raises(ConfigError, match=r"4\. These are arguments .*:? .*import-config FILE\.sh"):
+        parse(["recipe=quickstart", *command.split()])
+    with pytest.raises(ConfigError) as caught:
+        parse(["recipe=quickstart", *command.split()[:3]])
+    assert "FILE.sh" not in str(caught.value)
+
+
+def test_what_options_become_can_be_written() -> None:
+    rows = [row for table in read_table("config/other_options.yaml").values() for row in table.values()]
+    written = [words for words in (row if isinstance(row, str) else row[0] for row in rows) if "=" in words]
+    keys = {words.strip("'").partition("=")[0] for words in written}
+    assert all(key in ("recipe", "data.format") or field_type(key) is not None for key in keys)
+    assert all(sentence(name) for row in rows if not isinstance(row, str) for name in row[1:])
+    whole = [words for words in written if "{" not in words and not words.endswith(("=N", "=NAME", ".jsonl"))]
+    for words in whole:
+        load(["recipe=quickstart", words.strip("'")])
 
 
 def test_what_is_suggested_exists() -> None:

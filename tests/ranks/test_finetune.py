@@ -57,6 +57,9 @@ def test_mistakes_are_errors_before_anything_starts(tmp_path: Path) -> None:
         finetune("quickstart", data="missing.jsonl")
     with pytest.raises(ConfigError, match="gpus has no effect with hostfile"):
         finetune("quickstart", gpus=2, hostfile="hostfile")
+    wrong: Any = "two"
+    with pytest.raises(ConfigError, match="gpus = two is not a positive whole number"):
+        finetune("quickstart", gpus=wrong)
     assert not list(tmp_path.iterdir())
 
 

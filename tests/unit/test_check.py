@@ -62,7 +62,7 @@ OPTIONS = {
     "zero1 --zero=3": "ConfigError: unknown option --zero=3. Write zero=3\n",
     "zero1 --gpus 8xT4": "ConfigError: unknown option --gpus. Write gpus=8xT4\n",
     "zero1 --bf16 --model-path my/model": (
-        "ConfigError: 2 errors:\n1. unknown option --bf16. Write precision.dtype=VALUE\n"
+        "ConfigError: 2 errors:\n1. unknown option --bf16. Write precision=bf16\n"
         "2. unknown option --model-path. Write model.path=my/model\n"
     ),
     "zero1 --batch-size 4": (

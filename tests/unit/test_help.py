@@ -22,6 +22,7 @@ MEANT = {
     "--hlep": "--help",
     "hlep": "help",
     "optim.lr": "toolkit help optim.lr",
+    "data.columns": "toolkit help data.columns",
     "-v": "toolkit --version",
 }
 
@@ -31,6 +32,12 @@ def test_the_overview_fits_a_terminal() -> None:
     assert len(lines) <= len(COMMANDS) + 2 * len(GROUPS) + 12
     assert max(map(len, lines)) <= 100
     assert "toolkit doctor --report" in overview() and lines[0].startswith("Fine-tune language models")
+
+
+@pytest.mark.parametrize("name", ["data.columns", "data.sources[0].columns", "columns"])
+def test_a_key_of_the_only_source_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", name]) == 0
+    assert capsys.readouterr().out.startswith("data.sources[i].columns\n  Names in the file")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

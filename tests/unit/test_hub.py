@@ -191,6 +191,16 @@ def test_what_cannot_be_had(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
     assert "model.path = me/model is neither a directory here nor in the cache" in away
 
 
+def test_another_model_than_the_recipes_is_not_sought_on_modelscope(tmp_path: Path) -> None:
+    program = ASK.replace("model=hf", "model=qwen3_0_6b")
+    asked = json.dumps([("Qwen/Qwen2.5-7B-Instruct", "", True), ("Qwen/Qwen3-0.6B", "", True)])
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    lines = subprocess.run([sys.executable, "-c", program, asked], env=env, stdout=subprocess.PIPE, text=True).stdout
+    other, own = map(json.loads, lines.splitlines())
+    assert "Qwen2.5-7B-Instruct is neither" in other and "Qwen3" not in other
+    assert "modelscope download --model Qwen/Qwen3-0.6B" in own
+
+
 def test_other_models_are_left_alone() -> None:
     from toolkit.config.hub import resolve_model_path
 

@@ -4,7 +4,7 @@ import re
 
 from toolkit import terminal
 from toolkit.cli import COMMANDS
-from toolkit.config import key_texts
+from toolkit.config import data_forms, key_texts
 from toolkit.config.files import conf_folder
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, shortened, tr
 
@@ -24,7 +24,7 @@ def help_of_keys(words: list[str]) -> str:
     """
     if not words:
         return _groups()
-    name = _plain(words[0].partition("=")[0]).rstrip(".")
+    name = _in_full(words[0].partition("=")[0])
     sections = key_texts.sections()
     keys = {_plain(key.name): key for section in sections for key in section.keys}
     inside = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
@@ -45,7 +45,8 @@ def is_key(word: str) -> bool:
     """Whether a word names a key or a group of keys."""
     from toolkit.config.validate import field_type
 
-    return field_type(_plain(word)) is not None
+    name = _in_full(word)
+    return name.removeprefix("data.sources.") in data_forms.SOURCE_KEYS or field_type(name) is not None
 
 
 def _of_key(key: key_texts.Key) -> str:
@@ -85,6 +86,13 @@ def _unknown(name: str, keys: list[str]) -> ConfigError:
         shown = "' / '".join(f"toolkit help {_plain(key)}" for key in meant[:3])
         return ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=shown)))
     return ConfigError(joined(unknown, did_you_mean(name, keys) or tr("All groups: toolkit help keys")))
+
+
+def _in_full(name: str) -> str:
+    """Return a name that was typed as the list of keys has it: data.columns is that of a source."""
+    name = _plain(name).rstrip(".")
+    section, _, leaf = name.partition(".")
+    return f"data.sources.{leaf}" if section == "data" and leaf in data_forms.SOURCE_KEYS else name
 
 
 def _plain(name: str) -> str:

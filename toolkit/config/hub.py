@@ -56,7 +56,7 @@ def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: boo
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
     except Exception as error:
         reason = _reason(name, revision, error).replace("model.path", key).replace("model.revision", revision_key)
-        if is_model and modelscope_id:
+        if is_model and modelscope_id and name == loaded.cfg.model.hub_id:
             ways = tr(
                 "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe "
                 "without weights: model=glm_tiny.",

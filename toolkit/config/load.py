@@ -186,6 +186,15 @@ def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
+    chosen = max(loaded.layers.get(key, 0) for key in ("preference", "preference.loss"))
+    if cfg.preference.is_on and cfg.optim.lr > rate and 0 < loaded.layers.get("optim.lr", 0) < chosen:
+        text = tr(
+            "optim.lr = {lr} is the recipe's, for its own task: {usual} is usual with preference.loss = {loss}.",
+            lr=cfg.optim.lr,
+            usual=rate,
+            loss=cfg.preference.loss.value,
+        )
+        loaded.notices.append(loaded.position("optim.lr") + text)
     wanted = objective.wanted_format(cfg)
     if wanted is None:
         return

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
 
@@ -28,6 +29,8 @@ _OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
 _ONLINE = {"grpo", "ppo", "rlhf", "rl", "dapo", "gspo", "rloo", "reinforce", "online_dpo"}
 """What other programs call online reinforcement learning."""
 _MOST_RUNS = 5
+_LEAST_OPTIONS = 3
+"""Options of other programs that make a command of theirs."""
 _LEAST_NAME, _LEAST_SHORT, _LEAST_HERE, _LEAST_PATH = 0.75, 0.85, 0.6, 0.8
 """How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one of up to four
 letters; one in the section that was typed; a dotted path as a whole."""
@@ -44,6 +47,42 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
 def is_foreign(name: str) -> bool:
     """Whether another program has an argument of this name."""
     return any(name in keys_of(program) for program in _PROGRAMS)
+
+
+def option_meant(name: str, value: str) -> str:
+    """Return what to write for another program's option `--name value`, or that nothing is; "" where the keys that the
+    name means take its value.
+    """
+    patterns = read_table("config/other_options.yaml").get(name, {})
+    row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)
+    if row is not None:
+        words, *says = [row] if isinstance(row, str) else row
+        written = words.format(value=value or "VALUE")
+        if not says:
+            return tr("Write {words}", words=written) if words else tr("Leave it out.")
+        [reason] = map(sentence, says)
+        if words:
+            return tr("Write {words}: {says}.", words=written, says=reason)
+        return tr("Leave it out: {says}.", says=reason)
+    keys = foreign_names().get(name, ())
+    if not keys and (says := _why_there_is_none(name)):
+        return tr("Leave it out: {says}.", says=says)
+    kind = field_type(keys[0]) if len(keys) == 1 else None
+    if kind == list[str] and value and not value.startswith("["):
+        return tr("Write {words}", words=f"'{keys[0]}=[{value}]'")
+    return tr("Write {words}", words=f"{keys[0]}=true") if kind is bool and not value else ""
+
+
+def whole_command(options: Sequence[str]) -> list[ConfigError]:
+    """Return the error about options that are a command of another program, none if they are too few for one."""
+    table = read_table("config/other_options.yaml")
+    names = [name for option in options if (name := option.lstrip("-").replace("-", "_")) in table or is_foreign(name)]
+    if len(names) < _LEAST_OPTIONS:
+        return []
+    program = tr(
+        "These are arguments of another program: save its command as FILE.sh, then  toolkit import-config FILE.sh"
+    )
+    return [ConfigError(program)]
 
 
 def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:

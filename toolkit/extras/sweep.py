@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from toolkit import arguments, children, command_line, disk, messages, secrets, terminal
 from toolkit.config import files, load, schema
-from toolkit.config.suggest import keys_meant
+from toolkit.config.suggest import keys_meant, option_meant
 from toolkit.config.sweep_axes import Axis, grid, split_axes
 from toolkit.disk import json_lines
 from toolkit.launch import deepspeed, processes
@@ -172,7 +172,9 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
         elif word.startswith("-"):
-            problems.add(command_line.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant))
+            problems.add(
+                command_line.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant, option_meant)
+            )
         elif name not in _SWEEP_ARGUMENTS:
             overrides.append(arguments.named_recipe(word))
         elif equals:

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit import children
 from toolkit.arguments import parse_checked
+from toolkit.command_line import positive_int
 from toolkit.config import dotted_keys
 from toolkit.config.files import quoted
 from toolkit.disk import json_lines
@@ -43,6 +44,7 @@ def finetune(recipe: str, *, gpus: int = 1, hostfile: str = "", quiet: bool = Fa
     """
     if hostfile and gpus != 1:
         raise ConfigError("{name} has no effect with {other}. Remove it.", name="gpus", other="hostfile")
+    gpus = positive_int({"gpus": str(gpus)}, "gpus") or 1
     environment.reject_if_rank()
     words = [f"recipe={_as_written(recipe)}", *override_words(settings)]
     cfg = parse_checked(words, world_size=None if hostfile else gpus).loaded.cfg

@@ -6,7 +6,8 @@ toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
                    with the command (`swift sft …`, `trl sft …`, those of ChatGLM-6B, ChatGLM2-6B, Qwen, FastChat), a
                    JSON of Firefly, or TrainingArguments as JSON or YAML
   DEEPSPEED.json   its DeepSpeed JSON, unless FILE names one that exists on this machine
-  world_size=8     number of GPUs that FILE was used with, if it does not state it: determines batch.global_size
+  world_size=8     number of GPUs that FILE was used with, if it does not state it (default 1): determines
+                   batch.global_size
   output=FILE.yaml where to write; without it the recipe is printed, and notes go to standard error
 
 Nothing is executed. Keys with a different meaning or without a counterpart are listed.
@@ -43,7 +44,8 @@ def run(words: list[str]) -> None:
     report = _report(converted)
     if output:
         write_output(arguments, text)
-        print(report + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
+        data = "" if converted.loaded.cfg.data.sources else " data=FILE.jsonl"
+        print(report + tr("Wrote {file}. Next:  toolkit check recipe={file}{data}", file=output, data=data))
     else:
         print(text, end="")
         sys.stderr.write(report)
@@ -72,15 +74,16 @@ def _header(config: read.ForeignConfig, converted: convert.Converted, output: st
 
 
 def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], ...]:
-    """Return (title, lines) of what differs and what is lost."""
+    """Return (title, lines) of what is assumed or missing, what differs and what is lost."""
     return (
+        (tr("Assumed, or missing here:"), converted.gaps),
         (tr("Not quite the same here:"), converted.differs),
         (tr("Without counterpart, and training may differ for it:"), converted.lost),
     )
 
 
 def _report(converted: convert.Converted) -> str:
-    """Return the notes to print: what differs, is lost, not needed, unknown, or still missing on this machine."""
+    """Return the notes to print: what is assumed, differs, is lost, not needed, unknown, or missing on this machine."""
     problems = Problems()
     problems.apply((*FILES, *RULES), converted.loaded)
     # Their places are in a file that was removed again, or in a group.

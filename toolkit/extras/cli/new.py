@@ -16,9 +16,12 @@ toolkit new model=MODEL data=PATH [gpus=8x80GB] [nodes=2] [host_memory=1TB] [tun
 Missing values are asked for on a terminal. No model is loaded; only the first rows of the data are read.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from toolkit.command_line import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
@@ -34,7 +37,7 @@ from toolkit.extras.new_recipe import (
     recipe_text,
     remedies,
 )
-from toolkit.messages import ConfigError, ToolkitError, clauses, say, tr, warn
+from toolkit.messages import ConfigError, DataError, ToolkitError, clauses, say, tr, warn
 from toolkit.plan.machine import Machine
 from toolkit.plan.summary import layout_table
 
@@ -44,7 +47,10 @@ _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_len
 
 def run(words: list[str]) -> None:
     """Ask, plan, write."""
-    arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=_OPTIONAL, usage=_USAGE)}
+    names = (*_OPTIONAL, "preference")
+    arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=names, usage=_USAGE)}
+    if loss := arguments.pop("preference", ""):
+        raise _of_preferences(arguments, loss)
     check_output(arguments)
     tuning = one_of(arguments, "tuning", ("auto", *(method.value for method in METHODS)))
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
@@ -55,7 +61,7 @@ def run(words: list[str]) -> None:
     _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "), check_data)
     _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090; without GPUs 2xcpu): "), machine_of)
     machine = machine_of(arguments)
-    facts = data_facts(arguments)
+    facts = _facts(arguments)
     seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
     if facts["is_counted"]:
         say(
@@ -97,6 +103,30 @@ def run(words: list[str]) -> None:
         layout=plan.layout.name,
     )
     say("\n".join(f"  {command}" for command in commands))
+
+
+def _facts(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts of model and data; ConfigError with the command to type for data that hold preferences."""
+    try:
+        return data_facts(arguments)
+    except DataError as error:
+        if needed := re.search(r"preference=(\w+)", str(error)):
+            raise _of_preferences(arguments, needed[1]) from error
+        raise
+
+
+def _of_preferences(arguments: Mapping[str, str], loss: str) -> ConfigError:
+    """Return the error about preferences, for which no recipe is made here, with the command that trains them."""
+    data, model = arguments.get("data", "FILE.jsonl"), arguments.get("model", "NAME")
+    changed = "" if loss == "dpo" else f" preference={loss}"
+    is_group = "/" not in model and not Path(model).is_dir()
+    words = f"{f'model={model}' if is_group else f'model=hf model.path={model}'} data={data}{changed}"
+    return ConfigError(
+        "preferences ({data}) have recipes of their own, which toolkit new does not make (docs/preference.md):  "
+        "toolkit launch --num_gpus N recipe=qwen3_dpo {words}",
+        data=data,
+        words=words,
+    )
 
 
 def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[Mapping[str, str]], object]) -> None:

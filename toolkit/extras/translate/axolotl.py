@@ -94,7 +94,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     set_added_tokens(config, draft, "tokens")
     special: Any = config.get("special_tokens")
     if isinstance(special, dict) and special.keys() <= {"pad_token"}:
-        config.remark("special_tokens", "loader", is_harmless=True)
+        config.remark("special_tokens", "padding", is_harmless=True)
     if config.get("chat_template") not in (None, "jinja"):
         set_chat_template(config, draft, "chat_template", "axolotl_templates")
     template = str(config.get("chat_template_jinja") or "")
@@ -235,7 +235,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
             columns = _format(entry, kind, config.flag("reward_model"))
         if columns is None:
             shown = entry.get("type")
-            draft.notes.append(
+            draft.gaps.append(
                 tr(
                     "the dataset {name} is skipped: its type {type} has no counterpart (docs/data.md).",
                     name=path,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,20 +54,25 @@ class Converted:
     """Keys without counterpart that change nothing of what is trained."""
     unknown: list[str] = field(default_factory=list)
     """Keys that the other program does not know either."""
+    gaps: list[str] = field(default_factory=list)
+    """What was assumed, and what is said in files that are not here."""
     notes: list[str] = field(default_factory=list)
-    """What became of the DeepSpeed JSON, and what is missing."""
+    """What became of the DeepSpeed JSON, and of the data."""
 
 
 def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config, with its DeepSpeed JSON if one is named, to a recipe that composes and passes every check
     that needs no file; ConfigError.
     """
+    is_told = config.world_size is not None
     draft = programs.translate(config)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return _write_recipe(config, draft, deepspeed_json, Path(folder))
         except ConfigError as error:
-            raise ConfigError(str(error).replace(f"{folder}/", "")) from error
+            text = str(error).replace(f"{folder}/", "")
+            is_assumed = not is_told and "batch." in text
+            raise ConfigError(joined(text, draft.gaps[0]) if is_assumed else text) from error
 
 
 def _write_recipe(
@@ -77,7 +83,8 @@ def _write_recipe(
     """
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
-    path, has_zero = deepspeed_json or _named_json(config, folder, notes), "zero" in draft.groups
+    has_zero = "zero" in draft.groups
+    path = deepspeed_json or _named_json(config, folder, draft)
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
     sections = ds_import.read_json(path, Problems())[0] if path else {}
@@ -124,7 +131,7 @@ def _write_recipe(
         raise RuntimeError("the recipe says something else than was translated")
     rules.check_rules(final, config.world_size, files=False)
     ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), config.world_size, final.cfg.train.max_steps or None)
-    result = Converted(text=text, loaded=final, world_size=config.world_size, notes=notes)
+    result = Converted(text=text, loaded=final, world_size=config.world_size, gaps=draft.gaps, notes=notes)
     _sort_keys(config, draft, result)
     return result
 
@@ -136,9 +143,9 @@ def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     return load([f"recipe={path}"])
 
 
-def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
-    """Return the path of the DeepSpeed JSON that the config names or contains; "" without one, with a note if it is
-    missing.
+def _named_json(config: read.ForeignConfig, folder: Path, draft: programs.RecipeDraft) -> str:
+    """Return the path of the DeepSpeed JSON that the config names or contains; "" without one. Of one that is missing
+    the name says the stage, as in ds_z3_offload_config.json.
     """
     named = config.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
@@ -154,14 +161,29 @@ def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> s
     if named:
         if (json_file := config.find(str(named))).is_file():
             return str(json_file)
-        notes.append(
+        zero = _stage_of_name(Path(str(named)).name, draft.values.get("tuning.method", ("",))[0] == "qlora")
+        if zero:
+            draft.groups.setdefault("zero", zero)
+        draft.gaps.append(
             tr(
-                "deepspeed = {file} is not here: the recipe is made without it. Run this again where it is, "
+                "deepspeed = {file} is not here: the recipe has zero={zero}{by_name}. Run this again where it is, "
                 "or put the file next to the config.",
                 file=named,
+                zero=draft.groups.get("zero", "stage2"),
+                by_name=tr(", as its name says") if draft.groups.get("zero") == zero else "",
             )
         )
     return ""
+
+
+def _stage_of_name(name: str, is_qlora: bool) -> str:
+    """Return the choice of the group zero that the name of a DeepSpeed JSON stands for, "" for none; QLoRA takes no
+    stage above 2.
+    """
+    match = re.search(r"(?:z|zero|stage)[_-]?([0-3])(?![0-9])", name.lower())
+    stage = min(int(match[1]), 2 if is_qlora else 3) if match else 0
+    is_offloaded = stage > 1 and "offload" in name.lower() and not is_qlora
+    return f"stage{stage}{'_offload' if is_offloaded else ''}" if match else ""
 
 
 def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
@@ -173,7 +195,7 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     needless: dict[str, list[str]] = {}
     lost: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
-    used |= {note.partition(" = ")[0] for note in draft.notes}
+    used |= {note.partition(" = ")[0] for note in (*draft.notes, *draft.gaps)}
     for name, value in config.values.items():
         key, spelled = config.keys.get(name), config.spelling(name)
         if key is None:

@@ -166,7 +166,7 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
         return [{"hub": item} for item in sets]
     base = config.find(os.path.join(folder, _INFO)).parent
     if not os.path.isfile(base / _INFO):
-        draft.notes.append(
+        draft.gaps.append(
             tr(
                 "{key} = {sets}: {file} is not here, so it is not known which files these are. Run this again where "
                 "it is, or write data.sources (docs/data.md).",
@@ -204,7 +204,7 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     elif not entry.get("file_name") and not entry.get("hf_hub_url"):
         reason = tr("it is neither a file nor on Hugging Face: save it as a file")
     if reason:
-        draft.notes.append(tr("the dataset {name} is skipped: {reason}.", name=name, reason=reason))
+        draft.gaps.append(tr("the dataset {name} is skipped: {reason}.", name=name, reason=reason))
         return {}
     names = {"hub": "hf_hub_url", "subset": "subset", "revision": "revision", "split": "split"}
     source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}

@@ -16,7 +16,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     is_glm4 = config.has("combine")
     if not config.has("model_name_or_path"):
         draft.groups["model"] = "glm4_9b" if is_glm4 else "chatglm3_6b"
-        draft.notes.append(
+        draft.gaps.append(
             tr(
                 "The command names the model and the directory of the data, this file does not: set model.path=DIR, "
                 "and the paths in data.sources and data.validation."

@@ -37,6 +37,8 @@ class RecipeDraft:
     """Groups that are chosen by name: {model: chatglm_6b}."""
     lost: dict[str, str] = field(default_factory=dict)
     """Key of the other program -> why its value has no counterpart here."""
+    gaps: list[str] = field(default_factory=list)
+    """What the config does not say, or says in a file that is not here: training depends on it."""
     notes: list[str] = field(default_factory=list)
     """Further sentences for the user."""
 
@@ -324,7 +326,7 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
             if config.has(theirs):
                 draft.put(ours, [{"path": str(config.get(theirs)), **rows}], theirs)
         if not config.has("train_file"):
-            draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
+            draft.gaps.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
     if mixed:
         draft.put("data.sources", [source | rows for source in sources], *mixed, "dataset_splits", "dataset_configs")
@@ -460,7 +462,7 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
     steps = "eval_steps" if config.has("eval_steps") else "logging_steps"
     if strategy == "steps" and (every := _whole_steps(config, draft, steps)):
         draft.put("evaluate.every", every, name, steps)
-    elif strategy == "epoch":
+    elif strategy == "epoch" and config.has(name):
         draft.lost[name] = tr("{key} counts steps; it stays 0, which evaluates at the end", key="evaluate.every")
     if not config.flag("eval_on_start"):
         draft.put("evaluate.at_start", False, "eval_on_start")
@@ -475,19 +477,16 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
 
 
 def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set batch sizes, and the number of steps or epochs; ConfigError if the number of ranks is unknown."""
-    if config.world_size is None:
-        raise ConfigError(
-            "{place}: on how many GPUs did this run? Add world_size=1, or more: each takes {rows} rows at once "
-            "({key}), and the global batch follows.",
-            key=config.spelling("per_device_train_batch_size"),
-            place=config.location("per_device_train_batch_size"),
-            rows=config.get("per_device_train_batch_size"),
-        )
+    """Set batch sizes, and the number of steps or epochs; an unknown number of ranks is taken as one, with a note."""
     rows = config.number("per_device_train_batch_size", int)
     times = config.number("gradient_accumulation_steps", int)
     draft.put("batch.micro_per_gpu", rows, "per_device_train_batch_size")
-    global_size = rows * times * config.world_size
+    global_size = rows * times * (config.world_size or 1)
+    if config.world_size is None:
+        config.world_size = 1
+        draft.gaps.append(
+            tr("world_size=1 is assumed: batch.global_size = {size}. For N GPUs add world_size=N.", size=global_size)
+        )
     draft.put("batch.global_size", global_size, "per_device_train_batch_size", "gradient_accumulation_steps")
     steps = config.number("max_steps", int)
     if steps > 0:
@@ -605,7 +604,7 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("checkpoint.minutes", 0.0, "save_strategy")  # it saves by nothing else
     if strategy == "steps" and (steps := _whole_steps(config, draft, "save_steps")):
         draft.put("checkpoint.every", steps, "save_steps")
-    elif strategy not in ("steps", "no"):
+    elif strategy not in ("steps", "no") and config.has("save_strategy"):
         draft.lost["save_strategy"] = tr("checkpoint.every counts steps; the recipe saves at the end only")
     keep = config.number("save_total_limit", int) if config.has("save_total_limit") else 0
     draft.put("checkpoint.keep", max(0, keep), "save_total_limit")

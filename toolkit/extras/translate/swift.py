@@ -262,7 +262,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
             limit = limit_rows(text, count, draft)
             sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
         else:
-            draft.notes.append(
+            draft.gaps.append(
                 tr(
                     "the dataset {name} is on ModelScope: `modelscope download --dataset {name} --local_dir DIR`, then "
                     "add {item} to data.sources.",
