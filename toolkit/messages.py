@@ -491,6 +491,10 @@ def reason_of(problem: BaseException) -> str:
         return tr("it is nested too deeply")
     if isinstance(problem, MemoryError):
         return tr("it needs more memory than there is")
+    if isinstance(problem, UnicodeDecodeError):
+        from toolkit.encodings import conversion  # read in errors alone
+
+        return conversion(problem.object)
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
     if isinstance(problem, KeyError):

@@ -253,7 +253,8 @@ ANSWER = {"from": "gpt", "value": "a"}
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"conversations": []}, "'conversations' is a list, not a list of messages. Correct or remove the row"),
+        ({"conversations": []}, "'conversations' is empty. Fill it in or remove the row"),
+        ({"messages": "[]"}, "'messages' is empty. Fill it in or remove the row"),
         ({"conversations": "x"}, "'conversations' is a text, not a list of messages. Correct or remove the row"),
         ({"conversations": [TURN]}, "'conversations' holds no answer of the assistant. Correct or remove the row"),
         ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
@@ -313,7 +314,7 @@ ANSWER = {"from": "gpt", "value": "a"}
             "Add it, remove the row, or map another key: data.columns={assistant:NAME}",
         ),
         ({"prompt": "p", "response": "r", "tools": "x"}, "'tools' is a text, not a list of tools"),
-        ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' is a list, not a list of tools"),
+        ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' holds 3, which is no tool"),
     ],
 )
 def test_what_is_wrong(row: dict[str, Any], reason: str) -> None:

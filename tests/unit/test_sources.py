@@ -111,7 +111,7 @@ BAD_LINES = [
     (
         b'{"prompt": "\xb0\xa1", "response": "b"}',
         "not UTF-8: byte 0xb0 at position 13 of the line. If the file is in GBK, convert it with "
-        "`iconv -f GBK -t UTF-8`",
+        "`iconv -f GB18030 -t UTF-8`",
     ),
     (
         b'["a", "b"]',
@@ -212,7 +212,7 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
             b"[\n" + GOOD + b', {"prompt": "\xff"}]',
             3,
             "not UTF-8: byte 0xff at position 15 of the line. If the file is in GBK, convert it with "
-            "`iconv -f GBK -t UTF-8`",
+            "`iconv -f GB18030 -t UTF-8`",
         ),
         (
             b"[" + GOOD + b",\n 3]",

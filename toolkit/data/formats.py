@@ -246,7 +246,7 @@ class RowReader:
     ) -> list[Message]:
         """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item."""
         listed = conversation_in(row[key]) if key in row else missing_key(row, key)
-        if not isinstance(listed, list) or not listed:
+        if not isinstance(listed, list):
             raise RowError(
                 "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=kind_of(listed)
             )
