@@ -466,3 +466,13 @@ def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
     file.write_text("\n" * 3_000_000 + good + "\n" * 70_000 + good + "\n\n" + good + "\n")
     train = made(run_config(tmp_path, str(file))).train
     assert [train.where(i) for i in range(3)] == [f"{file}:{n}" for n in (3_000_001, 3_070_001, 3_070_003)]
+
+
+@pytest.mark.parametrize(
+    "content", ["prompt,response\na,b\nc,d\n", json.dumps(GOOD, indent=2) + "\n", '{"prompt": “a”}\n' * 5]
+)
+def test_a_file_without_a_row_of_json_is_one_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content, encoding="utf-8")
+    problems = Problems()
+    check_sources(run_config(tmp_path, str(tmp_path / "d.jsonl")).data, (), problems)
+    assert [str(error).partition(" ")[0] for error in problems.errors] == [f"{tmp_path}/d.jsonl:1:"]

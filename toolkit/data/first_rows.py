@@ -84,6 +84,8 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
             errors.append(DataError("{place}: {reason}.", place=place, reason=error))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
+    if with_known_format is None:  # no row can be parsed, and the first says why
+        raise errors[0]
     for wrong_row in errors[:_SHOWN_ERRORS]:
         problems.add(wrong_row)
     if len(errors) > _SHOWN_ERRORS:

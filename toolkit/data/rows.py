@@ -102,15 +102,9 @@ def json_error(error: ValueError | RecursionError) -> RowError:
             position=start - content.rfind(b"\n", 0, start),
         )
     if isinstance(error, json.JSONDecodeError):
-        if error.doc[error.pos :].strip() == "," and error.doc[: error.pos].rstrip()[-1:] == "}":
-            return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
-        if error.doc[error.pos : error.pos + 1] == "'":
-            return RowError(tr("broken JSON: texts stand in double quotes, not in single ones as in Python"))
-        return RowError(
-            "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
-            column=error.colno,
-            reason=error.msg,
-        )
+        from toolkit.data.broken_json import row_error
+
+        return row_error(error)
     if isinstance(error, RecursionError):
         return RowError(tr("the JSON is nested too deeply. Correct or remove the row"))
     return RowError("broken JSON: {reason}. Correct or remove the row", reason=error)
