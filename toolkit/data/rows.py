@@ -265,26 +265,19 @@ def kind_of(value: object) -> str:
     return tr("a list") if isinstance(value, list) else tr("an object")
 
 
-_MEANT = {
-    "prompt": (
-        *("question", "questions", "q", "query", "input", "inputs", "ask", "user", "human", "problem", "text"),
-        *("content", "问题", "提问", "输入", "用户", "题目"),
-    ),
-    "response": (
-        *("answer", "answers", "a", "reply", "output", "outputs", "target", "summary", "assistant", "bot", "solution"),
-        *("completion", "label", "回答", "答案", "输出", "回复", "摘要"),
-    ),
-}
-"""What people call a prompt and a response."""
 _WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
 
 
 def columns_for(row: Mapping[str, Any]) -> str:
     """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
+    from toolkit.config.suggest import COLUMNS_MEANT  # read in errors alone
+
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
-    by_name = {field: next((key for key in texts if key.lower() in names), "") for field, names in _MEANT.items()}
+    by_name = {
+        field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
+    }
     unnamed = iter([key for key in texts if key not in by_name.values()])
     columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
     if lists:
