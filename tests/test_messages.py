@@ -1,6 +1,8 @@
 """Every message exists in both languages, with the same placeholders, filled in at the call."""
 
 import ast
+import errno
+import os
 import re
 import string
 import subprocess
@@ -131,6 +133,8 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
     templates |= set(filter(None, of_rules())) | {*read_table("extras/data_report.yaml")["answers"]}
+    templates |= {*read_table("extras/data_report.yaml")["scripts"]}
+    templates |= {os.strerror(code) for code in (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ENOSPC)}
     templates |= {str(import_module(COMMANDS[command]).__doc__).splitlines()[0] for command in COMMANDS} | set(GROUPS)
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"

@@ -234,10 +234,10 @@ def shortlist(names: Iterable[str], more: str, like: str = "") -> str:
     """Return names for a message: of many the first, or those like `like`, and what shows all: a command or a page."""
     names = list(names)
     if len(names) <= _MOST_NAMES + 2:  # to leave out one or two would save nothing
-        return ", ".join(names)
+        return listed(*names)
     if close := difflib.get_close_matches(like, names, n=_MOST_NAMES, cutoff=0.5):
         names = [*close, *(name for name in names if name not in close)]
-    shown = ", ".join(names[:_MOST_NAMES])
+    shown = listed(*names[:_MOST_NAMES])
     return tr("{names} and {count} more: {more}", names=shown, count=len(names) - _MOST_NAMES, more=more)
 
 
@@ -496,7 +496,7 @@ def reason_of(problem: BaseException) -> str:
 
         return conversion(problem.object)
     if isinstance(problem, OSError) and problem.strerror:
-        return problem.strerror
+        return translated(problem.strerror)
     if isinstance(problem, KeyError):
         return tr("no key '{key}'", key=str(problem.args[0]) if problem.args else "")
     lines = str(problem).strip().splitlines()

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
 from toolkit.data.formats import Conversation, RowReader, detect_format, mark_trained, turns
-from toolkit.messages import RowError
+from toolkit.messages import RowError, set_language
 
 
 def user(text: str) -> dict[str, Any]:
@@ -569,3 +569,22 @@ def test_metadata_of_messages_is_counted() -> None:
     glm3 = {"role": "tool", "name": "track", "parameters": {"a": 1}, "observation": "o"}
     reader.read({"conversations": [user("q"), glm3, assistant("a")]})
     assert sum(reader.skipped.values()) == 12, "all keys of a call with its result are read"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": None, "response": "b"}, "'prompt' 是 null，不是文本。请改正或删除该行"),
+        ({"prompt": 5, "response": "b"}, "'prompt' 是 5，不是文本。请改正或删除该行"),
+        ({"prompt": "a", "answer": "b"}, "没有键 'response'；这一行有 'prompt'、'answer'。"),
+        (
+            {"messages": [{"role": "x", "content": "a"}]},
+            "'messages' 的第 1 条消息：未知的角色 'x'；应为 system、user、assistant",
+        ),
+    ],
+)
+def test_what_is_wrong_in_chinese(row: dict[str, Any], reason: str) -> None:
+    set_language("zh")
+    with pytest.raises(RowError) as error:
+        read(row)
+    assert str(error.value).startswith(reason)

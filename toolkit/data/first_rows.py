@@ -15,7 +15,7 @@ from toolkit.data.formats import reader_of
 from toolkit.data.readers import DataFile, blocks, first_rows_of, place_of, rows_of, with_format
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import files_of, local_files
-from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
+from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, listed, tr
 from toolkit.sample_types import ChatEncoder
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
                 field=ours,
                 name=theirs,
                 path=path,
-                names=", ".join(f"'{name}'" for name in list(names)[:10]),
+                names=listed(*(f"'{name}'" for name in list(names)[:10])),
             )
             return joined(sentence, did_you_mean(theirs, names))
     return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.config.files import DATA_SUFFIXES
 from toolkit.data.readers import open_data_file, uncompressed_name
 from toolkit.encodings import UTF16_MARKS, conversion, is_utf8
-from toolkit.messages import DataError, joined, tr, warn
+from toolkit.messages import DataError, joined, listed, tr, warn
 
 _LOOKED_AT_BYTES = 1 << 16
 _ZIP, _OLE, _PDF = b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"%PDF"
@@ -43,7 +43,7 @@ def check_is_json(file: Path) -> None:
             '\'{path}\' is no data file: plain text is not a format. Write each text as a line {{"text": "…"}} of a '
             ".jsonl file. Known are {suffixes}, also with .gz or .zst.",
             path=file,
-            suffixes=", ".join(DATA_SUFFIXES),
+            suffixes=listed(*DATA_SUFFIXES),
         )
 
 

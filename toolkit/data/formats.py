@@ -27,7 +27,7 @@ from toolkit.data.rows import (
     result_text,
     unread_keys,
 )
-from toolkit.messages import RowError
+from toolkit.messages import RowError, listed
 from toolkit.sample_types import TEXT, Message
 
 
@@ -282,7 +282,7 @@ class RowReader:
             raise RowError(
                 "unknown role '{name}'; expected one of {names}, or another of docs/data.md",
                 name=name[:40],
-                names=", ".join(ROLES),
+                names=listed(*ROLES),
             )
         is_call = role == "tool" and "parameters" in item
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])

@@ -18,7 +18,7 @@ from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import ROW_FIELDS, RowFormat
 from toolkit.data.formats import Conversation, detect_format, reader_of
 from toolkit.data.rows import first_repeated, is_conversation, parse_line, parse_row
-from toolkit.messages import DataError, RowError, reading, tr
+from toolkit.messages import DataError, RowError, reading, reason_of, tr
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
@@ -256,7 +256,7 @@ def open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
                     yield io.BufferedReader(_Unpacked(unpacked, path), 1 << 20), raw
     except OSError as error:
-        raise DataError("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error) from error
+        raise DataError("Cannot read '{path}': {reason}.", path=path, reason=reason_of(error)) from error
 
 
 class _Unpacked(io.RawIOBase):

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from toolkit.messages import RowError, current_language, tr
+from toolkit.messages import RowError, current_language, listed, tr
 
 LARGEST_ROW_BYTES = 1 << 24
 """Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
@@ -291,7 +291,7 @@ def columns_for(row: Mapping[str, Any]) -> str:
 def quoted_keys(row: Mapping[str, Any]) -> str:
     """Return the keys of a row, quoted, for an error message: at most eight, of 40 characters each."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
-    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
+    return listed(*names, *["…"] * (len(row) > 8)) or tr("no keys at all")
 
 
 METADATA = frozenset(

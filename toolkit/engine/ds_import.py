@@ -665,7 +665,7 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
         values = _without_nulls(parsed_json(text))
     except OSError as error:
         raise ConfigError(
-            "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error
+            "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=reason_of(error)
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("{file}: {reason}", file=path, reason=reason_of(error)) from error
