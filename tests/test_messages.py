@@ -288,6 +288,21 @@ def test_sentences_are_joined_by_a_space_where_the_language_has_one() -> None:
     assert joined("", "") == ""
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "wrote a for 1 rank."),
+        (2, "wrote a for 2 ranks."),
+        (21, "wrote a for 21 ranks."),
+        ("0.1", "wrote a for 0.1 ranks."),
+        ("1,1", "wrote a for 1,1 ranks."),
+    ],
+)
+def test_one_is_singular(count: object, said: str) -> None:
+    assert tr("wrote {file} for {world_size} ranks.", file="a", world_size=count) == said
+    assert tr("{count} samples", count=1) == "1 sample"
+
+
 def test_most_chinese_is_chinese() -> None:
     without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
     assert set(without) <= {

@@ -71,9 +71,17 @@ _LONGEST_LINE = 1000
 """Of a value in a message: what comes from a file or a command line may have megabytes."""
 
 
+_ONE = re.compile(
+    r"(?<![\d.,])(?<!of )\b1 (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|"
+    r"sequence|stage|step|token|turn)s\b( are| have| were)?"
+)
+_SINGULAR = {None: "", " are": " is", " have": " has", " were": " was"}
+
+
 def _fill(english: str, values: dict[str, object]) -> str:
     """Return a message in the user's language with its values, without secrets and control characters."""
-    return hide(printable(translated(english).format(**{name: _bounded(value) for name, value in values.items()})))
+    text = translated(english).format(**{name: _bounded(value) for name, value in values.items()})
+    return hide(printable(_ONE.sub(lambda match: f"1 {match[1]}{_SINGULAR[match[2]]}", text)))
 
 
 def _bounded(value: object) -> object:
