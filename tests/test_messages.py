@@ -1,6 +1,8 @@
 """Every message exists in both languages, with the same placeholders, filled in at the call."""
 
 import ast
+import errno
+import os
 import re
 import string
 import subprocess
@@ -131,6 +133,8 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
     templates |= set(filter(None, of_rules())) | {*read_table("extras/data_report.yaml")["answers"]}
+    templates |= {*read_table("extras/data_report.yaml")["scripts"]}
+    templates |= {os.strerror(code) for code in (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ENOSPC)}
     templates |= {str(import_module(COMMANDS[command]).__doc__).splitlines()[0] for command in COMMANDS} | set(GROUPS)
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
@@ -282,6 +286,21 @@ def test_sentences_are_joined_by_a_space_where_the_language_has_one() -> None:
     assert joined("One.", "", "Two?", "Three.") == "One. Two? Three."
     assert joined("一。", "二？", "", "three.", "四。") == "一。二？three. 四。"
     assert joined("", "") == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "wrote a for 1 rank."),
+        (2, "wrote a for 2 ranks."),
+        (21, "wrote a for 21 ranks."),
+        ("0.1", "wrote a for 0.1 ranks."),
+        ("1,1", "wrote a for 1,1 ranks."),
+    ],
+)
+def test_one_is_singular(count: object, said: str) -> None:
+    assert tr("wrote {file} for {world_size} ranks.", file="a", world_size=count) == said
+    assert tr("{count} samples", count=1) == "1 sample"
 
 
 def test_most_chinese_is_chinese() -> None:

@@ -71,9 +71,17 @@ _LONGEST_LINE = 1000
 """Of a value in a message: what comes from a file or a command line may have megabytes."""
 
 
+_ONE = re.compile(
+    r"(?<![\d.,])(?<!of )\b1 (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|"
+    r"sequence|stage|step|token|turn)s\b( are| have| were)?"
+)
+_SINGULAR = {None: "", " are": " is", " have": " has", " were": " was"}
+
+
 def _fill(english: str, values: dict[str, object]) -> str:
     """Return a message in the user's language with its values, without secrets and control characters."""
-    return hide(printable(translated(english).format(**{name: _bounded(value) for name, value in values.items()})))
+    text = translated(english).format(**{name: _bounded(value) for name, value in values.items()})
+    return hide(printable(_ONE.sub(lambda match: f"1 {match[1]}{_SINGULAR[match[2]]}", text)))
 
 
 def _bounded(value: object) -> object:
@@ -234,10 +242,10 @@ def shortlist(names: Iterable[str], more: str, like: str = "") -> str:
     """Return names for a message: of many the first, or those like `like`, and what shows all: a command or a page."""
     names = list(names)
     if len(names) <= _MOST_NAMES + 2:  # to leave out one or two would save nothing
-        return ", ".join(names)
+        return listed(*names)
     if close := difflib.get_close_matches(like, names, n=_MOST_NAMES, cutoff=0.5):
         names = [*close, *(name for name in names if name not in close)]
-    shown = ", ".join(names[:_MOST_NAMES])
+    shown = listed(*names[:_MOST_NAMES])
     return tr("{names} and {count} more: {more}", names=shown, count=len(names) - _MOST_NAMES, more=more)
 
 
@@ -491,8 +499,12 @@ def reason_of(problem: BaseException) -> str:
         return tr("it is nested too deeply")
     if isinstance(problem, MemoryError):
         return tr("it needs more memory than there is")
+    if isinstance(problem, UnicodeDecodeError):
+        from toolkit.encodings import conversion  # read in errors alone
+
+        return conversion(problem.object)
     if isinstance(problem, OSError) and problem.strerror:
-        return problem.strerror
+        return translated(problem.strerror)
     if isinstance(problem, KeyError):
         return tr("no key '{key}'", key=str(problem.args[0]) if problem.args else "")
     lines = str(problem).strip().splitlines()

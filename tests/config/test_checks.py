@@ -275,6 +275,15 @@ REFUSED = {
     "data.sources=[{path:.,columns:{promt:q}}]": (
         "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"
     ),
+    "data.sources=[{path:.,columns:{question:q}}]": (
+        "data.sources[0].columns: no format reads 'question'. Did you mean 'prompt'?"
+    ),
+    "data.sources=[{path:.,columns:{answer:response}}]": (
+        "data.sources[0].columns: no format reads 'answer'. Did you mean '{response: answer}'?"
+    ),
+    "data.sources=[{path:.,columns:{q1:text}}]": (
+        "data.sources[0].columns: no format reads 'q1'. Did you mean '{text: q1}'?"
+    ),
     "data.sources=[{path:.,format:text,columns:{prompt:q}}]": "data.sources[0].columns: no format reads 'prompt'.",
     "prepare.shard=4/3": "prepare.shard = 4/3 must be i/n, such as 1/4 to 4/4 for four nodes.",
     "prepare.shard=1": "prepare.shard = 1 must be i/n, such as 1/4 to 4/4 for four nodes.",

@@ -40,7 +40,7 @@ def starts(template: str) -> list[str]:
 def said_as(line: str, language: int) -> set[str]:
     """Return the English templates that a line may be, without its kind of error and its place."""
     said = re.sub(rf"^({KINDS}): ", "", line).removesuffix("…").strip()
-    texts = (said, re.sub(r"^[\w./-]+:\d+: ", "", said))
+    texts = (said, re.sub(rf"^[\w./-]+:\d+{(': ', '：')[language]}", "", said))
     return {template for one, template in PATTERNS[language] if any(one.fullmatch(text) for text in texts)}
 
 

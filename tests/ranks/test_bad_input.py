@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "half a download": (model_folder(half_downloaded), r"bytes where its header says \d+: download it again|cut short"),
     "tokenizer missing": (model_folder(lambda folder: None), r"tokenizer"),
     "nothing fits": (words("data.max_length=8"), r"longer than data\.max_length"),
-    "nodes": (words("launch.num_nodes=2"), r"launch\.num_nodes = 2, but 1 nodes were started"),
+    "nodes": (words("launch.num_nodes=2"), r"launch\.num_nodes = 2, but 1 node was started"),
     "old habit": (words("--deepspeed", "--deepspeed_config", "ds.json"), r"deepspeed_json=ds\.json"),
     "interface": (words("distributed.interface=nosuch0"), r"no such network interface"),
 }

@@ -187,7 +187,7 @@ PLANTS: dict[str, tuple[Callable[[Place], object], bool, list[str]]] = {
         ["files: node3: data 0 ", "rows.jsonl holds something else than on node1"],
     ),
     "full disk": (full_disk, True, ["disks: node2: run.dir ", "/runs: No space left on device."]),
-    "slot mismatch": (gpus, True, ["GPUs: node2: the hostfile gives it 2 slots, nvidia-smi shows 1 GPUs there."]),
+    "slot mismatch": (gpus, True, ["GPUs: node2: the hostfile gives it 2 slots, nvidia-smi shows 1 GPU there."]),
     "clock": (
         lambda p: configured(p, "node3", f'SetEnv "LD_PRELOAD={FAKETIME}" "FAKETIME=+10m"'),
         True,

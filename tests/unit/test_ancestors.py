@@ -108,7 +108,7 @@ def test_cores_without_binding(started: Start) -> None:
 
 def test_num_nodes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     started("deepspeed run.py", 1)
-    assert refused(num_nodes=4).startswith("launch.num_nodes = 4, but 1 nodes were started.")
+    assert refused(num_nodes=4).startswith("launch.num_nodes = 4, but 1 node was started.")
     make_processes(monkeypatch, ["python", "run.py"])
     check_launcher(2, Ranks(0, 0, 8, 4, "torchrun"))
     with pytest.raises(LaunchError):

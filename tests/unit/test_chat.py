@@ -201,7 +201,7 @@ def test_the_oldest_turns_leave_when_there_is_no_room(usable: LoadedModel, capsy
     rest = [{"role": "system", "content": "s"}, *talk.history[2:], {"role": "user", "content": "d" * 30}]
     assert talk._prompt("d" * 30) == usable.encoder.prompt(rest)
     assert [message["content"][0] for message in talk.history] == ["b", "b", "c", "c"]
-    assert "the oldest 1 questions were dropped" in capsys.readouterr().err
+    assert "the oldest 1 question was dropped" in capsys.readouterr().err
     with pytest.raises(ModelError, match="more than the 120 positions"):
         talk._prompt("e" * 120)
     assert len(talk.history) == 4, "a question that cannot be asked costs nothing"

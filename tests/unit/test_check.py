@@ -73,6 +73,20 @@ OPTIONS = {
     "zero1 --hlep": "ConfigError: unknown option --hlep. Did you mean '--help'?\n",
     "zero1 --worldsize 2": "ConfigError: unknown option --worldsize. Write world_size=2\n",
     "zero1 model.path": "ConfigError: 'model.path' has no =. Write model.path=VALUE\n",
+    **{
+        f"zero1 {word}": (
+            f"ConfigError: command line: cannot read '{word}': '{wide}' is full-width or a typographic quote. "
+            "Write = : , { } [ ] \" ' as in code.\n"
+        )
+        for word, wide in (("train.max_steps＝5", "＝"), ("columns={“prompt”:q}", "“"))
+    },
+    **{
+        f"zero1 {word}": (
+            f"ConfigError: command line: cannot read '{word}': quote it for the shell, with a field of the toolkit "
+            "before each name: 'columns={prompt: question, response: answer}'\n"
+        )
+        for word in ("columns={prompt:", "columns={问题:prompt}")
+    },
     "zero1 model.pth /models/a": "ConfigError: 'model.pth' has no =. Write model.path=/models/a\n",
     "zero1 lr 1e-4": "ConfigError: 'lr' has no =. Write optim.lr=1e-4\n",
     "recipe = zero1": "ConfigError: 'recipe =': write key=value without spaces around the =.\n",

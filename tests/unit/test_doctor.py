@@ -91,7 +91,7 @@ PATHS: dict[str, tuple[str, Any, str, str, str]] = {
         [CARD],
         "GPUs",
         ERROR,
-        "b: the hostfile gives it 2 slots, nvidia-smi shows 1 GPUs there.",
+        "b: the hostfile gives it 2 slots, nvidia-smi shows 1 GPU there.",
     ),
     "no GPU": ("gpus.cards", [], "GPUs", ERROR, "b: the hostfile gives it 2 slots, nvidia-smi shows 0 GPUs there."),
     "taken": (

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
 from toolkit.data.formats import Conversation, RowReader, detect_format, mark_trained, turns
-from toolkit.messages import RowError
+from toolkit.messages import RowError, set_language
 
 
 def user(text: str) -> dict[str, Any]:
@@ -253,7 +253,8 @@ ANSWER = {"from": "gpt", "value": "a"}
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"conversations": []}, "'conversations' is a list, not a list of messages. Correct or remove the row"),
+        ({"conversations": []}, "'conversations' is empty. Fill it in or remove the row"),
+        ({"messages": "[]"}, "'messages' is empty. Fill it in or remove the row"),
         ({"conversations": "x"}, "'conversations' is a text, not a list of messages. Correct or remove the row"),
         ({"conversations": [TURN]}, "'conversations' holds no answer of the assistant. Correct or remove the row"),
         ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
@@ -313,7 +314,7 @@ ANSWER = {"from": "gpt", "value": "a"}
             "Add it, remove the row, or map another key: data.columns={assistant:NAME}",
         ),
         ({"prompt": "p", "response": "r", "tools": "x"}, "'tools' is a text, not a list of tools"),
-        ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' is a list, not a list of tools"),
+        ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' holds 3, which is no tool"),
     ],
 )
 def test_what_is_wrong(row: dict[str, Any], reason: str) -> None:
@@ -568,3 +569,22 @@ def test_metadata_of_messages_is_counted() -> None:
     glm3 = {"role": "tool", "name": "track", "parameters": {"a": 1}, "observation": "o"}
     reader.read({"conversations": [user("q"), glm3, assistant("a")]})
     assert sum(reader.skipped.values()) == 12, "all keys of a call with its result are read"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": None, "response": "b"}, "'prompt' 是 null，不是文本。请改正或删除该行"),
+        ({"prompt": 5, "response": "b"}, "'prompt' 是 5，不是文本。请改正或删除该行"),
+        ({"prompt": "a", "answer": "b"}, "没有键 'response'；这一行有 'prompt'、'answer'。"),
+        (
+            {"messages": [{"role": "x", "content": "a"}]},
+            "'messages' 的第 1 条消息：未知的角色 'x'；应为 system、user、assistant",
+        ),
+    ],
+)
+def test_what_is_wrong_in_chinese(row: dict[str, Any], reason: str) -> None:
+    set_language("zh")
+    with pytest.raises(RowError) as error:
+        read(row)
+    assert str(error.value).startswith(reason)

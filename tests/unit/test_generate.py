@@ -264,7 +264,7 @@ def test_progress_is_in_the_language_of_the_user(
     tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = write(tmp_path / "in.jsonl", {"prompt": "x"})
-    for language, progress, last in (("zh", "行/s", "已写出 {}：1 行。"), ("en", "row/s", "wrote {}: 1 rows.")):
+    for language, progress, last in (("zh", "行/s", "已写出 {}：1 行。"), ("en", "row/s", "wrote {}: 1 row.")):
         output = tmp_path / language
         ask(random_model, f"input={asked}", f"output={output}", "max_new_tokens=8", f"language={language}")
         said = capsys.readouterr()

@@ -9,7 +9,7 @@ import pytest
 from toolkit.cli import COMMANDS, GROUPS, main
 from toolkit.cli.help import help_of, overview
 from toolkit.distributed.exits import run_guarded
-from toolkit.messages import read_table
+from toolkit.messages import read_table, set_language
 
 MEANT = {
     "trian": "train",
@@ -81,6 +81,12 @@ def test_help_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["help", "tuning"]) == 0
     said = capsys.readouterr().out
     assert "\n  tuning.rank " in said and "Choices of the group: tuning=… of freeze, full, lora" in said
+    assert main(["help", "tuning", "language=zh"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tuning：") and "full：全参数微调；freeze" in said and "可选 freeze、full、lora" in said
+    assert main(["help", "language=zh"]) == 0
+    assert "第一天会用到：new、check、show" in capsys.readouterr().out
+    set_language("en")
     assert main(["help", "keys", "report"]) == 0  # `help report` is the command's
     assert "\n  report.every " in capsys.readouterr().out
     for words in (["help", "keys"], ["help", "config"]):

@@ -263,7 +263,10 @@ def test_measured_gathering_counts_at_stage_3_alone(world: int, stage: int, slow
         ("gpus=24GB", "2xcpu. Did you mean '1x24GB'?\n"),
         ("gpus=1x24", "2xcpu. Did you mean '1x24GB'?\n"),
         ("gpus=0x80GB", "should be the GPUs of one machine"),
-        ("gpus=8xVoodoo2", "no datasheet of 'Voodoo2' is known"),
+        (
+            "gpus=8xVoodoo2",
+            "no datasheet of 'Voodoo2' is known. Write its memory, 8x80GB, or one of: A100 80GB, H100, H20",
+        ),
         ("host_memory=much", "host_memory = much is no size"),
         ("nodes=0", "nodes"),
         ("calibrate=true", "calibrate=true measures this machine, which is not 1 x 8 x 80 GiB"),

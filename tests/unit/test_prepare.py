@@ -253,7 +253,7 @@ def test_windows_end_with_answers_and_dropped_turns_are_counted(tmp_path: Path, 
     report = build_caches(cfg, ByteEncoder()).report
     assert (report.truncated, report.turns_dropped) == (1, 3)
     _print_report(report, cfg.data)
-    assert any("1 samples were shortened, which took 3 oldest turns" in line for line in said)
+    assert any("1 sample was shortened, which took 3 oldest turns" in line for line in said)
 
 
 def test_windows_without_a_trained_token_are_left_out(tmp_path: Path) -> None:

@@ -45,8 +45,20 @@ def test_brackets_hold_what_is_trained(words: list[str], capsys: pytest.CaptureF
         assert f"<|user|>\nq{int(number) - 1}<|assistant|>\n⟦the answer {int(number) - 1}<|endoftext|>⟧" in block
     assert re.search(r" train +40 +40 +\d+ +\d+\n", output)
     assert "Skipped: 0 rows." in output
-    assert "1 - " in output and "█" in output
+    least, most = map(int, re.findall(r"Tokens per sample: (\d+) to (\d+)", output)[0])
+    bars = re.findall(r"^ +(\d+) - +(\d+) +(\d+)  █*$", output, re.MULTILINE)
+    assert (int(bars[0][0]), int(bars[-1][1]), sum(int(count) for *_, count in bars)) == (least, most, 40)
+    assert "Held out" not in output
     assert "── row " not in shown(capsys, "show", "n=0", *words)
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 36), ("validation", 4)])
+def test_rows_that_are_held_out_are_counted(
+    split: str, count: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = shown(capsys, "show", "n=0", f"split={split}", *words, "data.validation_fraction=0.1")
+    assert re.search(r" train +40 +40 +", output) and "\nHeld out for validation: 4 samples.\n" in output
+    assert sum(map(int, re.findall(r"^ +\d+ - +\d+ +(\d+)  █*$", output, re.MULTILINE))) == count
 
 
 def test_names_are_this_recipes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

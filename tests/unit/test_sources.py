@@ -107,12 +107,41 @@ def test_json_file_may_hold_lines(tmp_path: Path) -> None:
 SKIP = "Such rows are skipped and counted with data.on_bad_row=skip."
 MAPPED = "Add it, remove the row, or map another key: data.columns="
 BAD_LINES = [
-    (b'{"prompt": "a" "response": "b"}', f"broken JSON at column 16: Expecting ',' delimiter. {ONE_OF}"),
+    (
+        b'{"prompt": "a" "response": "b"}',
+        f'broken JSON at column 16: a comma is missing, or a \\ before a " in a text. {ONE_OF}',
+    ),
     (
         b'{"prompt": "\xb0\xa1", "response": "b"}',
         "not UTF-8: byte 0xb0 at position 13 of the line. If the file is in GBK, convert it with "
-        "`iconv -f GBK -t UTF-8`",
+        "`iconv -f GB18030 -t UTF-8`",
     ),
+    (
+        "{“prompt”: “a”}".encode(),
+        "broken JSON at column 2: '“' is no character of JSON, which has \" { } [ ] : , alone",
+    ),
+    (
+        '｛"prompt": "a"}'.encode(),
+        "broken JSON at column 1: '｛' is no character of JSON, which has \" { } [ ] : , alone",
+    ),
+    (
+        '{"prompt"："a"}'.encode(),
+        "broken JSON at column 10: '：' is no character of JSON, which has \" { } [ ] : , alone",
+    ),
+    (
+        b'{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b"}',
+        "several rows on one line, the second at column 33. Write each on its own",
+    ),
+    (b"prompt,response", "the line is no JSON. If the file is a table, name it .csv (commas) or .tsv (tabs)"),
+    (
+        b'{"prompt": "a",',
+        "the row does not end on its line. If the JSON is indented, unite its lines: `jq -c . FILE > NEW`",
+    ),
+    (
+        b'{"prompt": "a\tb"}',
+        f"broken JSON at column 14: a line break or tab in a text is to be written \\n or \\t. {ONE_OF}",
+    ),
+    (b'{"prompt": "a\\d"}', f"broken JSON at column 14: a backslash in a text is to be written twice. {ONE_OF}"),
     (
         b'["a", "b"]',
         'the row is a list, not an object. Each row must look like {"prompt": …, "response": …}',
@@ -185,14 +214,16 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     listed = tmp_path / "cache" / "bad_rows.jsonl"
     assert str(error.value).startswith(
         f"12 of 512 rows cannot be used, more than data.max_bad_fraction = 0.02 allows. They are listed in {listed}. \n"
-        f"{path}:501: broken JSON"
+        f"{path}:501: the row does not end"
     )
     assert len(listed.read_text().splitlines()) == 12
     cfg.data.max_bad_fraction = 0.03
     assert build_caches(cfg, ByteEncoder()).report.bad_rows == 12
     listed.unlink()
     cfg.data.max_bad_fraction = 0.01  # of a cache that is there
-    with pytest.raises(DataError, match=r"^12 of 512 rows .* = 0\.01 allows\..* \n.*d\.jsonl:501: broken JSON"):
+    with pytest.raises(
+        DataError, match=r"^12 of 512 rows .* = 0\.01 allows\..* \n.*d\.jsonl:501: the row does not end"
+    ):
         build_caches(cfg, ByteEncoder())
     assert len(listed.read_text().splitlines()) == 12
     write_rows(path, [*pairs(3), *[{}] * 10])  # ten are tolerated whatever the fraction
@@ -203,16 +234,20 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line", "reason"),
     [
-        (b"[" + GOOD + GOOD + b"]", 2, f"broken JSON at column 1: Expecting ',' or ']'. {ONE_OF}"),
-        (b"[\n" + GOOD + b",\n]", 4, f"broken JSON at column 1: Expecting value. {ONE_OF}"),
-        (b"[\n" + GOOD, 3, f"broken JSON at column 1: Expecting ',' or ']'. {ONE_OF}"),
-        (b"[\n" + GOOD + b"]\nmore", 4, f"broken JSON at column 1: Extra data. {ONE_OF}"),
-        (b'[\n{"prompt": "a",\n "response" "b"}]', 3, f"broken JSON at column 13: Expecting ':' delimiter. {ONE_OF}"),
+        (b"[" + GOOD + GOOD + b"]", 2, f"broken JSON at column 1: a comma or ] is missing after a row. {ONE_OF}"),
+        (b"[\n" + GOOD + b",\n]", 4, f"broken JSON at column 1: a value is missing, or is not JSON. {ONE_OF}"),
+        (b"[\n" + GOOD, 3, f"broken JSON at column 1: a comma or ] is missing after a row. {ONE_OF}"),
+        (b"[\n" + GOOD + b"]\nmore", 4, f"broken JSON at column 1: something follows the end of the JSON. {ONE_OF}"),
+        (
+            b'[\n{"prompt": "a",\n "response" "b"}]',
+            3,
+            f"broken JSON at column 13: a colon is missing after a key. {ONE_OF}",
+        ),
         (
             b"[\n" + GOOD + b', {"prompt": "\xff"}]',
             3,
             "not UTF-8: byte 0xff at position 15 of the line. If the file is in GBK, convert it with "
-            "`iconv -f GBK -t UTF-8`",
+            "`iconv -f GB18030 -t UTF-8`",
         ),
         (
             b"[" + GOOD + b",\n 3]",
@@ -587,7 +622,7 @@ def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.M
             assert [where for _, where in found] == [f"{path}:{2 + 4 * number}" for number in range(200)]
     broken = json.dumps(rows[:50])[:-1] + ', {"prompt": "a" "response"}, ' + json.dumps(rows)[1:]
     with pytest.raises(
-        DataError, match=rf":1: broken JSON at column {broken.index('a' + chr(34) + ' ') + 4}: Expecting ','"
+        DataError, match=rf":1: broken JSON at column {broken.index('a' + chr(34) + ' ') + 4}: a comma is missing"
     ):
         read(written(tmp_path, broken.encode(), "d.json"))
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.data.first_rows import check_sources
 from toolkit.data.json_lists import JsonListReader
 from toolkit.data.packing import pack, weighted_samples
 from toolkit.data.readers import DataFile, usable_rows
@@ -21,7 +23,7 @@ from toolkit.data.store import read_manifest
 from toolkit.data.tables import TABLE_VERSION
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
-from toolkit.messages import DataError
+from toolkit.messages import DataError, Problems
 
 GOOD = {"prompt": "a", "response": "b"}
 
@@ -262,11 +264,67 @@ def test_csv_troubles(tmp_path: Path) -> None:
     file.write_bytes(b"prompt,response\n" + b"\n".join(lines) + b"\n")
     train, _, report = made(run_config(tmp_path, str(file)))
     assert (len(train), report.bad_rows) == (2999, 1)
-    assert report.examples["cannot be used"][0].startswith(f"{file}:2002: not UTF-8: byte 0xb4 after")
-    for encoding, byte in (("utf-16-le", "ff"), ("utf-16-be", "fe")):
-        file.write_bytes("\ufeffprompt,response\na,b\n".encode(encoding))
-        expected = f"{file}:1: not UTF-8: byte 0x{byte} at position 1 of the line. If the file is in UTF-16, convert it"
-        assert message(run_config(tmp_path, str(file))).startswith(expected)
+    assert report.examples["cannot be used"][0].startswith(f"{file}:2002: not UTF-8: byte 0xb4. If the file is in GBK")
+
+
+GBK = "GBK (GB18030). Convert it: `iconv -f GB18030"
+ENCODED = {
+    "Excel, Chinese columns": ("d.csv", "问题,回答\na,b\n", "gb18030", GBK),
+    "Excel, English columns": ("d.csv", "prompt,response\n问题,回答\n再问,再答\n", "gb18030", GBK),
+    "UTF-16, as Notepad and PowerShell write": ("d.csv", "\ufeffprompt,response\na,b\n", "utf-16-le", "UTF-16. "),
+    "UTF-16, big end first": ("d.tsv", "\ufeffprompt\tresponse\na\tb\n", "utf-16-be", "UTF-16. "),
+    "UTF-16 without a mark": ("d.csv", "prompt,response\na,b\n", "utf-16-le", "UTF-16LE. "),
+    "JSON lines": ("d.jsonl", '{"prompt": "问", "response": "答"}\n' * 3, "gbk", GBK),
+    "JSON lines in UTF-16": ("d.jsonl", '\ufeff{"prompt": "a", "response": "b"}\n', "utf-16-le", "UTF-16. "),
+    "Western": ("d.csv", "prompt,response\ncafé,thé\nà,crème\n", "cp1252", "CP1252. "),
+}
+
+
+@pytest.mark.parametrize("case", ENCODED)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_file_that_is_not_utf8_is_one_error_with_the_command(tmp_path: Path, case: str, is_packed: bool) -> None:
+    name, content, encoding, said = ENCODED[case]
+    file = tmp_path / (name + ".gz" * is_packed)
+    file.write_bytes(gzip.compress(content.encode(encoding)) if is_packed else content.encode(encoding))
+    cfg = run_config(tmp_path, str(file))
+    cfg.data.on_bad_row = OnBadRow.skip
+    assert message(cfg).startswith(f"{file}: not UTF-8, but probably {said}")
+    assert is_packed or f"-t UTF-8 {file} > {tmp_path}/d_utf8{file.suffix}`" in message(cfg)
+    assert ("CSV UTF-8" in message(cfg)) == (not name.endswith(".jsonl"))
+
+
+def zipped(file: Path, member: str) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, "<a/>" * 1000)
+
+
+@pytest.mark.parametrize("suffix", [".xlsx", ".csv", ".jsonl", ".txt"])
+def test_documents_of_other_programs_are_named(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"d{suffix}"
+    for member, said in (("xl/a.xml", "an Excel file"), ("word/a.xml", "a Word or PDF"), ("a.jsonl", "a ZIP archive")):
+        zipped(file, member)
+        assert message(run_config(tmp_path, str(file))).startswith(f"'{file}' is {said}")
+    for mark, said in ((b"\xd0\xcf\x11\xe0", "an Excel file"), (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a Word or PDF")):
+        file.write_bytes(mark + bytes(600))
+        assert message(run_config(tmp_path, str(file))).startswith(f"'{file}' is {said}")
+    parquet(file, prompt=["a"], response=["b"])
+    assert message(run_config(tmp_path, str(file))) == f"'{file}' is a .parquet file by its content. Rename it."
+
+
+def test_one_row_with_a_list_of_messages_is_no_list_of_rows(tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write_rows(tmp_path / "d.jsonl", [{"message": turn}])
+    assert "add 'columns={messages: message}'" in message(run_config(tmp_path, file))
+
+
+def test_errors_of_items_on_one_line_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(json.dumps([{"prompt": "a", "response": ""}] * 8))
+    problems = Problems()
+    check_sources(run_config(tmp_path, str(tmp_path / "d.json")).data, (), problems)
+    with pytest.raises(DataError) as error:
+        problems.raise_all()
+    said = str(error.value)
+    assert [f"(item {number}): 'response' is empty" in said for number in range(1, 5)] == [True, True, True, False]
 
 
 @pytest.mark.filterwarnings("error")
@@ -408,3 +466,13 @@ def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
     file.write_text("\n" * 3_000_000 + good + "\n" * 70_000 + good + "\n\n" + good + "\n")
     train = made(run_config(tmp_path, str(file))).train
     assert [train.where(i) for i in range(3)] == [f"{file}:{n}" for n in (3_000_001, 3_070_001, 3_070_003)]
+
+
+@pytest.mark.parametrize(
+    "content", ["prompt,response\na,b\nc,d\n", json.dumps(GOOD, indent=2) + "\n", '{"prompt": “a”}\n' * 5]
+)
+def test_a_file_without_a_row_of_json_is_one_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content, encoding="utf-8")
+    problems = Problems()
+    check_sources(run_config(tmp_path, str(tmp_path / "d.jsonl")).data, (), problems)
+    assert [str(error).partition(" ")[0] for error in problems.errors] == [f"{tmp_path}/d.jsonl:1:"]

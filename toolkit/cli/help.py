@@ -10,6 +10,7 @@ from toolkit.messages import (
     current_language,
     did_you_mean,
     joined,
+    listed,
     read_table,
     shortlist,
     tr,
@@ -37,7 +38,7 @@ def overview() -> str:
     width = 1 + max(map(len, COMMANDS))
     lines = [tr("Fine-tune language models with DeepSpeed, from one YAML recipe.")]
     lines += [tr("usage: toolkit COMMAND [[recipe=]NAME] [key=value …]")]
-    lines += [tr("On the first day: {commands}.", commands=", ".join(_FIRST))]
+    lines += [tr("On the first day: {commands}.", commands=listed(*_FIRST))]
     for title, names in GROUPS.items():
         lines += ["", translated(title)]
         lines += [f"  {name:<{width}}{_END_OF_BRIEF.split(help_of(name))[0]}" for name in names]

@@ -6,13 +6,13 @@ from toolkit import terminal
 from toolkit.cli import COMMANDS
 from toolkit.config import data_forms, key_texts
 from toolkit.config.files import conf_folder
-from toolkit.messages import ConfigError, current_language, did_you_mean, joined, shortened, tr
+from toolkit.messages import ConfigError, current_language, did_you_mean, joined, listed, shortened, tr
 
 ALL = ("keys", "key", "config")
 """Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
 
 
-_END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|[。；]")
+_END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|。")
 _LONGEST_BRIEF = 90
 
 
@@ -35,8 +35,8 @@ def help_of_keys(words: list[str]) -> str:
     for section in inside:
         rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
         table = terminal.text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
-        parts.append("\n".join([f"{section.name}: {section.about}", *table]))
-    choices = ", ".join(path.stem for path in sorted((conf_folder() / name).glob("*.yaml")))
+        parts.append("\n".join([tr("{place}: ", place=section.name) + section.about, *table]))
+    choices = listed(*(path.stem for path in sorted((conf_folder() / name).glob("*.yaml"))))
     parts += [tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices)] if choices else []
     return "\n\n".join([*parts, *([tr("One key in full: toolkit help KEY")] if inside else [])])
 
@@ -69,7 +69,7 @@ def _groups() -> str:
     top, *sections = key_texts.sections()
     rows = [(section.name, section.about) for section in sections]
     lines = terminal.text_table((tr("group"), tr("what it is for")), rows, texts=True)
-    lines += ["", tr("Keys outside of groups: {keys}.", keys=", ".join(key.name for key in top.keys))]
+    lines += ["", tr("Keys outside of groups: {keys}.", keys=listed(*(key.name for key in top.keys)))]
     return "\n".join(
         [*lines, tr("One group or key: toolkit help keys NAME, such as optim or optim.lr. All of them: docs/config.md")]
     )

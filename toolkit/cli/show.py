@@ -40,7 +40,8 @@ def run(words: list[str]) -> None:
         if prepared.validation is None or prepared.validation_plan is None:
             raise ConfigError(tr("this recipe has no validation data: show split=train."))
         cache, plan = prepared.validation, prepared.validation_plan
-    counts = preview.count_lines(cfg, prepared.report, prepared.packing, cache, plan)
+    held_out = 0 if cfg.data.validation or prepared.validation is None else len(prepared.validation)
+    counts = preview.count_lines(cfg, prepared.report, prepared.packing, cache, plan, held_out)
     samples = preview.sample_lines(
         cfg, prepared.tokenizer, prepared.packing, cache, plan, count, preview.style_of(color)
     )

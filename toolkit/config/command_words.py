@@ -36,10 +36,9 @@ def parse_word(word: str) -> Override:
         if override.package is not None:
             raise HydraException("no packages")
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
-        raise ConfigError(
-            "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
-            word=word[:_MAX_SHOWN_CHARS],
-        ) from error
+        from toolkit.config.suggest import unreadable  # read in errors alone
+
+        raise unreadable(word[:_MAX_SHOWN_CHARS]) from error
     key = override.key_or_group
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError("command line: '{word}': Hydra's own settings cannot be changed here.", word=word)

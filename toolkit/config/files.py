@@ -153,7 +153,7 @@ def read(path: Path, kind: Any = None) -> YamlDocument:
     except OSError as error:
         raise ConfigError("cannot read {file}: {reason}", file=shown, reason=reason_of(error)) from error
     except ValueError as error:
-        raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
+        raise ConfigError("{file}: {reason}", file=shown, reason=reason_of(error)) from error
     return parse(text, shown, kind)
 
 

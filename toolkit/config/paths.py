@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.config import dotted_keys, files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed
 from toolkit.disk import matching
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, joined, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -137,10 +137,12 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
 def check_columns(source: schema.SourceConfig, location: str) -> str:
     """Return a sentence on a name in a source's `columns` that its format does not read; "" if there is none."""
     fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
-    for column in source.columns:
+    for column, theirs in source.columns.items():
         if column not in fields:
+            from toolkit.config.suggest import column_meant  # read in errors alone
+
             sentence = tr("{place}.columns: no format reads '{column}'.", place=location, column=column)
-            return joined(sentence, did_you_mean(str(column), fields))
+            return joined(sentence, column_meant(str(column), str(theirs), fields))
     return ""
 
 

@@ -26,6 +26,18 @@ _ELSEWHERE = {
 """Arguments of some commands, or of launchers, which others take for a key -> the commands to type."""
 _OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
 """What PyTorch calls choices of ours, where that is not like them."""
+COLUMNS_MEANT = {
+    "prompt": (
+        *("question", "questions", "q", "query", "input", "inputs", "ask", "user", "human", "problem", "text"),
+        *("content", "问题", "提问", "输入", "用户", "题目"),
+    ),
+    "response": (
+        *("answer", "answers", "a", "reply", "output", "outputs", "target", "summary", "assistant", "bot", "solution"),
+        *("completion", "label", "回答", "答案", "输出", "回复", "摘要"),
+    ),
+}
+"""What people call a prompt and a response."""
+_WIDE, _IN_QUOTES = re.compile("[＝：｛｝［］“”‘’＂＇]"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _ONLINE = {"grpo", "ppo", "rlhf", "rl", "dapo", "gspo", "rloo", "reinforce", "online_dpo"}
 """What other programs call online reinforcement learning."""
 _MOST_RUNS = 5
@@ -110,6 +122,37 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     return error_about(text, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
 
 
+def unreadable(word: str) -> ConfigError:
+    """Return the error for an argument that is not in Hydra's grammar."""
+    if wide := _WIDE.search(_IN_QUOTES.sub("", word)):
+        return ConfigError(
+            "command line: cannot read '{word}': '{character}' is full-width or a typographic quote. Write = : , {{ }} "
+            "[ ] \" ' as in code.",
+            word=word,
+            character=wide[0],
+        )
+    if re.match(r"(data\.)?columns=", word):
+        return ConfigError(
+            "command line: cannot read '{word}': quote it for the shell, with a field of the toolkit before each name: "
+            "{example}",
+            word=word,
+            example="'columns={prompt: question, response: answer}'",
+        )
+    return ConfigError(
+        "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).", word=word
+    )
+
+
+def column_meant(column: str, theirs: str, fields: Sequence[str]) -> str:
+    """Return what a name on the left of `columns`, which no format has, probably means: the field that people call so,
+    or, if `theirs` on its right is that field, the opposite order.
+    """
+    meant = next((ours for ours, names in COLUMNS_MEANT.items() if column.lower() in names and ours in fields), "")
+    if theirs in fields and meant in ("", theirs):
+        return tr("Did you mean '{name}'?", name=f"{{{theirs}: {column}}}")
+    return tr("Did you mean '{name}'?", name=meant) if meant else did_you_mean(column, fields)
+
+
 def check_word(word: str, value: str, names: Sequence[str]) -> None:
     """Raise a ConfigError for a key without its `=value`, and for a command's own argument, of `names`, misspelt."""
     name, equals, _ = word.partition("=")
@@ -118,6 +161,8 @@ def check_word(word: str, value: str, names: Sequence[str]) -> None:
             unknown = tr("{place}: unknown key '{key}'.", place=tr("command line"), key=name)
             raise ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=own)))
         return
+    if "＝" in word:
+        raise unreadable(word)
     is_key = field_type(word) is not None or word in foreign_names()
     if keys := keys_meant(word) if is_key or ("." in word and not nearest(word, files.known_recipes())) else ():
         written = tr(" or ").join(f"{key}={value}" for key in keys)

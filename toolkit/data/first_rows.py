@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.files import is_remote
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, RunConfig, SourceConfig
 from toolkit.data.formats import reader_of
-from toolkit.data.readers import DataFile, blocks, first_rows_of, rows_of, with_format
+from toolkit.data.readers import DataFile, blocks, first_rows_of, place_of, rows_of, with_format
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import files_of, local_files
-from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, tr
+from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, listed, tr
 from toolkit.sample_types import ChatEncoder
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
     """
     block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
     most = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
-    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), most)] if block else []
+    rows = list(islice(rows_of(block), most)) if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
@@ -76,13 +76,16 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
     with_known_format = with_format(file, block)
     reader = reader_of(with_known_format.row_format, file.columns) if with_known_format else None
     errors = []
-    for line, row in rows:
+    for ordinal, (offset, row) in enumerate(rows):
         try:
             parse_row(row) if reader is None else reader.read_all(parse_row(row))
         except RowError as error:
-            errors.append(DataError("{place}: {reason}.", place=f"{file.path}:{line}", reason=error))
+            place = place_of(file.path, block, offset, ordinal)
+            errors.append(DataError("{place}: {reason}.", place=place, reason=error))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
+    if with_known_format is None:  # no row can be parsed, and the first says why
+        raise errors[0]
     for wrong_row in errors[:_SHOWN_ERRORS]:
         problems.add(wrong_row)
     if len(errors) > _SHOWN_ERRORS:
@@ -117,7 +120,7 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
                 field=ours,
                 name=theirs,
                 path=path,
-                names=", ".join(f"'{name}'" for name in list(names)[:10]),
+                names=listed(*(f"'{name}'" for name in list(names)[:10])),
             )
             return joined(sentence, did_you_mean(theirs, names))
     return ""

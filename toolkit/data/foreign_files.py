@@ -1,14 +1,18 @@
-"""Files of a source that are no data: empty ones in a directory, and texts that are not JSON."""
+"""Files of a source that are no data: empty ones, other programs' documents, texts that are not JSON or not UTF-8."""
 
+import zipfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from toolkit.config.files import DATA_SUFFIXES
-from toolkit.data.rows import UTF16_MARKS
-from toolkit.messages import DataError, warn
+from toolkit.data.readers import open_data_file, uncompressed_name
+from toolkit.encodings import UTF16_MARKS, conversion, is_utf8
+from toolkit.messages import DataError, joined, listed, tr, warn
 
-_LOOKED_AT_BYTES = 4096
+_LOOKED_AT_BYTES = 1 << 16
+_ZIP, _OLE, _PDF = b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"%PDF"
+_TABLES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
 def without_empty(files: Sequence[Path]) -> list[Path]:
@@ -32,11 +36,49 @@ def check_is_json(file: Path) -> None:
     """Raise a DataError for a file of an unknown kind that does not begin as JSON does, such as a plain text."""
     with file.open("rb") as opened:
         start = opened.read(_LOOKED_AT_BYTES)
+    _check_is_text(file, start)
     content = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if content and content[:1] not in b"{[" and content[:2] not in UTF16_MARKS:
         raise DataError(
             '\'{path}\' is no data file: plain text is not a format. Write each text as a line {{"text": "…"}} of a '
             ".jsonl file. Known are {suffixes}, also with .gz or .zst.",
             path=file,
-            suffixes=", ".join(DATA_SUFFIXES),
+            suffixes=listed(*DATA_SUFFIXES),
         )
+
+
+def check_encoding(file: Path) -> None:
+    """Raise a DataError for a file that begins with what is no text in UTF-8, if that is so of the file: of its names
+    of columns, or of every text in it that is not ASCII. Single lines are errors of their rows.
+    """
+    with open_data_file(file) as (content, _):
+        start = content.read(_LOOKED_AT_BYTES)
+    _check_is_text(file, start)
+    is_table = uncompressed_name(file.name).endswith((".csv", ".tsv"))
+    lines = start.split(b"\n")
+    lines = lines[:-1] or lines
+    broken = [line for line in lines if not is_utf8(line)]
+    all_are = broken == [line for line in lines if not line.isascii()] and len(broken) > max(1, len(lines) // 2)
+    is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS
+    if is_utf16 or (0 not in start and (all_are or (is_table and lines[0] in broken))):
+        hint = tr('Excel does it with "Save as", "CSV UTF-8".') if is_table else ""
+        raise DataError(joined(tr("{place}: {reason}.", place=file, reason=conversion(start, file)), hint))
+
+
+def _check_is_text(file: Path, start: bytes) -> None:
+    """Raise a DataError for a document of another program, whatever its name: Excel, Word, PDF, an archive, a table."""
+    is_zip = start.startswith(_ZIP) and zipfile.is_zipfile(file)
+    inside = " ".join(zipfile.ZipFile(file).namelist()) if is_zip else ""
+    if suffix := _TABLES.get(start[:4]):
+        raise DataError("'{path}' is a {suffix} file by its content. Rename it.", path=file, suffix=suffix)
+    if "xl/" in inside or (start.startswith(_OLE) and file.suffix.lower() != ".doc"):
+        raise DataError(
+            "'{path}' is an Excel file. Save it in Excel as \"CSV UTF-8\", and give that file instead.", path=file
+        )
+    if "word/" in inside or start.startswith((_OLE, _PDF)):
+        raise DataError(
+            '\'{path}\' is a Word or PDF document. Write its texts as lines {{"text": "…"}} of a .jsonl file.',
+            path=file,
+        )
+    if start.startswith(_ZIP):
+        raise DataError("'{path}' is a ZIP archive. Unpack it.", path=file)

@@ -27,7 +27,7 @@ from toolkit.data.rows import (
     result_text,
     unread_keys,
 )
-from toolkit.messages import RowError
+from toolkit.messages import RowError, listed
 from toolkit.sample_types import TEXT, Message
 
 
@@ -246,7 +246,7 @@ class RowReader:
     ) -> list[Message]:
         """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item."""
         listed = conversation_in(row[key]) if key in row else missing_key(row, key)
-        if not isinstance(listed, list) or not listed:
+        if not isinstance(listed, list):
             raise RowError(
                 "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=kind_of(listed)
             )
@@ -282,7 +282,7 @@ class RowReader:
             raise RowError(
                 "unknown role '{name}'; expected one of {names}, or another of docs/data.md",
                 name=name[:40],
-                names=", ".join(ROLES),
+                names=listed(*ROLES),
             )
         is_call = role == "tool" and "parameters" in item
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])

@@ -104,9 +104,10 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
     return f"{first}  {''.join(parts)}"
 
 
-def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
-    """Return the lines of a histogram of the samples' lengths (tokens), from 1 to `longest`, as bars of characters."""
-    edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
+def histogram(lengths: NDArray[np.int64], bins: int = 10) -> list[str]:
+    """Return the lines of a histogram of the samples' lengths (tokens), shortest to longest, as bars of characters."""
+    longest = int(lengths.max())
+    edges = np.unique(np.linspace(lengths.min() - 1, longest, bins + 1).round().astype(np.int64))
     counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
     most = max(int(counts.max(initial=0)), 1)
     width = len(f"{longest:,}")
@@ -144,8 +145,11 @@ def count_lines(
     packing: schema.Packing,
     cache: store.TokenizedCache,
     plan: PackingPlan,
+    held_out: int = 0,
 ) -> list[str]:
-    """Return a table of each source's rows, samples and tokens, and the lengths of the samples of `cache`, as lines."""
+    """Return a table of each source's rows, samples and tokens, and the lengths of the samples of `cache`, as lines.
+    `held_out`: samples of the training sources that are validation data.
+    """
     _, size = objective.data_unit(cfg)
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
@@ -158,6 +162,10 @@ def count_lines(
     labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())
     return [
         *terminal.text_table(heads, rows),
+        *(
+            [tr("Held out for validation: {count} {unit}.", count=f"{held_out // size:,}", unit=heads[3])]
+            * bool(held_out)
+        ),
         *([tr("Training samples of each label: {labels}.", labels=labels)] if labels else []),
         tr("Skipped: {dropped} rows.", dropped=f"{sum(report.dropped.values()):,}"),
         *filter(None, [report.longer_rows(cfg.data)]),
@@ -168,7 +176,7 @@ def count_lines(
             most=f"{lengths.max():,}",
             median=f"{int(sorted(lengths)[len(lengths) // 2]):,}",
         ),
-        *histogram(lengths, cfg.data.max_length),
+        *histogram(lengths),
         *([filled] if filled else []),
         "",
     ]

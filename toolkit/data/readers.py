@@ -1,5 +1,6 @@
 """The rows of data files, in blocks, with line (or row) numbers. No file is held as a whole."""
 
+import codecs
 import csv
 import io
 import json
@@ -16,8 +17,8 @@ from typing import IO, Any, NamedTuple
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import ROW_FIELDS, RowFormat
 from toolkit.data.formats import Conversation, detect_format, reader_of
-from toolkit.data.rows import UTF16_MARKS, first_repeated, json_error, parse_line, parse_row
-from toolkit.messages import DataError, RowError, reading, tr
+from toolkit.data.rows import first_repeated, is_conversation, parse_line, parse_row
+from toolkit.messages import DataError, RowError, reading, reason_of, tr
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
@@ -180,6 +181,7 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         return
     with open_data_file(path) as (file, raw):
         item = 0
+        _check_start(file.peek(4096)[:4096], path)
         if name.endswith((".csv", ".tsv")):
             rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
         elif (start := start_of_row_list(file, path, {*FIELDS, *columns})) is not None:
@@ -194,6 +196,16 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 first = content[0][0]
                 yield Block(first, [(number - first, value) for number, value in content], raw.tell(), item)
                 item += len(content) if item else 0
+
+
+def _check_start(start: bytes, path: Path) -> None:
+    """Raise a DataError for a file that does not begin with text in UTF-8, unless single rows are meant."""
+    with suppress(UnicodeDecodeError):
+        if "\0" not in codecs.utf_8_decode(start)[0]:
+            return
+    from toolkit.data.foreign_files import check_encoding
+
+    check_encoding(path)
 
 
 def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int | None:
@@ -212,7 +224,8 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                if again.read(CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
+                is_row = not row.keys().isdisjoint(columns) or any(map(is_conversation, row.values()))
+                if is_row or again.read(CHUNK_BYTES).strip():  # rows, one per line
                     return None
     return match.end()
 
@@ -243,7 +256,7 @@ def open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
                     yield io.BufferedReader(_Unpacked(unpacked, path), 1 << 20), raw
     except OSError as error:
-        raise DataError("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error) from error
+        raise DataError("Cannot read '{path}': {reason}.", path=path, reason=reason_of(error)) from error
 
 
 class _Unpacked(io.RawIOBase):
@@ -304,10 +317,7 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
 
 def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
     """Yield (line number, row as a dict by the header's names) of a CSV file; a DataError if it is broken."""
-    read, start = 0, file.peek(2)[:2]  # `read`: lines so far; a quoted value may take several
-    if start in UTF16_MARKS:
-        error = json_error(UnicodeDecodeError("utf-8", start, 0, 1, ""))
-        raise DataError("{place}: {reason}.", place=f"{path}:1", reason=error)
+    read = 0  # lines so far; a quoted value may take several
 
     def lines() -> Iterator[str]:
         nonlocal read
@@ -342,6 +352,12 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
     for offset, line in enumerate(block.content.split(b"\n")):
         if line.strip():
             yield offset, line
+
+
+def place_of(path: Path, block: Block, offset: int, ordinal: int) -> str:
+    """Return "file:line" of a row of a block; of an item of a JSON array also its number, as one line may hold all."""
+    place = f"{path}:{block.first + offset}"
+    return f"{place} {tr('(item {number})', number=f'{block.first_item + ordinal:,}')}" if block.first_item else place
 
 
 def first_row(block: Block) -> tuple[int, object]:

@@ -2,7 +2,6 @@
 would take or lose in silence is an error of that row.
 """
 
-import codecs
 import difflib
 import json
 import re
@@ -10,9 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from toolkit.messages import RowError, tr
+from toolkit.messages import RowError, current_language, listed, tr
 
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 LARGEST_ROW_BYTES = 1 << 24
 """Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -48,10 +46,8 @@ def check_characters(value: object) -> None:
         code, around = ord(error.object[error.start]), error.object[max(error.start - 20, 0) : error.start]
         if 0xDC80 <= code <= 0xDCFF:
             raise RowError(
-                "not UTF-8: byte 0x{byte} after '{around}'. If the file is in GBK, convert it with `iconv -f GBK "
-                "-t UTF-8`",
+                "not UTF-8: byte 0x{byte}. If the file is in GBK, convert it with `iconv -f GB18030 -t UTF-8`",
                 byte=f"{code - 0xDC00:02x}",
-                around=around,
             ) from None
         raise RowError(
             "half of a character (\\u{code}) after '{around}'. Correct or remove the row",
@@ -100,22 +96,15 @@ def json_error(error: ValueError | RecursionError) -> RowError:
     if isinstance(error, UnicodeDecodeError):
         content, start = error.object, error.start
         return RowError(
-            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in {encoding}, convert it "
-            "with `iconv -f {encoding} -t UTF-8`",
+            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in GBK, convert it with "
+            "`iconv -f GB18030 -t UTF-8`",
             byte=f"{content[start]:02x}",
             position=start - content.rfind(b"\n", 0, start),
-            encoding="UTF-16" if content[:2] in UTF16_MARKS else "GBK",
         )
     if isinstance(error, json.JSONDecodeError):
-        if error.doc[error.pos :].strip() == "," and error.doc[: error.pos].rstrip()[-1:] == "}":
-            return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
-        if error.doc[error.pos : error.pos + 1] == "'":
-            return RowError(tr("broken JSON: texts stand in double quotes, not in single ones as in Python"))
-        return RowError(
-            "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
-            column=error.colno,
-            reason=error.msg,
-        )
+        from toolkit.data.broken_json import row_error
+
+        return row_error(error)
     if isinstance(error, RecursionError):
         return RowError(tr("the JSON is nested too deeply. Correct or remove the row"))
     return RowError("broken JSON: {reason}. Correct or remove the row", reason=error)
@@ -155,8 +144,10 @@ def listed_tools(value: object, key: str) -> list[Any] | None:
     if value in (None, "", []):
         return None
     value = [parsed_json(tool) for tool in value] if isinstance(value, list) else value
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    if not isinstance(value, list):
         raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=kind_of(value))
+    if wrong := [tool for tool in value if not isinstance(tool, dict)]:
+        raise RowError("'{key}' holds {kind}, which is no tool", key=key, kind=kind_of(wrong[0]))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
@@ -223,6 +214,12 @@ def conversation_in(value: object) -> object:
     ]
 
 
+def is_conversation(value: object) -> bool:
+    """Return whether a value is a list of messages by the keys of its first item, whatever it is called."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and (first.keys() >= {"role", "content"} or first.keys() >= {"from", "value"})
+
+
 def required_text(row: Mapping[str, Any], key: str) -> str:
     """Return the row's text under a key; raise a RowError if it is missing, not a text, or blank."""
     value = row[key] if key in row else missing_key(row, key)
@@ -261,35 +258,26 @@ def missing_key(row: Mapping[str, Any], key: str) -> Any:
 
 def kind_of(value: object) -> str:
     """Return what a JSON value is, for an error message: "a text", "a list", "null", or a number itself."""
-    if value is None:
-        return "null"
     if isinstance(value, str):
         return tr("a text") if value.strip() else tr("an empty text")
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
+    if value is None or isinstance(value, bool | int | float):
+        return " " * (current_language() == "zh") + json.dumps(value)  # a space between Chinese and code
     return tr("a list") if isinstance(value, list) else tr("an object")
 
 
-_MEANT = {
-    "prompt": (
-        *("question", "questions", "q", "query", "input", "inputs", "ask", "user", "human", "problem", "text"),
-        *("content", "问题", "提问", "输入", "用户", "题目"),
-    ),
-    "response": (
-        *("answer", "answers", "a", "reply", "output", "outputs", "target", "summary", "assistant", "bot", "solution"),
-        *("completion", "label", "回答", "答案", "输出", "回复", "摘要"),
-    ),
-}
-"""What people call a prompt and a response."""
 _WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
 
 
 def columns_for(row: Mapping[str, Any]) -> str:
     """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
+    from toolkit.config.suggest import COLUMNS_MEANT  # read in errors alone
+
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
-    by_name = {field: next((key for key in texts if key.lower() in names), "") for field, names in _MEANT.items()}
+    by_name = {
+        field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
+    }
     unnamed = iter([key for key in texts if key not in by_name.values()])
     columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
     if lists:
@@ -303,7 +291,7 @@ def columns_for(row: Mapping[str, Any]) -> str:
 def quoted_keys(row: Mapping[str, Any]) -> str:
     """Return the keys of a row, quoted, for an error message: at most eight, of 40 characters each."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
-    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
+    return listed(*names, *["…"] * (len(row) > 8)) or tr("no keys at all")
 
 
 METADATA = frozenset(

@@ -13,7 +13,7 @@ from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import Conversation
 from toolkit.data.readers import DataFile, uncompressed_name, usable_rows
 from toolkit.disk import matching, sha256, walk, write_atomically
-from toolkit.messages import DataError, reading, tr
+from toolkit.messages import DataError, listed, reading, reason_of, tr
 
 _SETTLED_S = 2.0
 
@@ -74,7 +74,7 @@ def files_of(source: SourceConfig) -> list[Path]:
             raise DataError(
                 "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
                 path=path,
-                suffixes=", ".join(DATA_SUFFIXES),
+                suffixes=listed(*DATA_SUFFIXES),
             )
     elif os.path.isfile(path):  # not the method of paths, which raises of a name that is too long
         files = [path]
@@ -105,9 +105,7 @@ def _data_files_below(folder: Path) -> list[Path]:
     """Return the files with a data suffix below a directory, sorted; links are followed, hidden files skipped."""
 
     def raise_error(error: OSError) -> None:
-        raise DataError(
-            "Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error
-        ) from error
+        raise DataError("Cannot read '{path}': {reason}.", path=error.filename, reason=reason_of(error)) from error
 
     def is_visible(path: Path) -> bool:
         return not path.name.startswith(".")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
-from toolkit.data.readers import DataFile
+from toolkit.data.readers import DataFile, place_of
 from toolkit.data.sources import check_distinct, content_hash, locate_all, row_limits
 from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import built_once, explain_lock_error
@@ -590,11 +590,8 @@ def check_part(data: DataConfig, built_part: BuiltPart, part: Part) -> None:
 
 
 def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:
-    """Return "file:line" of a row of a part; of an item of a JSON array also its number, as one line may hold all."""
-    location = f"{built_part.file.path}:{built_part.block.first + row.offset}"
-    if built_part.block.first_item:
-        location += " " + tr("(item {number})", number=f"{built_part.block.first_item + row.ordinal:,}")
-    return location
+    """Return "file:line" of a row of a part, as `place_of` has it."""
+    return place_of(built_part.file.path, built_part.block, row.offset, row.ordinal)
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:

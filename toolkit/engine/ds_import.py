@@ -665,10 +665,10 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
         values = _without_nulls(parsed_json(text))
     except OSError as error:
         raise ConfigError(
-            "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error
+            "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=reason_of(error)
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError("{path} is not UTF-8 (byte {position}).", path=path, position=error.start) from error
+        raise ConfigError("{file}: {reason}", file=path, reason=reason_of(error)) from error
     except json.JSONDecodeError as error:
         raise ConfigError(
             "{path}:{line}:{column}: this is not JSON: {reason}",

@@ -404,7 +404,7 @@ def _scripts(facts: Facts) -> Table:
     characters = max(sum(facts.scripts.values()), 1)
     rows = [
         [
-            tr("digits, signs, white space, others") if name == OTHER else name,
+            tr("digits, signs, white space, others") if name == OTHER else translated(name),
             f"{count / characters:.2%}",
             f"{facts.mostly[name]:,}",
         ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from toolkit import children
 from toolkit.config.schema import Dtype, Fp8, PrecisionConfig
-from toolkit.messages import ConfigError, joined, read_table, tr
+from toolkit.messages import ConfigError, joined, listed, read_table, tr
 
 GIB = 1 << 30
 RESERVE = 0.05
@@ -123,10 +123,11 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     similar = [
         name for name in names if _identifying_words(gpu_name) <= _identifying_words(name)
     ]  # "A100" without its memory
+    usual = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
         card=gpu_name,
-        known=", ".join(names[name] for name in similar or difflib.get_close_matches(gpu_name.lower(), names, 5, 0)),
+        known=listed(*(names[name] for name in similar or difflib.get_close_matches(gpu_name.lower(), names) or usual)),
     )
 
 

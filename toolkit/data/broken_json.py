@@ -1,0 +1,52 @@
+"""What is wrong with a row that is not JSON, in words of the file, not of Python's parser. Read in errors alone."""
+
+import json
+
+from toolkit.messages import RowError, tr
+
+_WIDE = "“”„‘’＂＇｛｝［］：，、"
+"""Characters that stand for those of JSON in texts, and that input methods and word processors write."""
+
+
+def row_error(error: json.JSONDecodeError) -> RowError:
+    """Return the RowError that explains an error of parsing JSON; its column counts from 1 within the line."""
+    before, rest, column = error.doc[: error.pos].rstrip(), error.doc[error.pos :], error.colno
+    if rest.strip() == "," and before[-1:] == "}":
+        return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
+    if rest[:1] == "'":
+        return RowError(tr("broken JSON: texts stand in double quotes, not in single ones as in Python"))
+    if rest[:1] and rest[0] in _WIDE:
+        return RowError(
+            "broken JSON at column {column}: '{character}' is no character of JSON, which has \" {{ }} [ ] : , alone",
+            column=column,
+            character=rest[0],
+        )
+    if error.msg == "Extra data" and before[-1:] == "}" and rest.lstrip(" ,\t")[:1] == "{":
+        return RowError("several rows on one line, the second at column {column}. Write each on its own", column=column)
+    if not rest.strip() and before[:1] == "{" and "\n" not in error.doc.strip():
+        return RowError(
+            tr("the row does not end on its line. If the JSON is indented, unite its lines: `jq -c . FILE > NEW`")
+        )
+    if not before and rest[:1].isalpha() and ("," in rest or "\t" in rest) and "\n" not in rest.strip():
+        return RowError(tr("the line is no JSON. If the file is a table, name it .csv (commas) or .tsv (tabs)"))
+    return RowError(
+        "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
+        column=column,
+        reason=_reasons().get(error.msg, error.msg),
+    )
+
+
+def _reasons() -> dict[str, str]:
+    """Return what Python's parser says -> what is wrong."""
+    return {
+        "Expecting value": tr("a value is missing, or is not JSON"),
+        "Expecting ',' delimiter": tr('a comma is missing, or a \\ before a " in a text'),
+        "Expecting ':' delimiter": tr("a colon is missing after a key"),
+        "Expecting property name enclosed in double quotes": tr("a key in double quotes is missing"),
+        "Expecting ',' or ']'": tr("a comma or ] is missing after a row"),
+        "Extra data": tr("something follows the end of the JSON"),
+        "Unterminated string starting at": tr("a text has no closing quote"),
+        "Invalid control character at": tr("a line break or tab in a text is to be written \\n or \\t"),
+        "Invalid \\escape": tr("a backslash in a text is to be written twice"),
+        "Invalid \\uXXXX escape": tr("a \\u in a text needs four hexadecimal digits"),
+    }
