@@ -1,6 +1,7 @@
 """Composition: who beats whom, where each value stands, and what every mistake is answered with, to the letter."""
 
 import math
+import re
 import subprocess
 import sys
 import time
