@@ -363,7 +363,10 @@ class RowReader:
         return message
 
     def _content(self, item: Mapping[str, Any], key: str, is_answer: bool = False) -> tuple[str, list[str], list[Any]]:
-        """Return (text, reasoning texts, tool calls) of a message's content, a text or typed parts, as answers hold."""
+        """Return (text, reasoning texts, tool calls) of a message's content: a text, or a list of parts with a type, of
+        which only an answer has reasoning and calls. Counts unread keys of parts in `skipped`; RowError for other
+        parts, or an empty text without calls.
+        """
         value = item.get(key)
         if not isinstance(value, list):
             return required_text(item, key), [], []

@@ -134,7 +134,7 @@ def read_range(url: str, begin: int, end: int) -> bytes:
         try:
             with _opened(url, begin + before, end) as answer:
                 _check(url, answer, begin + before)
-                _take(answer, content, end - begin)
+                _read_rest(answer, content, end - begin)
         except (OSError, HTTPException):
             if len(content) - before < _LEAST_BYTES:
                 raise
@@ -179,15 +179,17 @@ def _opened(url: str, begin: int, end: int) -> Any:
     return _OPENER.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)  # noqa: S310  http(s) alone
 
 
-def _take(answer: Any, content: bytearray, size: int) -> None:
-    """Append an answer to `content` up to `size` bytes of it; OSError if it ends early or takes too long."""
+def _read_rest(answer: Any, content: bytearray, size: int) -> None:
+    """Append an answer's bytes to `content`, which may hold those of earlier attempts, until it has `size`; OSError if
+    the answer ends early or takes too long.
+    """
     until = time.monotonic() + _TIMEOUT_S
     while len(content) < size:
         received = answer.read1(min(1 << 16, size - len(content)))
         if not received:
             raise ConnectionError(tr("the connection was closed early"))
         content += received
-        if time.monotonic() > until:
+        if len(content) < size and time.monotonic() > until:
             raise TimeoutError(tr("the server is too slow"))
 
 

@@ -265,7 +265,9 @@ class Stream:
         return block.first
 
     def count(self, piece: Piece, block: Block, part: Part) -> None:
-        """Add up what became of a block's rows; DataError for one that cannot be used, or too many of them."""
+        """Add a block's counts to the totals; warn of the first bad rows, and append all to `bad_rows_file`. DataError
+        for a row that must not be skipped, or more bad rows than `data.max_bad_fraction`.
+        """
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)

@@ -424,7 +424,9 @@ def _import_accumulation(ds: DsImport, times: int, data_ranks: int) -> None:
 
 
 def _import_precision(ds: DsImport) -> None:
-    """Import the sections fp16, bf16 and torch_autocast as precision.dtype; without any it is fp32."""
+    """Import the sections fp16, bf16 and torch_autocast as precision.dtype. Without any of them it is fp32, unless the
+    recipe or the command line chose one; "auto" leaves the recipe's.
+    """
     switches = {f"{dtype}.enabled": ds.values.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
     enabled = [key for key, value in switches.items() if value is True]
     if len(enabled) > 1:

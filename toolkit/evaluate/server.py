@@ -89,7 +89,7 @@ def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[
     config: dict[str, Any] = read_object(file) if file.is_file() else {}
     if config.get("peft_type") != "LORA":
         raise ConfigError(
-            "{folder} is no LoRA adapter in peft's layout; vLLM serves no other kind of adapter.", folder=adapter
+            "{folder} is no LoRA adapter in peft's layout; servers take no other kind of adapter.", folder=adapter
         )
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
     rank = next((allowed for allowed in _RANKS if allowed >= needed), needed)

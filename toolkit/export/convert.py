@@ -73,8 +73,8 @@ def export_any(
 
 
 def _export_directory(path: Path, folder: Path, options: ExportOptions, family: str, source: Path) -> None:
-    """Write the model of a model directory, or with `text_only` the text model of a multimodal one, with a probe of its
-    logits; of quantized weights a copy in 16 bits, without. `source`: the path that errors name.
+    """Write the model of a model directory with a probe of its logits; with `text_only` the text model of a multimodal
+    one. Quantized weights are written in 16 bits, without a probe. `source`: the path that errors name.
     """
     if quantized.method_of(path, read_json_or_empty(path / "config.json")):
         from toolkit.export.dequantize import write_dequantized

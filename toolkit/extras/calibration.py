@@ -186,8 +186,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of the first of two calls, and how many more the second takes, on the slowest rank.
-    They are timed in turns, as a machine's speed drifts. A collective.
+    """Return this rank's median seconds of the first of two calls, and how many more the second takes, the largest
+    median of all ranks. They are timed in turns, as a machine's speed drifts. A collective.
     """
     first, second = calls
     first(), second()

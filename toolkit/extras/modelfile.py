@@ -87,7 +87,9 @@ def find_turns(render: Render, bos: str) -> Turns | None:
 
 
 def _conversations() -> Iterator[list[Message]]:
-    """Yield the conversations in which a template's texts are looked for, then those on which they are checked."""
+    """Yield six conversations: a template's texts are looked for in the first two, with and without a system message,
+    and checked on all. Blank lines and Chinese must come out as they are.
+    """
     first: list[Message] = [{"role": "user", "content": "Why 1?"}, {"role": "assistant", "content": "So 1."}]
     second: list[Message] = [
         {"role": "user", "content": "Why 2?\n\n为什么？"},

@@ -97,8 +97,9 @@ def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
 def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     """Return this rank's part of a layer that bitsandbytes (0.50) has in 4 bits, AutoTP's collectives around it.
 
-    Each block of 64 numbers keeps its codes and its scale where the parts hold whole blocks, for the largest of a block
-    is a code itself; the scales are not quantised again, which would change them: 4.5 bits in place of 4.13.
+    The weight is dequantized, cut and quantized again. Nothing is lost where a part holds whole blocks of 64 numbers,
+    as the largest of each block is one of the 16 codes exactly. Scales stay in float32 (4.5 bits a weight in place of
+    4.13): quantizing them again would change them.
     """
     from bitsandbytes import functional, nn
 

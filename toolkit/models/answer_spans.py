@@ -224,8 +224,9 @@ class AnswerFinder:
     def prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
     ) -> int | None:
-        """Return the length of the prompt that a text begins with, None if it begins with no mode's. `asks`: whether
-        the prompt asks for an answer.
+        """Return the number of characters of the prompt of `messages` that a text begins with, in the first of the
+        template's thinking modes in which it does; None if there is none. `asks`: whether the prompt asks for an
+        answer, without which only the default mode is tried.
         """
         for mode in MODES if asks else MODES[:1]:
             before = self.template.render(messages, tools, asks, **mode)

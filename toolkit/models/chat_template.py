@@ -97,12 +97,15 @@ class Examination:
         return AnswerFinder(self.template, self.traits)
 
     def run(self) -> None:
-        """Examine the template; RowError if it rejects an ordinary question or answer: the rest has its defaults."""
+        """Fill in `traits` by rendering examples. RowError if the template rejects an ordinary question or answer;
+        traits that are not found yet keep their defaults.
+        """
         self.render(PROBE[:1], None, add_generation_prompt=False)
         marks, ends = self._turn_marks()
         self.note(turn_marks=marks, ends=ends)
         self._examine_features()
         reply, asks = self.render(PROBE[:2], None, False), self.render(PROBE[:1], None, True)
+        # Usual: a reply begins with its prompt, and a longer conversation with a shorter one.
         is_usual = reply.startswith(asks) and self.render(PROBE[:3], None, False).startswith(reply)
         if not is_usual or (self.traits.reasoning_key is None and "<think>" in self.template.text):
             from toolkit.models import served_turns

@@ -72,7 +72,9 @@ def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[s
 def resume_from(
     checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, cfg: schema.RunConfig
 ) -> None:
-    """Load a checkpoint into engine and random generators; another layout seeds these anew. A collective."""
+    """Load a checkpoint into engine and random generators; `state`: what `resumed_state` returned of it. With another
+    number of ranks or another `parallel` the generators are seeded by run.seed, step and data rank. A collective.
+    """
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)

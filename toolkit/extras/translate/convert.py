@@ -230,11 +230,14 @@ def _short(text: str) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a value is the program's default anyway; empty lists, texts and false count as unset."""
+    """Whether a value is the program's default anyway: equal as a number or text (a list of one counts as its item), or
+    both are unset, which None, false, 0, "", none, no and empty lists are.
+    """
     empty = (None, False, "", "none", "no")
     if isinstance(value, list) and len(value) == 1:
         [value] = value
-    if str(value).lower() == str(default).lower():
+    are_numbers = all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in (value, default))
+    if (are_numbers and value == default) or str(value).lower() == str(default).lower():
         return True
     return (value in empty or value in ([], {})) and default in (*empty, [])
 
