@@ -29,6 +29,7 @@ TABLE = (
         ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"),
         packs=True,
     ),
+    Kernels("gated delta rule", ("fla", "causal_conv1d"), ("lara_mini",)),
     Kernels("Kimi delta attention", ("fla", "causal_conv1d"), ("bailing_hybrid", "glm5_next", "kimi_linear")),
     Kernels("Mamba", ("mamba_ssm", "causal_conv1d"), ("falcon_mamba", "jamba", "mamba", "zamba")),
     Kernels(
@@ -36,9 +37,11 @@ TABLE = (
         ("mamba_ssm", "causal_conv1d"),
         ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
     ),
-    Kernels("short convolution", ("causal_conv1d",), ("inkling", "inkling2", "lfm2", "lfm2_moe")),
+    Kernels(
+        "short convolution", ("causal_conv1d",), ("inkling", "inkling2", "inkling2_loop", "lfm2", "lfm2_moe", "lfm3")
+    ),
 )
-"""As in transformers 5.23; a test compares it with the sources of the installed version."""
+"""As in transformers 5.24; a test compares it with the sources of the installed version."""
 DISTRIBUTIONS = {
     "causal_conv1d": "causal-conv1d",
     "fla": "flash-linear-attention",

@@ -124,10 +124,12 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         name for name in names if _identifying_words(gpu_name) <= _identifying_words(name)
     ]  # "A100" without its memory
     usual = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]
+    if difflib.get_close_matches(gpu_name.lower(), names, 1, 0.5):
+        usual = difflib.get_close_matches(gpu_name.lower(), names, 5, 0)
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
         card=gpu_name,
-        known=listed(*(names[name] for name in similar or difflib.get_close_matches(gpu_name.lower(), names) or usual)),
+        known=listed(*(names[name] for name in similar or usual)),
     )
 
 
