@@ -23,6 +23,8 @@ def check(folder: Path) -> None:
     model = load_model(folder, dtype=torch.bfloat16, ds_config=DS_CONFIG)
     assert all(parameter.numel() == 0 for parameter in model.parameters()), "not partitioned"
     expected = load_model(folder, dtype=torch.bfloat16)
+    for parameter in expected.parameters():  # routers that transformers (5.24) keeps in float32, DeepSpeed rounds
+        parameter.data = parameter.data.bfloat16()
     wanted, state = expected.state_dict(), {}
     for name, value in gathered_parameters(model):
         if torch.distributed.get_rank() == 0:
