@@ -301,6 +301,9 @@ def test_sentences_are_joined_by_a_space_where_the_language_has_one() -> None:
 def test_one_is_singular(count: object, said: str) -> None:
     assert tr("wrote {file} for {world_size} ranks.", file="a", world_size=count) == said
     assert tr("{count} samples", count=1) == "1 sample"
+    assert tr("wrote {file} for {world_size} ranks.", file="part 1 rows", world_size=count).startswith(
+        "wrote part 1 rows"
+    )
 
 
 def test_most_chinese_is_chinese() -> None:

@@ -96,8 +96,8 @@ def _separate(
             from toolkit.command_line import unknown_option
             from toolkit.config.suggest import keys_meant, option_meant  # its tables are read in errors alone
 
-            known = [*flags, *options, "--config-dir DIR"]
-            wrong.append(unknown_option(word, following, names, known, keys_meant, option_meant))
+            allowed = [*flags, *options, "--config-dir DIR"]
+            wrong.append(unknown_option(word, following, names, allowed, keys_meant, option_meant))
             unknown.append(name)
         else:
             try:

@@ -71,17 +71,21 @@ _LONGEST_LINE = 1000
 """Of a value in a message: what comes from a file or a command line may have megabytes."""
 
 
-_ONE = re.compile(
-    r"(?<![\d.,])(?<!of )\b1 (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|"
-    r"sequence|stage|step|token|turn)s\b( are| have| were)?"
+_COUNTED = re.compile(
+    r"(?<!of )\{(\w+)\} (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|sequence|"
+    r"stage|step|token|turn)s\b( are| have| were)?"
 )
 _SINGULAR = {None: "", " are": " is", " have": " has", " were": " was"}
 
 
 def _fill(english: str, values: dict[str, object]) -> str:
     """Return a message in the user's language with its values, without secrets and control characters."""
-    text = translated(english).format(**{name: _bounded(value) for name, value in values.items()})
-    return hide(printable(_ONE.sub(lambda match: f"1 {match[1]}{_SINGULAR[match[2]]}", text)))
+    ones = [name for name, value in values.items() if str(value) == "1"]  # what they count is singular
+    text = _COUNTED.sub(
+        lambda match: f"{{{match[1]}}} {match[2]}{_SINGULAR[match[3]]}" if match[1] in ones else match[0],
+        translated(english),
+    )
+    return hide(printable(text.format(**{name: _bounded(value) for name, value in values.items()})))
 
 
 def _bounded(value: object) -> object:

@@ -691,3 +691,12 @@ def test_of_two_units_the_later_one_counts(in_recipe: str, typed: str, expected:
     names = {"train": ("epochs", "max_steps"), "schedule": ("warmup_steps", "warmup_ratio")}[section]
     values = {f"{section}.{name}": getattr(getattr(config, section), name) for name in names}
     assert {key: value for key, value in values.items() if value} == expected
+
+
+def test_the_later_one_counts_over_a_run_s_config_too(tmp_path: Path) -> None:
+    """It names every key, as the defaults do."""
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(to_yaml(load(["recipe=quickstart", "train.max_steps=9", "schedule.warmup_steps=3"]).cfg))
+    config = load([f"recipe={resolved}", "train.epochs=2", "schedule.warmup_ratio=0.1"]).cfg
+    assert (config.train.max_steps, config.train.epochs) == (0, 2)
+    assert (config.schedule.warmup_steps, config.schedule.warmup_ratio) == (0, 0.1)

@@ -72,13 +72,14 @@ def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None
     with notes_to_stderr():  # which checkpoint of a run it is, and others that are damaged
         model, encoder = _load(settings, is_split)
     from toolkit.distributed import process_group
+    from toolkit.evaluate.answer_files import finish_of
     from toolkit.evaluate.generate import decode_answer, generate, with_system
 
     messages = with_system([{"role": "user", "content": settings["prompt"]}], settings.get("system", ""))
     [ids] = generate(model, encoder, [encoder.prompt(messages)], sampling, model.device)
     if process_group.rank() == 0:
         print(printable(decode_answer(encoder, ids)))
-        if len(ids) == sampling.max_new_tokens:
+        if finish_of(ids, sampling) == "length":
             with notes_to_stderr():
                 say("The answer is cut at max_new_tokens={count}.", count=len(ids))
 

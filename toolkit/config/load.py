@@ -171,8 +171,8 @@ _ALTERNATIVES = (
 def _let_the_later_setting_count(loaded: LoadedConfig) -> None:
     """Set a length of the run or of its warm-up to 0 if a later layer gives it in another unit."""
     for key, other in _ALTERNATIVES:
-        if 0 < loaded.layers.get(key, 0) < loaded.layers.get(other, 0):
-            section, _, name = key.partition(".")
+        if dotted_keys.get_value(loaded.cfg, key) and loaded.layers.get(key, 0) < loaded.layers.get(other, 0):
+            section, name = key.split(".")
             setattr(getattr(loaded.cfg, section), name, 0)
             loaded.where[key] = loaded.where[other]
 

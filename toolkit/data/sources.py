@@ -91,8 +91,8 @@ def files_of(source: SourceConfig) -> list[Path]:
         suffixes = file.suffixes[-2:]
         if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
             raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
-    known = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
-    if strange := [file for file in files if not file.stat().st_size or file.suffix.lower() not in known]:
+    usual = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
+    if strange := [file for file in files if not file.stat().st_size or file.suffix.lower() not in usual]:
         from toolkit.data import foreign_files
 
         for file in strange:

@@ -300,11 +300,16 @@ def answer_rows(
                     "answer": decode_answer(encoder, ids),
                     "prompt_tokens": len(prompts[index]),
                     "tokens": len(ids),
-                    "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
+                    "finish": finish_of(ids, sampling),
                 }
         if rank() == 0:
             _add_verdicts(window, results)
         yield results
+
+
+def finish_of(ids: Sequence[int], sampling: Sampling) -> str:
+    """Return how an answer ended: stop, or length if it has as many tokens as it may have."""
+    return "stop" if len(ids) < sampling.max_new_tokens else "length"
 
 
 def _add_verdicts(questions: Sequence[RowQuestion], rows: Sequence[dict[str, Any]]) -> None:

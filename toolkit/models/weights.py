@@ -252,8 +252,7 @@ def read_weights(
                                 if is_partitioned:
                                     tensors[target].data[index].copy_(part)
                                 else:
-                                    kept = torch.float32 if dtype and _stays_in_float32(model, target) else dtype
-                                    _fill_target(model, target, index, part, rows[target], kept)
+                                    _fill_target(model, target, index, part, rows[target], dtype)
                     advance(num_bytes[name])
             if ready is not None:
                 for target in targets:
@@ -281,6 +280,8 @@ def _fill_target(
     target = model.get_parameter_or_buffer(name)
     if not isinstance(target, torch.nn.Parameter):
         dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
+    elif dtype is not None and _stays_in_float32(model, name):
+        dtype = torch.float32
     if index is ...:
         set_value(model, name, part[rows].to(dtype or part.dtype, copy=True).contiguous())
         return

@@ -123,13 +123,13 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     similar = [
         name for name in names if _identifying_words(gpu_name) <= _identifying_words(name)
     ]  # "A100" without its memory
-    usual = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]
-    if difflib.get_close_matches(gpu_name.lower(), names, 1, 0.5):
-        usual = difflib.get_close_matches(gpu_name.lower(), names, 5, 0)
+    nearest = difflib.get_close_matches(gpu_name.lower(), names, 5, 0)
+    if not difflib.get_close_matches(gpu_name.lower(), nearest[:1], 1, 0.5):
+        nearest = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]  # like none: those that are usual
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
         card=gpu_name,
-        known=listed(*(names[name] for name in similar or usual)),
+        known=listed(*(names[name] for name in similar or nearest)),
     )
 
 
