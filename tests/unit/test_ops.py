@@ -15,7 +15,7 @@ import pytest
 from toolkit.config import compilers, native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.engine import build
+from toolkit.engine import build, deepspeed_patches
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, LaunchError
 from toolkit.train import settle, startup
@@ -333,3 +333,27 @@ def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypat
     with pytest.raises(ConfigError) as told:
         startup.make_ready(["recipe=quickstart", "schedule.warmup_steps=-3"])
     assert all(text in str(told.value) for text in ("schedule.warmup_steps", "no compiler", "no tracker"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "is_kept"),
+    [("8.0;9.0+PTX", True), ("8.6 9.0", True), ("9.0a", False), ("8.0;10.0f+PTX", False), ("Hopper", False)],
+)
+def test_gpus_are_asked_where_deepspeed_cannot_read_the_list_of_architectures(listed: str, is_kept: bool) -> None:
+    """An image of CUDA for H200s sets 9.0a, which PyTorch reads."""
+    builder = importlib.import_module("deepspeed.ops.op_builder.fused_adam").FusedAdamBuilder()
+    builder.jit_mode, builder._jit_arch_list = True, listed
+    environ = {"TORCH_CUDA_ARCH_LIST": listed}
+    deepspeed_patches.drop_unreadable_architectures(environ)
+    if is_kept:
+        builder.compute_capability_args()
+    else:
+        with pytest.raises(ValueError, match="invalid literal for int"):
+            builder.compute_capability_args()
+    assert environ == ({"TORCH_CUDA_ARCH_LIST": listed} if is_kept else {})
+
+
+def test_without_a_list_of_architectures_there_is_none() -> None:
+    environ = dict[str, str]()
+    deepspeed_patches.drop_unreadable_architectures(environ)
+    assert environ == {}

@@ -81,7 +81,7 @@ def stop() -> None:
     """Leave the process group and remove what DeepSpeed's CPU collectives leave in /dev/shm."""
     if dist.is_initialized():
         rank, port, has_met = dist.get_rank(), os.environ.get("MASTER_PORT", ""), dist.get_world_size() > 1
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
         if has_met:
             from toolkit.distributed import meeting
@@ -131,8 +131,12 @@ def gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Block until every rank has called this. A collective."""
-    if dist.is_initialized():
+    """Block until every rank has called this. A collective.
+
+    DeepSpeed tells NCCL the GPU of a rank only where there are several (0.19.8, comm/torch.py, init_process_group);
+    with one, PyTorch 2.11 would warn that its barrier guesses it.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
