@@ -198,7 +198,6 @@ def check_compiled(stage: int) -> None:
         losses.append(
             [step.train_step(engine, LanguageTask(), window(number), MESH, guard).loss for number in range(4)]
         )
-    assert engine.is_compiled
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert losses[0][0] - losses[0][-1] > 0.01, losses
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)

@@ -1,6 +1,7 @@
 """torch.compile: what it reaches, and what is computed beside it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -59,6 +60,33 @@ def test_layers_that_are_computed_again_are_compiled(monkeypatch: pytest.MonkeyP
         found = gradients(model, torch.compile(model, backend=backend))
         assert sum(backend.linears) == reached
         assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in plain.items())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at after a break
+@pytest.mark.parametrize("name", ["glm", "gemma3"])
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_layers_of_a_kind_are_compiled_once(name: str) -> None:
+    """28 layers in one graph take minutes; ZeRO 3 compiles the whole model, whose graphs its hooks end."""
+    made = {}
+    for stage, layers in ((2, 2), (2, 10), (3, 2), (3, 10)):
+        config = CONFIGS[name]()
+        config.num_hidden_layers = layers
+        if types := getattr(config, "layer_types", None):
+            config.layer_types = [types[number % len(types)] for number in range(layers)]
+        model, backend = transformers.AutoModelForCausalLM.from_config(config).train(), Counting()
+        plain = gradients(model, model)
+        checkpoint_activations(model, RECOMPUTE, 2, compiled=True)
+        torch._dynamo.reset()
+        torch._dynamo.register_backend(backend, name="counting")
+        whole = lambda backend, options, model=model: model.compile(backend=backend, **options)  # noqa: E731
+        engine = SimpleNamespace(module=model, zero_optimization_stage=lambda stage=stage: stage, compile=whole)
+        build._compile(engine, CompileConfig(enabled=True, backend="counting"))
+        found = gradients(model, model)
+        assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in plain.items())
+        made[stage, layers] = sum(backend.linears)
+        torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
+    linears = made[2, 2]
+    assert made == {(2, 2): linears, (2, 10): linears, (3, 2): 2 * linears + 1, (3, 10): 10 * linears + 1}  # the head
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def checkpoint_activations(
         profile=config.profile,
     )
     layers = _layers(model)
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    if config.cpu_checkpointing and not inner.isdisjoint(layers):
+    if config.cpu_checkpointing and len(outermost_layers(model)) < len(layers):
         # DeepSpeed 0.19.8 never frees what an inner layer moves in the first forward pass (offload_activations.py).
         raise ConfigError(
             "train.activation_checkpointing.cpu_checkpointing = true cannot be with {architecture}, whose recomputed "
@@ -91,6 +90,13 @@ def _layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
 
 
+def outermost_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers that are in no other one; a layer that a model holds in two places is listed twice."""
+    layers = _layers(model)
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if layer not in inner]
+
+
 _REPEATING = ("dory", "hrm_text", "inkling2_loop_text")
 """Model types (transformers 5.24) that call their layers several times in a forward pass."""
 
@@ -99,10 +105,8 @@ def _repeated_parameter(model: PreTrainedModel) -> str:
     """Return the name of a trained parameter that is used several times in a forward pass, as in the block that Zamba's
     layers share; "" if there is none.
     """
-    layers = _layers(model) * (2 if model.config.model_type in _REPEATING else 1)
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    outer = (layer for layer in layers if layer not in inner)
-    counts = Counter(parameter for layer in outer for parameter in layer.parameters() if parameter.requires_grad)
+    layers = outermost_layers(model) * (2 if model.config.model_type in _REPEATING else 1)
+    counts = Counter(parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
     return next((name for name, parameter in model.named_parameters() if counts[parameter] > 1), "")
 
 

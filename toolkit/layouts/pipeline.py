@@ -165,12 +165,6 @@ class PipelineStage(PipelineModule):
             self.__dict__["stage"].train(mode)
         return self
 
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile the layers that are called: DeepSpeed would compile its own sequence of them (0.19.8)."""
-        for part in self.__dict__["stage"].modules():
-            if isinstance(part, GradientCheckpointingLayer):
-                part.compile(*args, **options)
-
     def forward(self, received: torch.Tensor) -> Any:
         """Compute this stage's part of the next micro-batch: hidden states [B, S, H], or what `finish` makes of them.
         `received` are those of the stage before; on the first stage token ids.
