@@ -90,6 +90,8 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
     "qlora": ("bitsandbytes", ["zero=stage1", "tuning=qlora", "precision=bf16", "optim.lr=0.01"]),
     "liger": ("liger_kernel", ["zero=stage1", "model=hf", "model.path=LLAMA", "kernels=liger", "precision=bf16"]),
     "no-liger": ("liger_kernel", ["zero=stage1", "model=hf", "model.path=LLAMA", "kernels=torch", "precision=bf16"]),
+    "liger-glm": ("liger_kernel", ["zero=stage1", "kernels=liger", "precision=bf16"]),
+    "no-liger-glm": ("liger_kernel", ["zero=stage1", "kernels=torch", "precision=bf16"]),
 }
 RAW = ["checkpoint.export=false", "evaluate.at_start=false"]
 
@@ -363,7 +365,8 @@ def test_qlora_learns(runs: Runs) -> None:
 
 
 @needs("liger_kernel")
-def test_liger_is_near_the_models_own_layers(runs: Runs) -> None:
-    mine, own = (losses(runs.check(name)) for name in ("liger", "no-liger"))
+@pytest.mark.parametrize("name", ["liger", "liger-glm"])
+def test_liger_is_near_the_models_own_layers(name: str, runs: Runs) -> None:
+    mine, own = (losses(runs.check(one)) for one in (name, f"no-{name}"))
     assert mine != own, "nothing was replaced"
     assert furthest(mine, own) < 0.02

@@ -51,6 +51,9 @@ class Model(torch.nn.Module):
         return types.SimpleNamespace(logits=self.head(self.embedding(input_ids)))
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
 def is_installed(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     """Let Python find the package, or not; others are found as they are, by what transformers imports meanwhile."""
     others = importlib.util.find_spec
@@ -73,7 +76,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         CALLS.append(("layers", model.config.model_type, options))
 
     transformers._apply_liger_kernel_to_instance = apply
-    modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
+    modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, "phi3": apply}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     is_installed(monkeypatch, True)
@@ -86,11 +89,36 @@ def test_layers() -> None:
     for when in (When.auto, When.always):
         assert apply_liger(Model(), KernelsConfig(liger=when)) == ""
         assert CALLS.pop() == ("layers", "llama", own_loss)
+    assert apply_liger(Model("glm"), KernelsConfig()) == ""
+    assert CALLS.pop() == ("layers", "glm", {"rope": False, **own_loss})
     assert apply_liger(Model(), KernelsConfig(liger=When.never)) == "kernels.liger is never"
     assert apply_liger(Model("chatglm"), KernelsConfig()) == "liger-kernel does not know chatglm models"
     with pytest.raises(ConfigError, match=r"kernels\.liger = always: liger-kernel does not know chatglm models"):
         apply_liger(Model("chatglm"), KernelsConfig(liger=When.always))
     assert not CALLS
+
+
+def test_layers_of_glm_are_those_of_phi3_but_for_rotary_positions() -> None:
+    """What Liger does to a Phi-3's layers is right for a GLM's, as long as transformers' code of both is the same."""
+    import inspect
+
+    from transformers.models.glm import modeling_glm as glm
+    from transformers.models.phi3 import modeling_phi3 as phi3
+
+    def code(function: Any) -> str:
+        return inspect.getsource(function).replace("FloatTensor", "Tensor")
+
+    assert code(glm.GlmRMSNorm.forward) == code(phi3.Phi3RMSNorm.forward)
+    assert code(glm.GlmMLP.forward) == code(phi3.Phi3MLP.forward)
+    assert code(glm.rotate_half) != code(phi3.rotate_half)
+    own, other = (
+        {name for name, _ in layer.named_children()}
+        for layer in (
+            glm.GlmDecoderLayer(glm.GlmConfig(**SMALL), 0),
+            phi3.Phi3DecoderLayer(phi3.Phi3Config(**SMALL), 0),
+        )
+    )
+    assert own <= other
 
 
 def test_not_here() -> None:

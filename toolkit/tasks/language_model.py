@@ -87,6 +87,12 @@ def build_model(
     return PipelineStage(model, cfg.parallel.pipeline, load.TORCH_DTYPES[cfg.precision.dtype], cfg.parallel.tensor)
 
 
+_LIGER_TYPES = {"glm": "phi3"}
+"""Model types that Liger (0.8.5) does not know -> one that it knows, whose norms and feed-forward layers are the same
+(transformers 5.24), while its rotary positions are not.
+"""
+
+
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a model's norms, MLPs and rotary positions by liger's Triton kernels (0.8.5) if `kernels.liger` allows.
 
@@ -102,7 +108,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
         kind = model.config.model_type
-        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        if _LIGER_TYPES.get(kind, kind) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
             reason = tr("liger-kernel does not know {kind} models", kind=kind)
     if reason and kernels.liger is When.always:
         raise ConfigError("kernels.liger = always: {reason}", reason=reason)
@@ -110,7 +116,11 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         # Not the loss: the toolkit sums it over the global batch (kernels.loss).
-        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        if kind in _LIGER_TYPES:
+            MODEL_TYPE_TO_APPLY_LIGER_FN[_LIGER_TYPES[kind]](model=model, rope=False, **without_loss)
+        else:
+            _apply_liger_kernel_to_instance(model=model, **without_loss)
         from toolkit.models import experts
 
         experts.restore_expert_interface(model)
