@@ -95,10 +95,12 @@ class Part(NamedTuple):
 
 
 FP8 = ("precision=fp8", "compile=inductor")
+KEPT = "train.activation_checkpointing.enabled=false"
 FULL, LORA, BASE, COMPILED = "tuning=full", "tuning=lora", "6b-full-zero1", "6b-full-compiled"
 PARTS = {
     BASE: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
     "6b-lora": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0"), "to_full", 1.3),
+    "6b-lora-kept": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0", KEPT), "to_full", 1.3),
     "6b-trainer": Part(SHORTER, "hugging_face", (FULL, "zero=stage1"), "ours_to_it", 1.0),
     "6b-full-zero3": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage3"), "mfu", 0.45),
     "9b-lora": Part(GLM4_9B, "ours", (LORA, "zero=stage0"), "mfu", 0.45),

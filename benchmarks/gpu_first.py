@@ -50,13 +50,10 @@ def _facts_of(output: Path, log: str) -> dict[str, Any]:
 
 
 def _outcomes_of(output: Path, log: str) -> dict[str, Any]:
-    """Return how many tests passed and were skipped, and which failed, of pytest's lines: no file is there before its
-    end.
-    """
+    """Return which tests passed, were skipped and failed, of pytest's lines: no file is there before its end."""
     outcomes = _OUTCOME.findall(log)
-    passed, skipped = (sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED"))
-    failed = [test for test, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-    return {"passed": passed, "skipped": skipped, "failed": failed}
+    kinds = {"passed": ["PASSED"], "skipped": ["SKIPPED"], "failed": ["FAILED", "ERROR"]}
+    return {name: [test for test, outcome in outcomes if outcome in kind] for name, kind in kinds.items()}
 
 
 def _bench_of(output: Path, log: str) -> dict[str, Any]:

@@ -23,10 +23,7 @@ def newest(files: list[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     """Return of each part and stage the last result on a GPU that the files hold, and the whole that it belongs to."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for file in sorted(files):
-        results = json.loads(file.read_text(encoding="utf-8"))
-        for whole in results if isinstance(results, list) else []:
-            if not isinstance(whole, dict) or whole.get("device") != "gpu":
-                continue
+        for whole in _wholes(file):
             bench = whole
             if whole.get("measured") == "gpu_first":
                 found |= {name: (row, whole) for name, row in whole["stages"].items() if "skipped" not in row}
@@ -34,6 +31,13 @@ def newest(files: list[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
             rows = bench.get("parts", {}) if whole.get("measured") in ("gpu", "gpu_first") else {}
             found |= {name: (row, bench) for name, row in rows.items() if "tokens_per_s" in row}
     return found
+
+
+def _wholes(file: Path) -> list[dict[str, Any]]:
+    """Return what a file holds that was measured on a GPU; `notes` of it are of whoever measured."""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    wholes = results if isinstance(results, list) else []
+    return [whole for whole in wholes if isinstance(whole, dict) and whole.get("device") == "gpu"]
 
 
 def page(files: list[Path], language: int) -> str:
@@ -47,7 +51,10 @@ def page(files: list[Path], language: int) -> str:
     for name, texts in STAGES.items():
         cells = _outcome(*found[name], language) if name in found else [none, "", ""]
         first.append("| " + " | ".join([texts[language], *cells]) + " |")
-    return TEXTS["page"][language].format(table="\n".join(lines), first="\n".join(first))
+    notes = [
+        f"- {note[language]}" for file in sorted(files) for whole in _wholes(file) for note in whole.get("notes", ())
+    ]
+    return TEXTS["page"][language].format(table="\n".join(lines), notes="\n".join(notes), first="\n".join(first))
 
 
 def _source(whole: dict[str, Any]) -> tuple[str, str]:
@@ -76,10 +83,9 @@ def _outcome(row: dict[str, Any], whole: dict[str, Any], language: int) -> list[
     """Return what a stage found; of tests that were ended also what had passed."""
     figures, told = row["figures"], []
     if "passed" in figures:
-        told.append(TEXTS["tests"][language].format(**figures | {"failed": len(figures["failed"])}))
+        told.append(TEXTS["tests"][language].format(**{name: len(tests) for name, tests in figures.items()}))
     elif "first_loss" in figures:
-        values = {"first": figures["first_loss"], "last": figures["last_loss"], "speed": figures["tokens_per_s"]}
-        told.append(TEXTS["run"][language].format(**values))
+        told.append(TEXTS["run"][language].format(first=figures["first_loss"], last=figures["last_loss"]))
     elif "is_right" in figures:
         told.append(TEXTS["right" if figures["is_right"] else "wrong"][language])
     if not row["is_right"]:

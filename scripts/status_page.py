@@ -72,11 +72,13 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def gpu_dates(files: Iterable[Path]) -> dict[str, str]:
-    """Return part or stage of the measurements on GPUs -> date of the newest result of it that was right."""
+    """Return part, stage or test of the measurements on GPUs -> date of the newest result of it that was right."""
     dates: dict[str, str] = {}
     for file in sorted(files):
-        results = gpu_page.newest([file]).items()
-        dates |= {name: file.name[:10] for name, (row, _) in results if row.get("is_right", True)}
+        for name, (row, _) in gpu_page.newest([file]).items():
+            passed = row.get("figures", {}).get("passed", ())
+            right = [name] if row.get("is_right", True) else []
+            dates |= dict.fromkeys((*right, *(test.rpartition("/")[2] for test in passed)), file.name[:10])
     return dates
 
 

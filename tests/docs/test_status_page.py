@@ -27,7 +27,13 @@ def test_features_are_described_in_both_languages_and_by_known_keys() -> None:
     for feature in features():
         assert {"name"} <= set(feature) <= {"name", "tests", "how", "needs", "records", "gpu"}, feature
         assert len(feature["name"]) == 2 and feature.get("how", "CI") in TEXTS, feature
-        assert set(feature.get("gpu", ())) <= {*gpu_page.PARTS, *gpu_page.STAGES}, feature
+        measured = {name for name in feature.get("gpu", ()) if "::" not in name}
+        assert measured <= {*gpu_page.PARTS, *gpu_page.STAGES}, feature
+        for test in {*feature.get("gpu", ())} - measured:
+            file, _, name = test.partition("::")
+            function, _, cell = name.removesuffix("]").partition("[")
+            text = (ROOT / "tests" / "gpu" / file).read_text(encoding="utf-8")
+            assert f"def {function}(" in text and (not cell or f'"{cell}": (' in text), test
     names = [feature["name"][0] for feature in features()]
     assert len(set(names)) == len(names)
 
