@@ -7,9 +7,10 @@ costs no other. Tiny twins of the models try it all out without a GPU.
 
 import math
 import os
+import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -38,6 +39,7 @@ from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
 from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.language_model import apply_liger
 from toolkit.train.baseline import measure_baseline
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import StepGuard, train_step
@@ -86,7 +88,7 @@ class Part(NamedTuple):
 
     size: Size
     call: str
-    """Function of this module."""
+    """ours or hugging_face: functions of this module."""
     words: tuple[str, ...]
     """Overrides of the recipe chatglm."""
     mark: str = ""
@@ -101,6 +103,7 @@ PARTS = {
     BASE: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
     "6b-lora": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0"), "to_full", 1.3),
     "6b-lora-kept": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0", KEPT), "to_full", 1.3),
+    "6b-full-liger": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", "kernels.liger=always"), "to_full", 1.1),
     "6b-trainer": Part(SHORTER, "hugging_face", (FULL, "zero=stage1"), "ours_to_it", 1.0),
     "6b-full-zero3": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage3"), "mfu", 0.45),
     "9b-lora": Part(GLM4_9B, "ours", (LORA, "zero=stage0"), "mfu", 0.45),
@@ -137,14 +140,43 @@ def _layers_that_fit(part: Part, room: float) -> int:
     return 1
 
 
-def measure_part(name: str, is_tiny: bool, words: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of one part: of the row of metrics.jsonl, and the size of what was trained."""
+def measure_part(name: str, is_tiny: bool, words: Sequence[str], profiles: bool = False) -> dict[str, Any]:
+    """Return the figures of one part: of the row of metrics.jsonl, and the size of what was trained; with `profiles`
+    also where the time of one more step goes, if we train.
+    """
     size, part = size_of(name, is_tiny), PARTS[name]
     overrides = [*part.words, *words]
     if is_tiny and "compile=inductor" in overrides:
         overrides.append("compile.backend=aot_eager")  # Inductor's C++ takes minutes
-    row = globals()[part.call](size, overrides)
+    if is_tiny:  # it needs a GPU
+        overrides = ["kernels=torch" if word == "kernels.liger=always" else word for word in overrides]
+    row = ours(size, overrides, profiles) if part.call == "ours" else hugging_face(size, overrides)
     return {"size": asdict(size), "overrides": overrides, **row}
+
+
+_KINDS = {
+    "matrix products": "nvjet|gemm|cutlass",
+    "attention": "flash|fmha|attention",
+    "optimizer": "Adam|multi_tensor",
+}
+"""Of kernels -> pattern of their names, the first that fits counts; those that none fits are others."""
+
+
+def kernel_seconds(step: Callable[[], Any]) -> dict[str, Any]:
+    """Return where the time of a step goes: seconds of the GPU's kernels, by kind, their number, and the 40 longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        get_accelerator().synchronize()
+    # Ranges that PyTorch names, such as Optimizer.step#AdamW.step, are on the GPU's time line too.
+    on_gpu = (event for event in profile.key_averages() if str(event.device_type).endswith("CUDA"))
+    kernels = [event for event in on_gpu if "#" not in event.key]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    kinds = dict.fromkeys((*_KINDS, "others"), 0.0)
+    for event in kernels:
+        kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.key)), "others")
+        kinds[kind] += event.self_device_time_total / 1e6
+    longest = [[event.key[:150], event.count, event.self_device_time_total / 1e6] for event in kernels[:40]]
+    return {"kernels_s": kinds, "kernels": sum(event.count for event in kernels), "longest": longest}
 
 
 def marks(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -162,13 +194,14 @@ def marks(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     return result
 
 
-def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
-    """Train with our step for some steps; return what metrics.jsonl would say of them."""
+def ours(size: Size, words: Sequence[str], profiles: bool = False) -> dict[str, Any]:
+    """Train with our step for some steps; return what metrics.jsonl would say of them, and the profile of one more."""
     cfg, values = _begin(size, words)
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
     apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
     fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
+    apply_liger(model, cfg.kernels)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
@@ -180,19 +213,21 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     on_cpu = get_accelerator().device_name() == "cpu"
     planned = plan_rank(outline_of(cfg), cfg, 1, on_cpu).peak("step")
     account = measure_baseline(engine, cfg.tuning, recomputing.enabled, planned)
-    batches = _batches(size)
+    batches, task, mesh = _batches(size), LanguageTask(), Mesh(world_size=1)
+
+    def step() -> Any:
+        return train_step(engine, task, [next(batches) for _ in range(size.accumulation)], mesh, guard)
+
     for place in range(WARM_UP + size.steps):
         if place in (0, WARM_UP):
             get_accelerator().synchronize()
             meter = ThroughputMeter(engine, account)
-        meter.add(
-            train_step(
-                engine, LanguageTask(), [next(batches) for _ in range(size.accumulation)], Mesh(world_size=1), guard
-            )
-        )
+        meter.add(step())
         guard.check()
     get_accelerator().synchronize()
     row = meter.row(size.steps, 0.0, cfg.optim.lr, meter.pace())
+    if profiles:
+        row |= kernel_seconds(step)
     process_group.stop()
     return row
 
@@ -266,7 +301,7 @@ def _config(size: Size, words: Sequence[str]) -> RunConfig:
         "max_positions": size.tokens,
     }
     own = [f"batch.micro_per_gpu={size.rows}", f"batch.global_size={size.rows * size.accumulation}"]
-    own += ["model.init=random", f"data.max_length={size.tokens}", "optim.torch=true"]
+    own += ["model.init=random", f"data.max_length={size.tokens}", "optim.torch=true", "kernels=torch"]
     own += [f"data.packing={'packed' if size.packed else 'none'}"]
     own += [f"model.shape.{name}={value}" for name, value in shape.items()]
     return load(["recipe=chatglm", *own, *words]).cfg

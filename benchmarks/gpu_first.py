@@ -22,7 +22,7 @@ from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).absolute().parents[1]
 
-OWN = ("stages", "seconds", "device", "output", "since", "packed")
+OWN = ("stages", "parts", "seconds", "device", "output", "since", "packed")
 LIMIT_S = 430
 """Of all stages together on a GPU."""
 ON_CPU = 8
@@ -133,7 +133,7 @@ def run(words: list[str], started: float) -> int:
     """
     given = dict(word.split("=", 1) for word in words if "=" in word)
     if unknown := [word for word in words if word.partition("=")[0] not in OWN or "=" not in word]:
-        raise ConfigError(f"scripts/gpu_first knows no {unknown[0]}; there are {', '.join(OWN[:4])} and wheels.")
+        raise ConfigError(f"scripts/gpu_first knows no {unknown[0]}; there are {', '.join(OWN[:5])} and wheels.")
     is_cpu = one_of(given, "device", ("gpu", "cpu")) == "cpu"
     names = given["stages"].split(",") if "stages" in given else list(STAGES)
     if unknown := [name for name in names if name not in STAGES]:
@@ -149,10 +149,11 @@ def run(words: list[str], started: float) -> int:
     # A copy of the checkout may be no repository: then this alone tells the commit.
     packed = {"packed": json.loads(Path(given["packed"]).read_text(encoding="utf-8"))} if "packed" in given else {}
     outcomes: dict[str, dict[str, Any]] = {}
+    parts = f"parts={given['parts']}" if "parts" in given else _PARTS
     for name in names:
-        outcomes[name] = run_stage(
-            STAGES[name], name, output, is_cpu, min(STAGES[name].limit_s * slower, ends - time.monotonic())
-        )
+        stage = STAGES[name]
+        stage = stage._replace(command=tuple(parts if word == _PARTS else word for word in stage.command))
+        outcomes[name] = run_stage(stage, name, output, is_cpu, min(stage.limit_s * slower, ends - time.monotonic()))
         print(f"{name}: {json.dumps(outcomes[name])}", flush=True)
         reached = {"measured": "gpu_first", "device": "cpu" if is_cpu else "gpu", **packed, "stages": outcomes}
         results.append_result(str(file), [], ["scripts/gpu_first", *typed], reached, 1)
@@ -202,7 +203,7 @@ def run_stage(stage: Stage, name: str, output: Path, is_cpu: bool, limit_s: floa
     except (OSError, ValueError, LookupError) as error:  # it ended before it had any
         outcome = {"failed": f"there are no figures: {error!r}", **outcome, "is_right": False}
     if outcome["figures"].get("failed"):
-        outcome = {"failed": f"failed: {', '.join(outcome['figures']['failed'])}", **outcome, "is_right": False}
+        outcome = {"failed": ", ".join(outcome["figures"]["failed"]), **outcome, "is_right": False}
     return outcome
 
 

@@ -16,7 +16,7 @@ from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
-OWN = ("minutes", "parts", "device", "output", "part")
+OWN = ("minutes", "parts", "device", "output", "profile", "part")
 LIMIT_S = 200.0
 """Of a part."""
 LEAST_S = 40.0
@@ -35,11 +35,14 @@ def run(words: list[str], started: float) -> int:
     is_tiny = one_of(given, "device", ("gpu", "cpu")) == "cpu"
     if is_tiny:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    profiles = one_of(given, "profile", ("false", "true")) == "true"
+    if profiles and is_tiny:
+        raise ConfigError("profile = true needs a GPU.")
     allocator.set_allocator(os.environ)  # as runs have it; before torch is there
     from benchmarks import gpu
 
     if "part" in given:
-        found = gpu.measure_part(given["part"], is_tiny, overrides)
+        found = gpu.measure_part(given["part"], is_tiny, overrides, profiles)
         Path(given["output"]).write_text(json.dumps(found), encoding="utf-8")
         return 0
     names = given["parts"].split(",") if "parts" in given else list(gpu.PARTS)
@@ -50,7 +53,8 @@ def run(words: list[str], started: float) -> int:
     ends = started + 60 * (positive_int(given, "minutes") or 10)
     parts: dict[str, dict[str, object]] = {}
     for name in names:
-        parts[name] = measured(name, is_tiny, overrides, ends)
+        own = [f"device={'cpu' if is_tiny else 'gpu'}", f"profile={str(profiles).lower()}"]
+        parts[name] = measured(name, own, overrides, ends)
         marks = gpu.marks(parts)
         reached = {"measured": "gpu", "device": "cpu" if is_tiny else "gpu", "parts": parts, "marks": marks}
         result = results.append_result(output, before, ["scripts/bench_gpu", *words], reached, 1)
@@ -61,7 +65,7 @@ def run(words: list[str], started: float) -> int:
     return 0
 
 
-def measured(name: str, is_tiny: bool, overrides: list[str], ends: float) -> dict[str, object]:
+def measured(name: str, own: list[str], overrides: list[str], ends: float) -> dict[str, object]:
     """Return the figures of a part, or `skipped` and why."""
     left = ends - time.monotonic()
     if left < LEAST_S:
@@ -70,7 +74,7 @@ def measured(name: str, is_tiny: bool, overrides: list[str], ends: float) -> dic
     started, limit = time.monotonic(), min(left, LIMIT_S)
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "found.json"), Path(folder, "log")
-        own = [f"part={name}", f"output={output}", f"device={'cpu' if is_tiny else 'gpu'}"]
+        own = [*own, f"part={name}", f"output={output}"]
         try:
             with log.open("w") as file:
                 children.run(

@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -217,14 +218,36 @@ def test_a_gpu_bench_without_time_names_what_it_left_out(
 ) -> None:
     from benchmarks import gpu_parts
 
-    assert gpu_parts.measured("6b-lora", True, [], time.monotonic() + 30) == {"skipped": "no time was left"}
+    assert gpu_parts.measured("6b-lora", ["device=cpu"], [], time.monotonic() + 30) == {"skipped": "no time was left"}
     monkeypatch.setattr(gpu_parts, "LIMIT_S", 0.2)
-    found = gpu_parts.measured("6b-lora", True, [], time.monotonic() + 100)
+    found = gpu_parts.measured("6b-lora", ["device=cpu"], [], time.monotonic() + 100)
     assert found == {"skipped": "it took more than 0 s"}
     monkeypatch.setattr(gpu_parts, "LIMIT_S", 100.0)
-    found = gpu_parts.measured("6b-lora", True, ["zero.stag=1"], time.monotonic() + 100)
+    found = gpu_parts.measured("6b-lora", ["device=cpu"], ["zero.stag=1"], time.monotonic() + 100)
     assert str(found["skipped"]).startswith("it failed: ")
     assert "unknown key 'zero.stag'" in capsys.readouterr().out
+
+
+def test_seconds_of_kernels_are_of_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of kernels as an H200 has them; neither the host's calls nor PyTorch's own ranges are kernels."""
+    rows = [
+        ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "CUDA", 2e6, 3),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128>>", "CUDA", 1e6, 2),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "CUDA", 0.5e6, 1),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "CUDA", 4e6, 9),
+        ("Optimizer.step#AdamW.step", "CUDA", 0.5e6, 1),
+        ("cudaLaunchKernel", "CPU", 0.0, 15),
+    ]
+    events = [
+        SimpleNamespace(key=key, device_type=f"DeviceType.{device}", self_device_time_total=time, count=count)
+        for key, device, time, count in rows
+    ]
+    profile = mock.MagicMock()
+    profile.return_value.__enter__.return_value.key_averages.return_value = events
+    monkeypatch.setattr(gpu.torch.profiler, "profile", profile)
+    found = gpu.kernel_seconds(lambda: None)
+    assert found["kernels_s"] == {"matrix products": 2.0, "attention": 1.0, "optimizer": 0.5, "others": 4.0}
+    assert found["kernels"] == 15 and found["longest"][0][1:] == [9, 4.0]
 
 
 def test_a_gpu_bench_that_is_stopped_leaves_what_it_has_measured(

@@ -50,15 +50,17 @@ def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, stages: dict
         "looking": shell("cp {output}/result.json {output}/seen.json", figures={"failed": ["tests/one"]}),
         "empty": Stage(60, ("true",), lambda output, log: json.loads((output / "none.json").read_text())),
         "gpu": shell("exit 1", is_for_cpus=False),
+        "bench": Stage(60, ("test", gpu_first._PARTS, "=", "parts=9b-lora"), lambda output, log: {}),
     }
-    assert gpu_first.run(["device=cpu", f"output={output}"], time.monotonic()) == 4
+    assert gpu_first.run(["device=cpu", f"output={output}", "parts=9b-lora"], time.monotonic()) == 4
     found = stages_in(output)
     assert found["good"] == {"is_right": True, "seconds": found["good"]["seconds"], "figures": {"speed": 2}}
     assert found["bad"]["failed"] == "exit code 3: the reason" and (output / "bad.log").read_text().startswith("first")
     assert found["hanging"]["failed"] == "it took more than 1 s" and found["hanging"]["seconds"] < 30
     assert not Path("/proc", (tmp_path / "child").read_text().strip()).exists()
-    assert found["looking"]["failed"] == "failed: tests/one"
+    assert found["looking"]["failed"] == "tests/one"
     assert found["empty"]["failed"].startswith("there are no figures: FileNotFoundError")
+    assert found["bench"]["is_right"]
     assert found["gpu"] == {"skipped": "CPU ranks cannot do it"}
     assert list(json.loads((output / "seen.json").read_text())[0]["stages"]) == ["good", "bad", "hanging"]
     with pytest.raises(ConfigError, match="holds the result of another call"):
