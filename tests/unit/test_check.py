@@ -277,19 +277,6 @@ def test_total_steps_that_contradict_the_recipe(capsys: pytest.CaptureFixture[st
     assert main(["export-config", *TINY, "total_steps=20"]) == 0
 
 
-def test_a_deepspeed_json_says_that_it_was_made_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "torch_adam is true because this machine has no GPU."
-    monkeypatch.setattr("toolkit.config.devices.device_here", lambda environ=None: "cpu")
-    for accelerator, words in (("cpu", []), ("", ["optim.torch=true"]), ("", ["optim.torch=false"])):
-        monkeypatch.setenv("DS_ACCELERATOR", accelerator)
-        assert main(["export-config", *TINY, "world_size=8", "total_steps=20", *words]) == 0
-        assert said not in capsys.readouterr().err
-    assert main(["export-config", *TINY, "world_size=8", "total_steps=20"]) == 0
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("deadline", ["'1970-01-01 08:00'", "0s"])
 def test_a_deadline_that_is_past(deadline: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys, f"run.deadline={deadline}")

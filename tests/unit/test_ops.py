@@ -26,8 +26,9 @@ CPU = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 AUTO = ["recipe=quickstart", "optim.torch=auto"]
 NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=/nvme"]
 CASES = [
-    (GPU, [], [], False, "there is a GPU and a compiler"),
-    (GPU, [], ["nvcc"], True, "nvcc not found here"),
+    (GPU, [], [], True, "DeepSpeed's is not faster"),
+    (GPU, ["optim=lion"], [], False, "there is a GPU and a compiler"),
+    (GPU, ["optim=lion"], ["nvcc"], True, "nvcc not found here"),
     (CPU, [], [], True, "no GPU here"),
     (CPU, [], ["g++"], True, "no GPU here"),
     (CPU, ["optim=lion"], [], True, "no GPU here"),
@@ -53,10 +54,10 @@ def test_auto(
 
 def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ: ["nvcc"] if names else [])
-    (tmp_path / "fused_adam").mkdir()
-    (tmp_path / "fused_adam" / "fused_adam.so").touch()
+    (tmp_path / "fused_lion").mkdir()
+    (tmp_path / "fused_lion" / "fused_lion.so").touch()
     environ = {**GPU, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    loaded = load(AUTO)
+    loaded = load([*AUTO, "optim=lion"])
     assert native_ops.resolve_optimizer(loaded.cfg, environ)[0].optim.torch is False
     native_ops.check_compiler(loaded, environ)
 
@@ -161,7 +162,7 @@ def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -
     for name, value in GPU.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ=None: [])
-    given = load([*AUTO, *words]).cfg
+    given = load([*AUTO, "optim=lion", *words]).cfg
     return settle.build_ops(native_ops.resolve_optimizer(given)[0], given)
 
 
@@ -173,7 +174,7 @@ def test_a_build_that_fails_is_a_warning_where_there_is_another_optimizer(
     monkeypatch.setattr(settle, "warn", lambda line, **values: warnings.append(line.format(**values)))
     cfg = with_ops(monkeypatch, Builders(error))
     assert cfg.optim.torch is True
-    assert len(warnings) == 1 and re.search(rf"fused_adam: .*{told}.* PyTorch's fused one is used", warnings[0])
+    assert len(warnings) == 1 and re.search(rf"fused_lion: .*{told}.* PyTorch's fused one is used", warnings[0])
     assert with_ops(monkeypatch, Builders()).optim.torch is False
 
 
@@ -182,7 +183,7 @@ def test_a_build_that_fails_is_an_error_with_the_remedy_where_there_is_none(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        LaunchError, match=r"cannot build or load \w+_adam: CUDA_HOME .* apt install g\+\+.*optim.torch=true"
+        LaunchError, match=r"cannot build or load \w+_lion: CUDA_HOME .* apt install g\+\+.*optim.torch=true"
     ):
         with_ops(monkeypatch, Builders(NO_CUDA), *words)
 
@@ -192,7 +193,7 @@ def test_a_file_that_a_file_server_still_hides_is_waited_for(monkeypatch: pytest
     monkeypatch.setattr(build.time, "sleep", lambda seconds: None)
     builders = Builders(hidden, hidden)
     assert with_ops(monkeypatch, builders).optim.torch is False
-    assert builders.asked == ["FusedAdamBuilder"] * 3
+    assert builders.asked == ["FusedLionBuilder"] * 3
 
 
 @pytest.mark.parametrize(
@@ -315,7 +316,7 @@ def test_missing_headers_are_an_error_or_another_optimizer(tmp_path: Path, monke
     (tmp_path / "bin/nvcc").touch()
     monkeypatch.setattr(compilers, "_include_folders", lambda environ: [])
     environ = {**GPU, "CUDA_HOME": str(tmp_path)}
-    assert native_ops.resolve_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
+    assert native_ops.resolve_optimizer(load([*AUTO, "optim=lion"]).cfg, environ)[0].optim.torch is True
     with pytest.raises(ConfigError, match=r"fused_adam.* cusolverDn\.h \(looked in .*/include\) .*CPATH.*torch=true"):
         native_ops.check_compiler(load([*AUTO, "optim.torch=false"]), environ)
 

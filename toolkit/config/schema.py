@@ -826,7 +826,7 @@ class OptimConfig:
     layer_lr_decay: Annotated[float, Gt(0), Le(1)] = 1.0
     """Layer-wise learning rate decay d: layer i of L (from 0) uses lr x d^(L-i), embeddings lr x d^(L+1), the output layer the full rate; 1: no decay."""
     torch: bool | str = field(default=AUTO, metadata=FREE)
-    """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. auto: PyTorch's without a GPU, or without a compiler (nvcc) for DeepSpeed's; DeepSpeed's otherwise, and when offloaded. The other optimizers are not DeepSpeed's."""
+    """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. auto: PyTorch's Adam, and a Lion of PyTorch's operations without a GPU or a compiler (nvcc); DeepSpeed's when offloaded. The other optimizers are not DeepSpeed's."""
 
 
 @dataclass(kw_only=True, slots=True)

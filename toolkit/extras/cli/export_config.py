@@ -19,9 +19,8 @@ from pathlib import Path
 
 from toolkit.arguments import Arguments, parse_checked
 from toolkit.command_line import positive_int
-from toolkit.config.devices import is_cpu_by_default
 from toolkit.config.hub import resolve_model_path
-from toolkit.config.schema import AUTO, Init, RunConfig, TaskConfig
+from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.division import rank_part
@@ -50,17 +49,6 @@ def run(words: list[str]) -> None:
     _fit_buckets(ds, cfg)
     text = json.dumps(ds.values, indent=2) + "\n"
     output = arguments.values.get("output")
-    if (
-        ds.values.get("optimizer", {}).get("params", {}).get("torch_adam")
-        and cfg.optim.torch == AUTO
-        and is_cpu_by_default()
-    ):
-        ds.missing.append(
-            tr(
-                "torch_adam is true because this machine has no GPU. For machines with GPUs and a compiler (nvcc) "
-                "write it with optim.torch=false, as training there would."
-            )
-        )
     for note in [*arguments.notes, *ds.missing]:
         sys.stderr.write(note + "\n")
     if output:
