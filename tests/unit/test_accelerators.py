@@ -55,7 +55,7 @@ def test_an_amd_gpu_is_called_cuda(rocm: dict[str, str], monkeypatch: pytest.Mon
 def test_an_amd_gpu_needs_no_nvcc(rocm: dict[str, str]) -> None:
     tools = compilers.tools_for(["fused_adam"], rocm)
     assert "nvcc" not in tools and tools["hipcc"] is False
-    cfg, why = native_ops.resolve_optimizer(load(["recipe=quickstart", "optim=lion"]).cfg, rocm)
+    cfg, why = native_ops.resolve_optimizer(load(["recipe=quickstart", "optim=lion", "optim.torch=auto"]).cfg, rocm)
     assert cfg.optim.torch is True and "hipcc" in why and "nvcc" not in why
 
 
