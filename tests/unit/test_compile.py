@@ -1,6 +1,7 @@
 """torch.compile: what it reaches, and what is computed beside it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,15 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.architectures import CONFIGS
+from toolkit.config.load import load
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
 from toolkit.engine import build, deepspeed_patches
 from toolkit.engine.recompute import checkpoint_activations
+from toolkit.launch.environment import Ranks
 from toolkit.models import probe
+from toolkit.train import compilation
+from toolkit.train.hooks import hooks_of
+from toolkit.train.step import StepResult
 
 RECOMPUTE = ActivationCheckpointingConfig(enabled=True)
 
@@ -140,3 +146,16 @@ def test_a_norm_is_checked_as_deepspeed_does(norm: float) -> None:
         original(theirs, device="cpu")
         assert theirs == mine
     assert mine == (norm if norm == 3.0 else -1.0)
+
+
+def test_a_run_whose_layers_are_not_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(compilation, "warn", warnings.append)
+    cfg = load(["recipe=quickstart", "compile=inductor", "report.enabled=false"]).cfg
+    for graphs in (0, 2):
+        monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", graphs)
+        hooks = hooks_of(cfg, Ranks(0, 0, 1, 1, "deepspeed"), Path())
+        (hook,) = (hook for hook in hooks if isinstance(hook, compilation.CompilationCheck))
+        for _ in range(3):
+            hook.after_step(StepResult.__new__(StepResult), 1.0)
+        assert len(warnings) == 1 and warnings[0].startswith("compile.enabled = true has compiled nothing")

@@ -1,5 +1,8 @@
 """What a CPU rank's tensors take, and what it may take."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,3 +69,22 @@ def test_a_limit_is_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes differ"))
     assert limit_bytes(CPU, 0.5) == GIB // 2
     assert limit_bytes(CPU, 0.0) == 0
+
+
+def test_what_runs_while_memory_is_measured_can_be_compiled_later() -> None:
+    """torch.compile would skip for ever what it meets within a TorchDispatchMode: after a dry run on CPUs nothing."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    with PeakMemory(CPU):
+        double(torch.zeros(2, 4))
+    assert not graphs
+    double(torch.zeros(2, 4))
+    assert len(graphs) == 1

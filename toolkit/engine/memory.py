@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class PeakMemory:
         self.device, self._only_new = device, only_new
         self._live = LiveBytes(limit_bytes) if device.type == "cpu" else None
         self._before = 0
+        self._contexts = ExitStack()
 
     def __enter__(self) -> "PeakMemory":
         if self._live is not None:
@@ -83,14 +84,16 @@ class PeakMemory:
                 if issubclass(type(candidate), torch.Tensor):
                     with suppress(NotImplementedError):  # sparse tensors have no storage
                         self._live.count(candidate)
-            self._live.__enter__()
+            # torch.compile never again looks at a function that it has met within a mode such as LiveBytes (torch 2.13,
+            # _dynamo/convert_frame.py): after a dry run nothing would be compiled.
+            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            self._contexts.enter_context(self._live)
         self.restart()
         self._before = 0  # the peak before the context does not count
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        if self._live is not None:
-            self._live.__exit__(*raised)
+        self._contexts.__exit__(*raised)
 
     def restart(self) -> int:
         """Return the bytes in use now, and measure the peak from here on."""

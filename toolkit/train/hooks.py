@@ -109,6 +109,10 @@ def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
         from toolkit.train.tracking import Tracking
 
         hooks.append(Tracking(cfg))
+    if cfg.compile.enabled:
+        from toolkit.train.compilation import CompilationCheck
+
+        hooks.append(CompilationCheck())
     if ranks.world_size > 1:
         from toolkit.train.stragglers import StragglerDetector
 
