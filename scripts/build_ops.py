@@ -11,14 +11,14 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from toolkit.config import native_ops
-from toolkit.engine import deepspeed_patches
+from toolkit.engine import ops
 
 OPS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 
 
 def main() -> int:
     """Build what can be built here; what cannot is named with the reason, and the tests that need it are skipped."""
-    deepspeed_patches.drop_unreadable_architectures(os.environ)
+    ops.drop_unreadable_architectures(os.environ)
     for name in OPS:
         builder = get_accelerator().create_op_builder(name)
         if builder is None or not builder.is_compatible(verbose=True):

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from tests.architectures import CONFIGS
 from toolkit.config.load import load
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
-from toolkit.engine import build, deepspeed_patches
+from toolkit.engine import compiling, deepspeed_patches
 from toolkit.engine.recompute import checkpoint_activations
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
@@ -85,8 +85,8 @@ def test_layers_of_a_kind_are_compiled_once(name: str) -> None:
         torch._dynamo.reset()
         torch._dynamo.register_backend(backend, name="counting")
         whole = lambda backend, options, model=model: model.compile(backend=backend, **options)  # noqa: E731
-        engine = SimpleNamespace(module=model, zero_optimization_stage=lambda stage=stage: stage, compile=whole)
-        build._compile(engine, CompileConfig(enabled=True, backend="counting"))
+        engine: Any = SimpleNamespace(zero_optimization_stage=lambda stage=stage: stage, compile=whole)
+        compiling.compile_layers(engine, model, CompileConfig(enabled=True, backend="counting"))
         found = gradients(model, model)
         assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in plain.items())
         made[stage, layers] = sum(backend.linears)
@@ -102,13 +102,12 @@ def test_layers_of_a_kind_are_compiled_once(name: str) -> None:
         ({}, 3, False, False),
         ({}, 3, True, True),
         ({"cpu_checkpointing": True}, 2, False, False),
-        ({"enabled": False}, 3, False, True),
     ],
 )
 def test_what_is_reached(settings: dict[str, Any], stage: int, deepcompile: bool, expected: bool) -> None:
     recompute = ActivationCheckpointingConfig(**{"enabled": True, **settings})
-    assert build.compiles_layers(CompileConfig(enabled=True, deepcompile=deepcompile), recompute, stage) == expected
-    assert not build.compiles_layers(CompileConfig(), recompute, stage)
+    config = CompileConfig(enabled=True, deepcompile=deepcompile)
+    assert compiling.reaches_recomputed_layers(config, recompute, stage) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does (2.13)

@@ -15,7 +15,7 @@ import pytest
 from toolkit.config import compilers, native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.engine import build, deepspeed_patches
+from toolkit.engine import ops
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, LaunchError
 from toolkit.train import settle, startup
@@ -158,7 +158,7 @@ NINJA = RuntimeError("Error building extension 'fused_adam': [1/3] nvcc\nFAILED:
 
 def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -> RunConfig:
     """Return the config after the ops are loaded, on a machine that seems to have a GPU and a compiler."""
-    monkeypatch.setattr(build, "get_accelerator", lambda: builders)
+    monkeypatch.setattr(ops, "get_accelerator", lambda: builders)
     for name, value in GPU.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ=None: [])
@@ -190,7 +190,7 @@ def test_a_build_that_fails_is_an_error_with_the_remedy_where_there_is_none(
 
 def test_a_file_that_a_file_server_still_hides_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = ImportError("fused_adam.so: cannot open shared object file: No such file or directory")
-    monkeypatch.setattr(build.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: None)
     builders = Builders(hidden, hidden)
     assert with_ops(monkeypatch, builders).optim.torch is False
     assert builders.asked == ["FusedLionBuilder"] * 3
@@ -208,7 +208,7 @@ def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: p
     """Without a compiler they ended in a traceback, and a lock that a killed build left was waited for without end."""
     loaded = load([*AUTO, *words])
     assert op in native_ops.needed_ops(loaded.cfg, GPU) and op not in native_ops.needed_ops(loaded.cfg, CPU)
-    assert op in native_ops.OPS and op in build._BUILDERS
+    assert op in native_ops.OPS and op in ops._BUILDERS
     monkeypatch.setattr(compilers, "_cuda_home", lambda environ: Path("/nowhere"))
     with pytest.raises(ConfigError, match=f"{op}.*nvcc.*=false"):
         native_ops.check_compiler(loaded, GPU)
@@ -216,9 +216,9 @@ def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: p
 
 def test_builders_of_deepspeed_have_these_names() -> None:
     for op in ("fused_adam", "fused_lion", "gds", "quantizer", "dc"):
-        assert hasattr(importlib.import_module(f"deepspeed.ops.op_builder.{op}"), build._BUILDERS[op])
+        assert hasattr(importlib.import_module(f"deepspeed.ops.op_builder.{op}"), ops._BUILDERS[op])
     host = importlib.import_module("deepspeed.ops.op_builder.cpu")
-    assert all(hasattr(host, build._BUILDERS[name]) for name in ("cpu_adam", "cpu_lion", "async_io"))
+    assert all(hasattr(host, ops._BUILDERS[name]) for name in ("cpu_adam", "cpu_lion", "async_io"))
 
 
 def test_ops_of_other_machines_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_gpus_are_asked_where_deepspeed_cannot_read_the_list_of_architectures(li
     builder = importlib.import_module("deepspeed.ops.op_builder.fused_adam").FusedAdamBuilder()
     builder.jit_mode, builder._jit_arch_list = True, listed
     environ = {"TORCH_CUDA_ARCH_LIST": listed}
-    deepspeed_patches.drop_unreadable_architectures(environ)
+    ops.drop_unreadable_architectures(environ)
     if is_kept:
         builder.compute_capability_args()
     else:
@@ -356,5 +356,5 @@ def test_gpus_are_asked_where_deepspeed_cannot_read_the_list_of_architectures(li
 
 def test_without_a_list_of_architectures_there_is_none() -> None:
     environ = dict[str, str]()
-    deepspeed_patches.drop_unreadable_architectures(environ)
+    ops.drop_unreadable_architectures(environ)
     assert environ == {}

@@ -3,7 +3,6 @@
 import errno
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from toolkit.config import paths
 from toolkit.config.load import load
 from toolkit.data.preview import BRACKETS, bad_step_lines
+from toolkit.engine import ops
 from toolkit.export.write import cannot_write
 from toolkit.messages import LaunchError
 from toolkit.train import settle
@@ -69,9 +69,7 @@ def test_samples_that_cannot_be_read_are_no_broken_file(tmp_path: Path, monkeypa
 def test_a_folder_of_ops_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(settle.process_group, "gather", lambda reason: [reason])
-    monkeypatch.setattr(
-        settle, "build", SimpleNamespace(load_ops=lambda names: "cpu_adam: [Errno 13] Permission denied")
-    )
+    monkeypatch.setattr(ops, "load_ops", lambda names: "cpu_adam: [Errno 13] Permission denied")
     forbid(monkeypatch, tmp_path, os.W_OK)
     cfg = load(["recipe=quickstart", "zero=stage2_offload", "optim.torch=false"]).cfg
     with pytest.raises(LaunchError, match="TORCH_EXTENSIONS_DIR name a directory of yours") as error:

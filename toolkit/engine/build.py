@@ -1,16 +1,12 @@
 """The one call of `deepspeed.initialize`; parameter groups, and optimizers that DeepSpeed cannot make from a name."""
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
@@ -18,66 +14,13 @@ from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
 from toolkit.engine.ds_config import count_sequence_parts, limit_reduce_bucket, tensor_ranks, without_optimizer
-from toolkit.messages import ConfigError, tr, warn
+from toolkit.messages import ConfigError, tr
 from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.layouts.pipeline)."""
-
-
-_BUILDERS = {
-    "fused_adam": "FusedAdamBuilder",
-    "fused_lion": "FusedLionBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "async_io": "AsyncIOBuilder",
-    "gds": "GDSBuilder",
-    "quantizer": "QuantizerBuilder",
-    "dc": "DeepCompileBuilder",
-}
-"""Ops of `native_ops.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
 STALE_S = 90.0
 """Seconds for which a file that another node has just made may be missing here: NFS caches absence for up to 60 s."""
-
-
-def load_ops(names: Iterable[str]) -> str:
-    """Load DeepSpeed's native ops on this rank, after building those that are not built yet, which takes minutes.
-
-    PyTorch's lock lets one process build while the others poll, so no collective waits for a compiler.
-
-    Returns:
-        The name of the first op that cannot be built and the compiler's error; "" if all are loaded.
-    """
-    deadline = time.monotonic() + STALE_S
-    for name in names:
-        builder = _BUILDERS.get(name)
-        while builder:
-            try:
-                get_accelerator().create_op_builder(builder).load(verbose=False)
-                break
-            except Exception as error:  # whatever a missing CUDA toolkit, a compiler or a linker make of it
-                if isinstance(error, ImportError) and "No such file" in str(error) and time.monotonic() < deadline:
-                    time.sleep(1)
-                    continue
-                logging.getLogger("DeepSpeed").info("building %s", name, exc_info=True)
-                lines = str(error).splitlines() or [type(error).__name__]
-                summary = [lines[0], *(line for line in lines[1:] if "error" in line.lower())][:2]
-                return f"{name}: {' '.join(line.strip() for line in summary)}"
-    return ""
-
-
-def compiles_layers(
-    compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
-) -> bool:
-    """Whether torch.compile compiles a model's layers at a ZeRO `stage`.
-
-    It traces PyTorch's checkpoint function, but not DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`). DeepSpeed's
-    is needed for its own settings, and by ZeRO 3 without DeepCompile, whose hooks that gather the weights end each
-    graph.
-    """
-    needs_deepspeed = replace(recompute, enabled=False, number_checkpoints=0) != schema.ActivationCheckpointingConfig()
-    is_traced = not needs_deepspeed and (stage < 3 or compiling.deepcompile)
-    return compiling.enabled and (not recompute.enabled or is_traced)
 
 
 def initialize_engine(
@@ -133,46 +76,13 @@ def initialize_engine(
     deepspeed_patches.scale_fp16_loss(engine)
     deepspeed_patches.pass_rate_to_second_optimizers(engine)
     if compiling is not None and compiling.enabled:
-        _compile(engine, compiling)
+        from toolkit.engine.compiling import compile_layers
+
+        try:
+            compile_layers(engine, getattr(model, STAGE, model), compiling)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            raise _rejected_by_deepspeed(error) from error
     return engine
-
-
-def _compile(engine: deepspeed.DeepSpeedEngine, compiling: schema.CompileConfig) -> None:
-    """Compile each layer of the engine's model by itself: layers of a kind share what is compiled, so that 28 take as
-    long as one. As one graph, a ChatGLM3-6B was not compiled after 150 s (torch 2.11, one H200).
-
-    Compiled as a whole is what has no layers, what DeepCompile changes, and ZeRO 3, whose hooks end each graph anyway.
-
-    Raises:
-        ConfigError: the backend is not installed, or DeepSpeed or PyTorch rejects the settings.
-    """
-    from toolkit.engine.recompute import outermost_layers
-
-    backends = torch.compiler.list_backends(exclude_tags=())
-    if compiling.backend not in backends:
-        raise ConfigError(
-            "compile.backend = {backend} is not installed. There are: {known}.",
-            backend=compiling.backend,
-            known=", ".join(backends),
-        )
-    if compiling.deepcompile and not is_deepcompile_supported():
-        raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
-    deepspeed_patches.keep_gradients_of_compiled_functions()
-    dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
-    options = {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})}
-    whole = compiling.deepcompile or engine.zero_optimization_stage() == 3
-    layers = [] if whole else outermost_layers(getattr(engine.module, STAGE, engine.module))
-    # PyTorch stops compiling a function that it has compiled eight times (torch 2.13, recompile_limit), and all layers
-    # are one function to it: each may be of a kind of its own, for one length and then for all.
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers))
-    try:
-        for layer in layers:
-            layer.compile(backend=compiling.backend, **options)
-        if not layers:
-            engine.compile(compiling.backend, options)
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise _rejected_by_deepspeed(error) from error
 
 
 def _recompute_layers(
@@ -184,13 +94,12 @@ def _recompute_layers(
     """Turn on activation checkpointing in the layers that this rank computes, and warn if they are not compiled."""
     from toolkit.engine.recompute import checkpoint_activations
 
-    compiled = compiles_layers(compiling, recompute, stage)
+    compiled = False
+    if compiling.enabled:
+        from toolkit.engine.compiling import reaches_recomputed_layers
+
+        compiled = reaches_recomputed_layers(compiling, recompute, stage)
     checkpoint_activations(getattr(model, STAGE, model), recompute, stage, compiled)
-    if compiling.enabled and not compiled:
-        warn(
-            "torch.compile does not reach the layers: not with activation checkpointing under ZeRO 3, nor with "
-            "settings of DeepSpeed's own. Set zero=stage2, or train.activation_checkpointing.enabled=false."
-        )
 
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:

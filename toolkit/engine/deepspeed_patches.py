@@ -1,9 +1,7 @@
 """Workarounds for DeepSpeed and PyTorch, each with the version that needs it; importing this module applies some."""
 
 import math
-import os
-import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -36,23 +34,6 @@ FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_op
 # ZeRO-1 in bf16 prints memory twelve times on rank 0's terminal, whatever the log level is (0.19.8,
 # runtime/bf16_optimizer.py); metrics.jsonl and the report have memory.
 deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **_options: None
-
-_ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
-
-
-def drop_unreadable_architectures(environ: MutableMapping[str, str]) -> None:
-    """Remove TORCH_CUDA_ARCH_LIST where DeepSpeed could not read it: it builds its ops for the GPUs it sees then.
-
-    PyTorch also takes variants and names, such as `9.0a`, which images of CUDA set on an H200, and `Hopper`. DeepSpeed
-    takes numbers alone, with +PTX, and fails at others with "invalid literal for int()" (0.19.8, op_builder/builder.py,
-    compute_capability_args).
-    """
-    architectures = environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    if not all(map(_ARCHITECTURE.fullmatch, architectures)):
-        del environ["TORCH_CUDA_ARCH_LIST"]
-
-
-drop_unreadable_architectures(os.environ)
 
 
 def _sharing_steps(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ def checkpoint_activations(
     """Recompute the model's layers by DeepSpeed's checkpoint function, so that its settings take effect.
 
     transformers would use torch's function and ignore DeepSpeed's settings. With `compiled` torch's is used all the
-    same, as torch.compile traces no other; see `build.compiles_layers`. `stage`: of ZeRO.
+    same, as torch.compile traces no other; see `compiling.reaches_recomputed_layers`. `stage`: of ZeRO.
     """
     check_recomputes(model, stage)
     if compiled:

@@ -9,7 +9,6 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.checkpoint import directory
 from toolkit.config import mesh, native_ops, rule_tables, schema
 from toolkit.distributed import process_group
-from toolkit.engine import build
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, say, tr, user_name, warn
 from toolkit.train import run_dir
@@ -63,7 +62,11 @@ def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfi
     if missing := [name for name in names if name not in native_ops.built_ops(names)]:
         folder = native_ops.extensions_dir()
         say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
-    reason = next(filter(None, process_group.gather(build.load_ops(names))), "")
+    if not names:
+        return cfg
+    from toolkit.engine import ops
+
+    reason = next(filter(None, process_group.gather(ops.load_ops(names))), "")
     if not reason:
         return cfg
     if typed.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
