@@ -75,8 +75,11 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(model: Any, **options: Any) -> None:
         CALLS.append(("layers", model.config.model_type, options))
 
-    transformers._apply_liger_kernel_to_instance = apply
-    modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, "phi3": apply}
+    known = {"llama": apply, "phi3": apply}
+    transformers._apply_liger_kernel_to_instance = lambda model, **options: known[model.config.model_type](
+        model=model, **options
+    )
+    modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = known
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     is_installed(monkeypatch, True)

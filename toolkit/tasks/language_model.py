@@ -87,12 +87,6 @@ def build_model(
     return PipelineStage(model, cfg.parallel.pipeline, load.TORCH_DTYPES[cfg.precision.dtype], cfg.parallel.tensor)
 
 
-_LIGER_TYPES = {"glm": "phi3"}
-"""Model types that Liger (0.8.5) does not know -> one that it knows, whose norms and feed-forward layers are the same
-(transformers 5.24), while its rotary positions are not.
-"""
-
-
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a model's norms, MLPs and rotary positions by liger's Triton kernels (0.8.5) if `kernels.liger` allows.
 
@@ -107,8 +101,11 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     if not reason:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
+        # It does not know glm (0.8.5), whose norms and feed-forward layers are Phi-3's, unlike its rotary positions
+        # (transformers 5.24).
+        MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("glm", partial(MODEL_TYPE_TO_APPLY_LIGER_FN["phi3"], rope=False))
         kind = model.config.model_type
-        if _LIGER_TYPES.get(kind, kind) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
             reason = tr("liger-kernel does not know {kind} models", kind=kind)
     if reason and kernels.liger is When.always:
         raise ConfigError("kernels.liger = always: {reason}", reason=reason)
@@ -116,11 +113,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         # Not the loss: the toolkit sums it over the global batch (kernels.loss).
-        without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-        if kind in _LIGER_TYPES:
-            MODEL_TYPE_TO_APPLY_LIGER_FN[_LIGER_TYPES[kind]](model=model, rope=False, **without_loss)
-        else:
-            _apply_liger_kernel_to_instance(model=model, **without_loss)
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
         from toolkit.models import experts
 
         experts.restore_expert_interface(model)
