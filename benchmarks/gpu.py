@@ -31,15 +31,13 @@ from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
-from toolkit.layouts import fp8
 from toolkit.models.attention import choose_attention
-from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
 from toolkit.sample_types import Batch
 from toolkit.tasks.language import LanguageTask
-from toolkit.tasks.language_model import apply_liger
+from toolkit.tasks.language_model import adapt, apply_liger
 from toolkit.train.baseline import measure_baseline
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import StepGuard, train_step
@@ -199,9 +197,8 @@ def ours(size: Size, words: Sequence[str], profiles: bool = False) -> dict[str, 
     cfg, values = _begin(size, words)
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
-    apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
-    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
     apply_liger(model, cfg.kernels)
+    adapt(model, cfg, None, Path(), values)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
