@@ -19,6 +19,8 @@ from typing import IO, Any, BinaryIO
 
 from toolkit.messages import DataError, ToolkitError, tr, user_name, warn
 
+STALE_S = 90.0
+"""Seconds for which a file that another node has just made may be missing here: NFS caches absence for up to 60 s."""
 _BLOCK_BYTES = 1 << 22
 TENSOR_TYPES = {
     "F64": "float64",

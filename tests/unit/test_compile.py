@@ -20,7 +20,7 @@ from toolkit.engine import compiling, deepspeed_patches
 from toolkit.engine.recompute import checkpoint_activations
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
-from toolkit.train import compilation
+from toolkit.train import compile_check
 from toolkit.train.hooks import hooks_of
 from toolkit.train.step import StepResult
 
@@ -149,12 +149,12 @@ def test_a_norm_is_checked_as_deepspeed_does(norm: float) -> None:
 
 def test_a_run_whose_layers_are_not_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(compilation, "warn", warnings.append)
+    monkeypatch.setattr(compile_check, "warn", warnings.append)
     cfg = load(["recipe=quickstart", "compile=inductor", "report.enabled=false"]).cfg
     for graphs in (0, 2):
         monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", graphs)
         hooks = hooks_of(cfg, Ranks(0, 0, 1, 1, "deepspeed"), Path())
-        (hook,) = (hook for hook in hooks if isinstance(hook, compilation.CompilationCheck))
+        (hook,) = (hook for hook in hooks if isinstance(hook, compile_check.CompileCheck))
         for _ in range(3):
             hook.after_step(StepResult.__new__(StepResult), 1.0)
         assert len(warnings) == 1 and warnings[0].startswith("compile.enabled = true has compiled nothing")

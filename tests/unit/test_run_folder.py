@@ -239,7 +239,7 @@ def test_a_node_may_see_a_new_run_directory_late(
         return [mine, (there, seen_after is not None and asked[0] > seen_after, 0.0)]
 
     monkeypatch.setattr(trainer.process_group, "gather", gather)
-    monkeypatch.setattr(trainer.build, "STALE_S", 60.0 if seen_after is not None else 0.05)
+    monkeypatch.setattr(trainer.disk, "STALE_S", 60.0 if seen_after is not None else 0.05)
     monkeypatch.setattr(trainer, "_LOOK_EVERY_S", 0.01)
     if seen_after is None:
         with pytest.raises(RunFolderError, match=f"{tmp_path} is not there on node2: checkpoints need"):

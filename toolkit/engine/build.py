@@ -19,8 +19,6 @@ from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.layouts.pipeline)."""
-STALE_S = 90.0
-"""Seconds for which a file that another node has just made may be missing here: NFS caches absence for up to 60 s."""
 
 
 def initialize_engine(

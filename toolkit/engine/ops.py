@@ -8,7 +8,7 @@ from collections.abc import Iterable, MutableMapping
 
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.engine.build import STALE_S
+from toolkit.disk import STALE_S
 
 _BUILDERS = {
     "fused_adam": "FusedAdamBuilder",

@@ -68,7 +68,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     rows: at_rest_bytes, peak_bytes, largest tensors, waits, collectives, optimizer.
     """
     fake_gpu.begin(rank, world_size)
-    if cfg.optim.torch is not True:  # DeepSpeed's optimizer, as on a machine with nvcc
+    if cfg.optim.torch is not True:  # what auto chooses depends on the machine, and its states do not
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
     total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
     outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, total_steps)

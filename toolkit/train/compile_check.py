@@ -7,7 +7,7 @@ from toolkit.train.hooks import Hook
 from toolkit.train.step import StepResult
 
 
-class CompilationCheck(Hook):
+class CompileCheck(Hook):
     """Warns after the first step if no graph was compiled."""
 
     def __init__(self) -> None:

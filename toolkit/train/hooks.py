@@ -110,9 +110,9 @@ def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
 
         hooks.append(Tracking(cfg))
     if cfg.compile.enabled:
-        from toolkit.train.compilation import CompilationCheck
+        from toolkit.train.compile_check import CompileCheck
 
-        hooks.append(CompilationCheck())
+        hooks.append(CompileCheck())
     if ranks.world_size > 1:
         from toolkit.train.stragglers import StragglerDetector
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit import secrets, terminal
+from toolkit import disk, secrets, terminal
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files, load, mesh, schema
 from toolkit.distributed import accelerator, failure, presence, process_group, signals
@@ -341,7 +341,7 @@ def _peers_that_see(folder: Path) -> list[presence.Peer]:
         blind = sorted({peer.host for peer, sees, _ in answers if not sees})
         if not blind:
             return [peer for peer, *_ in answers]
-        if answers[0][2] > build.STALE_S:  # rank 0's clock counts: all end together
+        if answers[0][2] > disk.STALE_S:  # rank 0's clock counts: all end together
             raise RunFolderError(
                 "the run directory {folder} is not there on {hosts}: checkpoints need a disk that all "
                 "nodes share. Set run.dir to a directory on one.",
