@@ -14,8 +14,8 @@ from combinations import LAYOUTS, STAGES, TUNINGS, Cell  # noqa: E402
 
 HEADS = {"en": "layout", "zh": "布局"}
 BELOW = {
-    "en": "Combinations marked `–` are rejected with an error. All others train like a plain PyTorch loop: their losses "
-    "differ from its losses by at most {limit:.1e} ([how this was compared](proving.md)).\n",
+    "en": "Combinations marked `–` are rejected with an error. All others train like a plain PyTorch loop: "
+    "their losses differ from its losses by at most {limit:.1e} ([how this was compared](proving.md)).\n",
     "zh": "`–` 表示会报错。其余组合的 loss 与普通 PyTorch 循环相同，相差不超过 {limit:.1e}"
     "（[怎样对比的](proving_zh.md)）。\n",
 }

@@ -11,9 +11,9 @@ from torch import nn
 
 from toolkit.config.schema import Fp8
 from toolkit.layouts import fp8
-from toolkit.models.attention import attend_to_segments
 from toolkit.models.experts import Groups, _grouped_products
 from toolkit.models.loss import token_loss_sum
+from toolkit.models.segment_attention import attend_to_segments
 from toolkit.train.step import Stopwatch
 
 LENGTHS = [5, 64, 1, 130, 56]

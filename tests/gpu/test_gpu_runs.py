@@ -21,7 +21,7 @@ from device import CPU_LIMIT_S, DEVICE, cells_of, lacks, needs, train
 from ranks import Finished, forked
 from shared import ALL, LORA, RECOMPUTE, conversations, experts, losses, plain_loop, rows_of, tiny
 
-from toolkit.checkpoint.fragments import iter_weights
+from toolkit.checkpoint.fragment_reader import iter_weights
 
 pytestmark = pytest.mark.timeout(2 * CPU_LIMIT_S)
 STEPS = 10

@@ -12,7 +12,7 @@ from shared import losses
 from test_custom import words
 
 from toolkit.checkpoint.directory import manifest_problems, read_run_state
-from toolkit.checkpoint.fragments import Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
 from toolkit.cli import main
 
 WORKERS = REPOSITORY / "tests" / "ranks"

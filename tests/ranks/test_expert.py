@@ -16,7 +16,7 @@ from shared import ALL, RECOMPUTE, STEADY, WORKER, by_tier, eval_losses, losses,
 from test_trajectory import TOLERANCE, furthest
 
 from tests.architectures import write
-from toolkit.checkpoint.fragments import Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
 from toolkit.cli import main
 from toolkit.models import load_tokenizer
 

@@ -9,7 +9,8 @@ import torch
 from ranks import forked, run
 from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, runs_nightly, tiny
 
-from toolkit.checkpoint.fragments import WEIGHT, Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
+from toolkit.checkpoint.fragments import WEIGHT
 
 pytestmark = pytest.mark.timeout(1200)  # the runs that its tests share
 STEPS, SAVED = 8, 4

@@ -11,7 +11,7 @@ import torch
 from ranks import run
 from shared import WORKER, by_tier, launcher, losses, of_tier, plain_loop, tiny
 
-from toolkit.checkpoint.fragments import Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
 from toolkit.engine.lion import Lion
 
 STEPS, SAVED = 6, 3

@@ -23,8 +23,8 @@ from shared import (
     trained,
 )
 
-from toolkit.checkpoint import fragments
-from toolkit.checkpoint.fragments import iter_weights
+from toolkit.checkpoint import fragment_reader, fragments
+from toolkit.checkpoint.fragment_reader import iter_weights
 from toolkit.cli import main
 from toolkit.models.adapters import WEIGHTS
 from toolkit.models.directory import BASE_FILE
@@ -196,7 +196,7 @@ def test_what_is_tuned_is_what_is_tuned_without_stages(name: str, runs: Path) ->
         for key in ("step", "loss", "grad_norm", "eval_loss"):
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=2e-5), (key, one)
     assert losses(runs / name)[-1] < losses(runs / name)[0] - 0.1
-    checkpoints = [fragments.Fragments(runs / one / "checkpoints" / "step-4") for one in (f"{name}-stages", name)]
+    checkpoints = [fragment_reader.Fragments(runs / one / "checkpoints" / "step-4") for one in (f"{name}-stages", name)]
     assert checkpoints[0].names == checkpoints[1].names
     described = [runs / one / "checkpoints" / "step-4" / "model" / BASE_FILE for one in (f"{name}-stages", name)]
     assert described[0].read_bytes() == described[1].read_bytes()

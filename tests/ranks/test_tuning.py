@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, experts, losses, of_tier, tiny
 
 from tests.probes import compare
-from toolkit.checkpoint.fragments import iter_weights
+from toolkit.checkpoint.fragment_reader import iter_weights
 from toolkit.cli import main
 from toolkit.export.load import load_any
 from toolkit.models import probe

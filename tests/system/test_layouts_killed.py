@@ -21,7 +21,7 @@ from tests import architectures
 from tests.parity import official
 from tests.ranks.test_layouts import LAYOUTS
 from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
-from toolkit.checkpoint.fragments import Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
 from toolkit.models import load_tokenizer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]

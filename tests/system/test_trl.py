@@ -20,7 +20,8 @@ from toolkit.config.program_keys import keys_of
 from toolkit.config.schema import PreferenceConfig, PreferenceLoss
 from toolkit.data.loader import collate
 from toolkit.models import classifier
-from toolkit.models.loss import LossHead, answer_log_probabilities
+from toolkit.models.loss import LossHead
+from toolkit.models.per_sample import answer_log_probabilities
 from toolkit.models.record import record_of
 from toolkit.tasks import preference, reward
 

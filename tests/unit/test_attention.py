@@ -19,7 +19,7 @@ from toolkit.data.loader import collate
 from toolkit.data.store import Sample
 from toolkit.distributed import accelerator
 from toolkit.messages import ModelError
-from toolkit.models import attention, attention as attention_module
+from toolkit.models import attention as attention_module, segment_attention
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.isolation import check_isolation
 from toolkit.models.packable import reason_not_to_pack
@@ -129,7 +129,7 @@ def test_older_gpus_have_no_kernel_for_variable_lengths(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(varlen, "varlen_attn", function_of("2.13"))
-    for capability, name in (((7, 5), "sdpa"), ((8, 0), attention_module.VARLEN)):
+    for capability, name in (((7, 5), "sdpa"), ((8, 0), "varlen")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         model = build("glm")
         choose_attention(model, Attention.auto, True, torch.float16)
@@ -146,12 +146,12 @@ def test_each_version_of_the_kernel(version: str, is_used: bool, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or making fake tensors begins with a GPU
     model = build("glm")
     choose_attention(model, Attention.auto, True, torch.bfloat16)
-    assert model.config._attn_implementation == (attention_module.VARLEN if is_used else "sdpa")
+    assert model.config._attn_implementation == ("varlen" if is_used else "sdpa")
     if is_used:
         with FakeTensorMode():
             query, key = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
             bounds = torch.empty(5, dtype=torch.int32, device="cuda")
-            mixed = attention_module.attend_to_segments(query, key, key, bounds, 8, scaling=0.3)
+            mixed = segment_attention.attend_to_segments(query, key, key, bounds, 8, scaling=0.3)
         assert mixed.shape == (2, 8, 4, 16)
 
 
@@ -213,13 +213,13 @@ def deep(layers: int, spread: float) -> transformers.PreTrainedModel:
 
 def with_attention(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Let `change(output, layer, query, key, value, scaling)` replace what attention over segments gives."""
-    real, calls = attention.attend_to_segments, itertools.count()
+    real, calls = segment_attention.attend_to_segments, itertools.count()
 
     def changed(query: Any, key: Any, value: Any, bounds: Any, *options: Any) -> Any:
         output = real(query, key, value, bounds, *options)
         return change(output, next(calls), query, key, value, options[2])
 
-    patch.setattr(attention, "attend_to_segments", changed)
+    patch.setattr(segment_attention, "attend_to_segments", changed)
 
 
 DEPTHS = pytest.mark.parametrize(("layers", "spread"), [(12, 0.02), (12, 0.1), (28, 0.02), (28, 0.1)])
@@ -358,7 +358,7 @@ def test_short_segments_in_half_precision(size: int) -> None:
             mixed = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
             mixed = mixed.transpose(1, 2)
         else:
-            mixed = attention.attend_to_segments(*given, torch.tensor([0, size], dtype=torch.int32), size)
+            mixed = segment_attention.attend_to_segments(*given, torch.tensor([0, size], dtype=torch.int32), size)
         assert mixed.dtype is dtype
         mixed.backward(outer.to(dtype))
         return [mixed.detach().double(), *(one.grad.double() for one in given)]

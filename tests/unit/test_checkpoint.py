@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit import disk
-from toolkit.checkpoint import directory, engine_state, fragments, restore, state_files
+from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, restore, state_files
 from toolkit.checkpoint.directory import (
     RunState,
     manifest_problems,
@@ -546,19 +546,19 @@ def test_whoever_reads_takes_what_it_needs_from_all_ranks(tmp_path: Path) -> Non
     for rank, (begin, end) in enumerate([(0, 4), (4, 6)]):
         one = fragment("a.weight", whole[begin:end], begin, exp_avg=moment[begin:end])
         fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
-    found = fragments.Fragments(tmp_path)
+    found = fragment_reader.Fragments(tmp_path)
     assert found.names == ["a.weight"]
     assert (found.states("a.weight"), found.numbers("a.weight")) == ({"exp_avg"}, {"step": 7.0})
     assert found.read("a.weight", "exp_avg", 3, 2).equal(moment[3:5]), "over the end of a file"
     assert found.whole("a.weight").equal(whole.view(2, 3))
-    [(name, value)] = fragments.iter_weights(tmp_path)
+    [(name, value)] = fragment_reader.iter_weights(tmp_path)
     assert name == "a.weight" and value.equal(whole.view(2, 3).bfloat16())
     assert load_file(tmp_path / fragments.file_name(0))["exp_avg:a.weight"].equal(moment[:4]), "safetensors reads it"
     (tmp_path / fragments.file_name(1)).unlink()
     with pytest.raises(
         CheckpointError, match=r"lacks numbers 4 to 5 of a\.weight \(weight\): the file of a rank is missing"
     ):
-        fragments.Fragments(tmp_path).whole("a.weight")
+        fragment_reader.Fragments(tmp_path).whole("a.weight")
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((0, 0, 7), (7, 7, 7)), ((2, 5), (2, 5)), ((0, 0), (0, 0))])
@@ -570,7 +570,7 @@ def test_moments_of_no_step_had_as_many_as_others(
         stretch = fragment(f"{rank}.weight", torch.ones(6), exp_avg=torch.ones(6))
         stretch.numbers = {"step": float(count)}
         fragments.write(fragments.content_of([stretch]), tmp_path / fragments.file_name(rank))
-    saved = fragments.Fragments(tmp_path)
+    saved = fragment_reader.Fragments(tmp_path)
     assert tuple(saved.numbers(name)["step"] for name in saved.names) == expected
     assert saved.numbers("not there") == {}
 
@@ -585,7 +585,7 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
         mine = process_group.take_part(name, whole, rank, 2).reshape(-1)
         one = Fragment(name, shape, 0, torch.float32, (rank, 2), {"weight": mine})
         fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
-    found = fragments.Fragments(tmp_path)
+    found = fragment_reader.Fragments(tmp_path)
     assert found.whole(name).equal(whole)
     parts = [process_group.take_part(name, whole, number, 4) for number in range(4)]
     assert process_group.join_parts(name, parts).equal(whole)
@@ -610,13 +610,13 @@ def test_turned_matrices_are_read_either_way(tmp_path: Path) -> None:
         one = fragment("a.weight", turned[begin:end], begin)
         one.turned = True
         fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
-    found = fragments.Fragments(tmp_path)
+    found = fragment_reader.Fragments(tmp_path)
     assert found.whole("a.weight").equal(whole) and found.whole("a.weight").is_contiguous()
     assert found.read("a.weight", "weight", 1, 3).equal(whole.reshape(-1)[1:4])
     assert found.read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
     fragments.write(fragments.content_of([fragment("a.weight", whole.reshape(-1))]), tmp_path / fragments.file_name(0))
     (tmp_path / fragments.file_name(1)).unlink()
-    assert fragments.Fragments(tmp_path).read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
+    assert fragment_reader.Fragments(tmp_path).read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
 
 
 def test_scales_are_those_of_each_number_s_block(tmp_path: Path) -> None:
@@ -630,7 +630,7 @@ def test_scales_are_those_of_each_number_s_block(tmp_path: Path) -> None:
         )
         one.scales = {"absmax": scales[block : -(-(20 + end) // fragments.BLOCK)]}
         fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
-    found = fragments.Fragments(tmp_path)
+    found = fragment_reader.Fragments(tmp_path)
     assert found.whole("a.weight", "absmax").equal(each[:size])
     assert found.read("a.weight", "absmax", 200, 600).equal(each[200:800])
 
@@ -651,7 +651,7 @@ def test_states_by_rank_of_an_earlier_version_are_not_passed_over(tmp_path: Path
     one = Fragment("flat 0", (), 0, torch.float32, bound={"state1": torch.ones(4)})
     fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(0))
     with pytest.raises(CheckpointError, match=r"fragments-00000\.safetensors cannot be read: 'weight:flat 0'"):
-        fragments.Fragments(tmp_path)
+        fragment_reader.Fragments(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint32, torch.bool, torch.int64])
@@ -660,7 +660,7 @@ def test_a_buffer_of_any_type_is_kept(dtype: torch.dtype, tmp_path: Path) -> Non
     value = torch.tensor([0, 1, 1]).to(dtype)
     one = Fragment("buffer", (3,), 0, dtype, values={"weight": value})
     fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(0))
-    [(_, found)] = fragments.iter_weights(tmp_path)
+    [(_, found)] = fragment_reader.iter_weights(tmp_path)
     assert found.dtype is dtype and found.view(torch.uint8).equal(value.view(torch.uint8))
 
 
@@ -702,7 +702,7 @@ def test_no_fragments_are_an_error(content: bytes, tmp_path: Path) -> None:
     """Whatever stands there: JSON and numbers are all that is read of it."""
     (tmp_path / fragments.file_name(0)).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"fragments-00000\.safetensors cannot be read: "):
-        fragments.Fragments(tmp_path)
+        fragment_reader.Fragments(tmp_path)
 
 
 def content(*values: torch.Tensor) -> fragments.Content:

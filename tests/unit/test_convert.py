@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.fragments import WEIGHT, Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
+from toolkit.checkpoint.fragments import WEIGHT
 from toolkit.cli import main
 from toolkit.export.card import card
 from toolkit.export.checkpoint import export_checkpoint

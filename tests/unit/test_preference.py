@@ -34,7 +34,8 @@ from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
 from toolkit.models import loss_kernels
-from toolkit.models.loss import LossHead, answer_log_probabilities
+from toolkit.models.loss import LossHead
+from toolkit.models.per_sample import answer_log_probabilities
 from toolkit.models.record import record_of
 from toolkit.sample_types import with_targets
 from toolkit.tasks.preference import Answers, answer_losses, pair_losses

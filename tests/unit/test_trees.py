@@ -22,15 +22,11 @@ from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.layouts.sequence import local_part
 from toolkit.messages import ModelError
-from toolkit.models import attention
+from toolkit.models import segment_attention
 from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
-from toolkit.models.loss import (
-    answer_log_probabilities,
-    loss_head,
-    num_trained_tokens,
-    token_loss_sum,
-)
+from toolkit.models.loss import loss_head, num_trained_tokens, token_loss_sum
+from toolkit.models.per_sample import answer_log_probabilities
 from toolkit.models.router_loss import routers_of
 from toolkit.sample_types import Encoded
 
@@ -227,7 +223,7 @@ def aligned_at_the_first_key(*arguments: Any, paths: Any = None, **options: Any)
     return ATTEND(query, key, value, bounds, longest, dropout, scaling, *rest)
 
 
-ATTEND = attention.attend_to_segments
+ATTEND = segment_attention.attend_to_segments
 
 
 @pytest.mark.parametrize("kind", [Attention.auto, Attention.sdpa])
@@ -237,7 +233,7 @@ def test_what_a_branch_sees_is_measured(kind: Attention, monkeypatch: pytest.Mon
     given = model, 1024, torch.device("cpu"), "Qwen3"
     check_isolation(*given, shared=True)
     if kind is Attention.auto:
-        monkeypatch.setattr(attention, "attend_to_segments", aligned_at_the_first_key)
+        monkeypatch.setattr(segment_attention, "attend_to_segments", aligned_at_the_first_key)
         check_isolation(*given)
         with pytest.raises(ModelError, match=r"samples of a row influence each other.*Use data.share_prefixes=false\."):
             check_isolation(*given, shared=True)

@@ -17,7 +17,8 @@ from toolkit.checkpoint.engine_state import (
     flat_tensors,
     has_factored_states,
 )
-from toolkit.checkpoint.fragments import BLOCK, WEIGHT, Fragments, spread
+from toolkit.checkpoint.fragment_reader import Fragments, spread
+from toolkit.checkpoint.fragments import BLOCK, WEIGHT
 from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError
 

@@ -8,7 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint.engine_state import ZENFLOW_SUM, Piece, stretch
-from toolkit.checkpoint.fragments import WEIGHT, Fragment, Fragments
+from toolkit.checkpoint.fragment_reader import Fragments
+from toolkit.checkpoint.fragments import WEIGHT, Fragment
 
 _CHOSEN = "columns"
 """State of the columns of a matrix that ZenFlow updates in every step."""

@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import fragments
+from toolkit.checkpoint import fragment_reader
 from toolkit.config.schema import TuningMethod
 from toolkit.distributed.process_group import full_shape, gather, on_rank0
 from toolkit.engine.parameters import gathered_parameters
@@ -103,7 +103,7 @@ def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
     recorded_base = base_model.read_base(described)
     assert recorded_base is not None
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
-    values = dict(fragments.iter_weights(checkpoint))
+    values = dict(fragment_reader.iter_weights(checkpoint))
     if settings:
         shell = load_empty(described)
         adapters.attach_adapter(shell, settings, recorded_base)

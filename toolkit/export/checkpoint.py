@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import directory, fragments
+from toolkit.checkpoint import directory, fragment_reader
 from toolkit.export.assemble import assemble_state, with_config_keys
 from toolkit.export.card import CARD_FILE, card
 from toolkit.export.custom import export_custom_checkpoint, is_custom
@@ -32,7 +32,7 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
 
         return load_part(part)
     model = load_empty(checkpoint / MODEL_DIR)
-    weights.assign_state(model, assemble_state(checkpoint, model, fragments.iter_weights(checkpoint), None, None))
+    weights.assign_state(model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None))
     return model
 
 
@@ -62,7 +62,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | N
     options.check_whole_model()
     with scratch_directory(folder) as scratch:
         model = load_empty(checkpoint / MODEL_DIR)
-        values = fragments.iter_weights(checkpoint)
+        values = fragment_reader.iter_weights(checkpoint)
         state = assemble_state(checkpoint, model, values, scratch, options.precision)
         files["config.json"] = with_config_keys(files["config.json"], {}, options.dtype)
         write_folder(model, files, folder, options.format, probe.read(checkpoint), state, options.max_shard_size)

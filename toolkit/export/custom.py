@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit.checkpoint import fragments
+from toolkit.checkpoint import fragment_reader
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.export.write import ExportOptions, atomic_directory, save_checked, trial_directory
@@ -48,7 +48,7 @@ def export_custom_checkpoint(checkpoint: Path, folder: Path, options: ExportOpti
         )
     card = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
     names = {*card["names"]}  # of tied ones the first, as in the model
-    state = {name: value for name, value in fragments.iter_weights(checkpoint) if name in names}
+    state = {name: value for name, value in fragment_reader.iter_weights(checkpoint) if name in names}
     write_custom(state, card, folder)
 
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit import disk
-from toolkit.checkpoint import directory, engine_state, fragments, state_files
+from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, state_files
 from toolkit.config import mesh
 from toolkit.messages import CheckpointError, ConfigError, clauses
 
@@ -70,7 +70,7 @@ def convert(source: Path, target: Path) -> directory.RunState:
         else:  # its schedule is not ours; steps that overflowed did not move it
             counts["schedule"] = {"last_batch_iteration": counts["global_steps"] - counts["skipped_steps"] - 1}
             directory.RunState(step=counts["global_steps"]).write(target)
-            written = fragments.Fragments(target)
+            written = fragment_reader.Fragments(target)
             if other := {key for name in written.names for key in written.states(name)} - {"exp_avg", "exp_avg_sq"}:
                 raise ValueError(f"optimizer states {', '.join(sorted(other))}")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:

@@ -21,14 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from toolkit.config.schema import Attention
 from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
 from toolkit.messages import ModelError, tr
-from toolkit.models.attention import (
-    part_indices,
-    placeholder_mask,
-    sample_attention,
-    segment_arguments,
-    training_mask,
-)
+from toolkit.models.attention import training_mask
 from toolkit.models.isolation import evaluate_logits, isolation_rows
+from toolkit.models.per_sample import part_indices
+from toolkit.models.segment_attention import placeholder_mask, sample_attention, segment_arguments
 from toolkit.sample_types import Batch, with_targets
 
 SEQUENCE = "sequence"

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.initialization import no_init_weights
 
 from toolkit.messages import ModelError, json_object, reading
-from toolkit.models import attention, loss, probe
+from toolkit.models import loss, per_sample, probe
 from toolkit.sample_types import Batch
 
 FILE = "score.json"
@@ -110,7 +110,7 @@ def scores(engine: Any, batch: Batch) -> torch.Tensor:
     inputs = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
     model: Any = getattr(engine, "module", engine)
     token_indices = _last_token_indices(batch, model.config.pad_token_id)
-    is_in_part, local_indices = attention.part_indices(batch, token_indices)
+    is_in_part, local_indices = per_sample.part_indices(batch, token_indices)
     local_samples = is_in_part.nonzero()[:, 0].to(engine.device, non_blocking=True)
     local_indices = local_indices.to(engine.device, non_blocking=True)
     layer, size = _score_layer(model), batch["input_ids"].shape
@@ -132,7 +132,7 @@ def scores(engine: Any, batch: Batch) -> torch.Tensor:
             flat_scores = loss.logits_of(engine, inputs)[0]
         finally:
             del layer.forward
-    return attention.sum_over_row_parts(flat_scores.view(len(token_indices), -1).float(), batch)
+    return per_sample.sum_over_row_parts(flat_scores.view(len(token_indices), -1).float(), batch)
 
 
 def token_scores(engine: Any, batch: Batch) -> torch.Tensor:
@@ -159,8 +159,8 @@ def _score_layer(model: Any) -> Any:
 
 def _last_token_indices(batch: Batch, pad_token_id: int) -> torch.Tensor:
     """Return the index in B x S tokens of each sample's last token that is no padding, int64 `[samples]`."""
-    ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), attention.full_row_segments(batch).cpu()
-    in_row = loss.samples_in_rows(batch)
+    ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), per_sample.full_row_segments(batch).cpu()
+    in_row = per_sample.samples_in_rows(batch)
     before = (in_row.cumsum(0) - in_row)[:, None]
     is_read = (ids != pad_token_id) & (segments > 0)
     samples, token_indices = (before + segments - 1)[is_read], torch.arange(ids.numel()).view(ids.shape)[is_read]

@@ -37,29 +37,6 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     return loss_head(engine).loss_sum(engine, on_device(engine, batch))
 
 
-def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run forward and return for each sample, row by row, the sum of its trained tokens' log-probabilities (nats),
-    which has gradients, and the number of these tokens, both float32 [samples] on the engine's device. A sample without
-    trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
-    """
-    # The predicting tokens count: they are of the same sample, and always in this rank's part of the rows.
-    indices, segments = batch["target_indices"].cpu() - 1, batch["segment_ids"].cpu()
-    in_row = samples_in_rows(batch)
-    before = in_row.cumsum(0) - in_row
-    samples = before[indices // segments.size(1)] + segments.flatten()[indices] - 1
-    counts = torch.bincount(samples, minlength=int(in_row.sum()))
-    losses = loss_head(engine).losses(engine, on_device(engine, batch))
-    # Not index_add, which adds in another order each time on a GPU.
-    sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    sums_and_counts = attention.sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), batch)
-    return sums_and_counts[0], sums_and_counts[1].detach()
-
-
-def samples_in_rows(batch: Batch) -> torch.Tensor:
-    """Return how many samples each row of a batch holds, int64 [B]."""
-    return attention.full_row_segments(batch).amax(dim=1).cpu()
-
-
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""

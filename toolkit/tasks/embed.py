@@ -24,7 +24,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import ModelError, tr
-from toolkit.models import attention, embedding_files, loss, probe, stages
+from toolkit.models import embedding_files, loss, per_sample, probe, stages
 from toolkit.sample_types import Batch
 from toolkit.tasks import samples
 from toolkit.train import run_dir, task
@@ -35,19 +35,19 @@ _ROWS = 1024
 
 def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tensor:
     """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
-    segments = attention.full_row_segments(batch).cpu()
+    segments = per_sample.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
     begins = torch.arange(len(lengths)) * segments.size(1)
     counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths
     spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
     indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
-    is_own, own_positions = attention.part_indices(batch, indices)
+    is_own, own_positions = per_sample.part_indices(batch, indices)
     in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
     head, inputs = loss.loss_head(engine), loss.on_device(engine, batch)
     states = head.states(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
     # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([of_sample.sum(dim=0) for of_sample in states.split(in_rows)])
-    means = attention.sum_over_row_parts(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
+    means = per_sample.sum_over_row_parts(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
     return functional.normalize(means, dim=1)
 
 
@@ -129,7 +129,7 @@ class EmbedTask(samples.ScoreTask):
 
     def count_losses(self, batch: Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
-        return int(loss.samples_in_rows(batch).sum()) // self._size
+        return int(per_sample.samples_in_rows(batch).sum()) // self._size
 
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""

@@ -49,7 +49,7 @@ from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import lora, probe, stages
-from toolkit.models.loss import answer_log_probabilities, samples_in_rows
+from toolkit.models.per_sample import answer_log_probabilities, samples_in_rows
 from toolkit.sample_types import Batch
 from toolkit.tasks import language_batches
 from toolkit.tasks.samples import SampleTask

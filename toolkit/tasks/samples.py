@@ -10,7 +10,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config import mesh
 from toolkit.messages import tr
-from toolkit.models.loss import samples_in_rows
+from toolkit.models.per_sample import samples_in_rows
 from toolkit.models.record import has_adapter
 from toolkit.sample_types import Batch
 from toolkit.tasks import language, language_batches

@@ -167,9 +167,9 @@ class Checkpointer:
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint of whatever layout, or raise a CheckpointError."""
-        from toolkit.checkpoint import restore
+        from toolkit.checkpoint import fragment_reader, restore
 
-        saved = fragments.Fragments(checkpoint)
+        saved = fragment_reader.Fragments(checkpoint)
         if not saved.names:
             raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
         counts = counts_in(checkpoint)
