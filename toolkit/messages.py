@@ -382,7 +382,7 @@ class Problems:
         """All errors so far."""
         return len(self.errors) + self.more
 
-    def add_made(self, make: Callable[..., ToolkitError], *arguments: Any) -> None:
+    def add_lazily(self, make: Callable[..., ToolkitError], *arguments: Any) -> None:
         """Keep the error that `make` returns; if as many as are shown are there already, count it without making it."""
         if len(self.errors) < MOST:
             self.add(make(*arguments))

@@ -62,6 +62,13 @@ def test_hostile_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not Path("CANARY").exists()
 
 
+def test_a_target_in_a_free_section_is_named_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("ds_extra:\n  outer:\n    a: 1\n    _target_: os.system\n")
+    with pytest.raises(ConfigError, match=r"r\.yaml:4: '_target_' is not allowed"):
+        load(["recipe=r.yaml"])
+
+
 @pytest.mark.fault("S2")
 @pytest.mark.parametrize("word", WORDS)
 def test_hostile_word(word: str) -> None:

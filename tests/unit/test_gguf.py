@@ -148,7 +148,7 @@ def test_a_server_that_does_not_answer_is_not_a_fault(
 def test_without_llama_cpp_ollama_is_told_the_directory(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(llama_cpp, "find", lambda name, checkout="": None)
+    monkeypatch.setattr(llama_cpp, "find_program", lambda name, checkout="": None)
     assert main(["export-gguf", str(exported), f"output={tmp_path}/a"]) == 0
     assert (tmp_path / "a" / "Modelfile").read_text().splitlines()[0] == f"FROM {exported}"
     said = capsys.readouterr()
@@ -181,3 +181,15 @@ def test_llama_cpp_itself_agrees_on_a_real_model(tmp_path: Path, capfd: pytest.C
     converted = loaded.state_dict()
     assert converted.keys() == original.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in original.items())
+
+
+def test_a_script_on_path_needs_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "bin" / "convert_hf_to_gguf.py"
+    script.parent.mkdir()
+    script.write_text("", encoding="utf-8")
+    monkeypatch.setenv("PATH", f"/nowhere:{script.parent}")
+    monkeypatch.chdir(tmp_path)
+    assert llama_cpp.find_program(script.name) == str(script)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(script.parent)  # the current directory is not looked at
+    assert llama_cpp.find_program(script.name) is None

@@ -280,3 +280,25 @@ def test_what_the_harness_itself_raises(tmp_path: Path, monkeypatch: pytest.Monk
         harness.load_tasks(harness.HarnessOptions(tasks=("own_choice",), include_path=str(tasks)))
     with pytest.raises(ConfigError, match="own_choice"):
         harness.load_tasks(harness.HarnessOptions(tasks=("own_choise",), include_path=str(tasks)))
+
+
+def test_the_answer_of_each_kind_of_question() -> None:
+    """Choices after the prompt, choices within it (Winogrande), acc_mutual_info's requests without a prompt, text."""
+    from toolkit.extras import harness
+
+    cases = [
+        ([("2+2=", " 3"), ("2+2=", " 4")], [(-5.0, False), (-1.0, True)], "2+2=", " 4"),
+        ([("Sarah", " was fine."), ("Maria", " was fine.")], [(-5.0, False), (-1.0, True)], "Maria", "Maria was fine."),
+        (
+            [("2+2=", " 3"), ("2+2=", " 4"), ("", " 3"), ("", " 4")],
+            [(-5.0, False), (-2.0, True), (-1.0, False), (-9.0, False)],
+            "2+2=",
+            " 4",
+        ),
+        ([("Say hi.", {"until": ["\n"]})], ["hi"], "Say hi.", "hi"),
+        ([("Rain is", " wet.")], [(-0.5, True)], "Rain is", -0.5),
+    ]
+    for arguments, answers, prompt, output in cases:
+        sample = {"doc_id": 0, "arguments": arguments, "filtered_resps": answers, "filter": "none", "target": ""}
+        [row] = harness.sample_rows({"samples": {"t": [sample | {"metrics": []}]}})
+        assert (row["prompt"], row["output"]) == (prompt, output)

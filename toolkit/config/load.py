@@ -406,21 +406,27 @@ def _wrong_default(item: Any, location: str) -> ConfigError:
 def _defaults_list(
     recipes: dict[str, _CheckedFile], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
-    """Return Hydra's list of the files of a config, in the order of merging."""
-    words = [f"recipe={_CHOSEN_RECIPE}"]
+    """Return Hydra's list of the files of a config, in the order of merging. `recipes`: the chosen one and those that
+    it builds on; `choices`: group -> name, or names, chosen on the command line.
+    """
+    overrides = [f"recipe={_CHOSEN_RECIPE}"]
     for group, value in choices.items():
         # Hydra needs a + for a group that conf/config.yaml does not list, and forbids it for others.
-        added = "" if group in _groups("") else "+"
-        written = [value] if isinstance(value, str) else value
-        quotes = [name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'" for name in written]
-        words.append(f"{added}{group}={quotes[0] if isinstance(value, str) else '[' + ','.join(quotes) + ']'}")
+        plus = "" if group in _groups("") else "+"
+        choice = _quoted(value) if isinstance(value, str) else f"[{','.join(map(_quoted, value))}]"
+        overrides.append(f"{plus}{group}={choice}")
     if config_dir:
         folder = str(Path(config_dir).absolute()).replace("'", "\\'")
-        words.append(f"hydra.searchpath=['file://{folder}']")
+        overrides.append(f"hydra.searchpath=['file://{folder}']")
     defaults = json.dumps({name: recipe.document.defaults for name, recipe in recipes.items()})
     # Without the cache for a user's groups, which may change while this process runs (the board).
     compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
-    return compose(str(files.conf_folder()), defaults, tuple(words))
+    return compose(str(files.conf_folder()), defaults, tuple(overrides))
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a group's file as Hydra's grammar of overrides takes it."""
+    return name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'"
 
 
 @cache

@@ -75,17 +75,18 @@ class TreeReader:
         """
         types, result, is_all_right = types_of(kind), dict[str, Any](), True
         for key, inner in list(value.items()):
-            below, is_right, right_value = f"{path}.{key}" if path else str(key), False, None
-            if key in types:
-                is_right, right_value = self.read(inner, types[key], below)
-            elif was_removed_and_off(below, inner):
+            key_path = f"{path}.{key}" if path else str(key)
+            if key not in types:
                 del value[key]
+                if not was_removed_and_off(key_path, inner):
+                    is_all_right = False
+                    self.problems.add_lazily(_target_error if key == "_target_" else unknown_key, key_path, self.locate)
                 continue
-            else:
-                self.problems.add_made(_target_error if key == "_target_" else unknown_key, below, self.locate)
+            is_right, right_value = self.read(inner, types[key], key_path)
             is_all_right = is_all_right and is_right
-            if is_right or (isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key))):
-                result[key] = right_value  # of a section, wrong keys have been deleted already
+            is_section = isinstance(inner, dict) and dataclasses.is_dataclass(types[key])
+            if is_right or is_section:  # a section with errors has lost its wrong keys already
+                result[key] = right_value
             else:
                 del value[key]
         return is_all_right, kind(**result)
@@ -94,8 +95,9 @@ class TreeReader:
         """Return whether all of a value that is no section is right, and the value in its type; ConfigError if it has
         another type.
         """
-        if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.locate):
-            return True, value
+        if isinstance(value, str) and not self.is_resolved and "${" in value:
+            _check_calls_no_resolver(value, path, self.locate)
+            return True, value  # it refers to another key
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
             if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
@@ -142,11 +144,13 @@ def _target_error(path: str, locate: Locator) -> ConfigError:
 
 
 def _check_free_section(value: Any, path: str, locate: Locator) -> None:
-    """Raise ConfigError if a value in a free section, such as ds_extra, names code or calls a resolver."""
+    """Raise ConfigError if a value in a free section, such as ds_extra, names code, calls a resolver, has a key that is
+    no text or is no JSON.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
-                raise _target_error(path, locate)
+                raise _target_error(f"{path}.{key}", locate)
             if not isinstance(key, str):
                 raise unknown_key(f"{path}.{key}", locate)
             _check_free_section(inner, f"{path}.{key}", locate)
@@ -154,19 +158,18 @@ def _check_free_section(value: Any, path: str, locate: Locator) -> None:
         for index, inner in enumerate(value):
             _check_free_section(inner, f"{path}[{index}]", locate)
     elif isinstance(value, str):
-        _is_interpolation(value, path, locate)
+        _check_calls_no_resolver(value, path, locate)
     elif value is not None and not isinstance(value, (bool, int, float)):
         raise _wrong_value(path, value, tr("a text"), locate)
 
 
-def _is_interpolation(value: str, path: str, locate: Locator) -> bool:
-    """Whether a value refers to another key; ConfigError for `${resolver:…}`, which could read the environment."""
+def _check_calls_no_resolver(value: str, path: str, locate: Locator) -> None:
+    """Raise ConfigError for `${resolver:…}`, which could read the environment."""
     # Without every plain ${other.key} the text may have no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
             "{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=locate(path), key=path, value=value
         )
-    return "${" in value
 
 
 def _enum_member(value: Any, kind: type[Enum], path: str, locate: Locator) -> Enum:

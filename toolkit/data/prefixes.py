@@ -53,14 +53,17 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
     """Return a plan of preference pairs in which the prompt that both answers share is computed once; saved, too."""
     members, offsets = plan.members, plan.offsets
     assert members is not None and offsets is not None
-    pairs = hashlib.sha256(members.tobytes()).hexdigest()
-    key = [CODE_VERSION, cache.content, cache.split, "prompts", pairs, list(plan.bounds)]
+    members_hash = hashlib.sha256(members.tobytes()).hexdigest()
+    key = [CODE_VERSION, cache.content, cache.split, "prompts", members_hash, list(plan.bounds)]
 
     def build(folder: Path) -> tuple[int, list[int]]:
-        chosen, pair_of = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
-        common = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in chosen.tolist()]
+        # Members are samples: preferred, rejected, preferred, …; in the cache a rejected one follows its preferred one.
+        # Weights may take a pair several times.
+        preferred, pair_of = np.unique(members[::2], return_inverse=True)
+        prompt_tokens = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in preferred.tolist()]
+        # How many first tokens of a member are taken from the member before it: those of a rejected answer's prompt.
         shared = np.zeros(len(members), np.uint32)
-        shared[1::2] = np.array(common, np.uint32)[pair_of]
+        shared[1::2] = np.array(prompt_tokens, np.uint32)[pair_of]
         np.save(folder / "members.npy", members)
         np.save(folder / "offsets.npy", offsets)
         np.save(folder / "shared.npy", shared)

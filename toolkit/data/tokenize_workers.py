@@ -257,10 +257,12 @@ class PartBuilder:
                 yield from ((row, sample, value) for sample in samples)
 
     def _read_rows(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> list[_ReadRow]:
-        """Return the conversations of some rows, with their loss flags set, and count rows that are skipped."""
+        """Return (position, content, conversation) of each conversation to train in some rows, with its loss flags set.
+        Rows that are skipped are counted, and what is left out of the others.
+        """
         counts.rows += len(batch)
         read: list[_ReadRow] = []
-        seen_keys: set[tuple[Any, ...]] = set()
+        columns_seen: set[tuple[frozenset[str], bool]] = set()
         for row, value in batch:
             try:
                 parsed = parse_row(value)
@@ -270,25 +272,32 @@ class PartBuilder:
             except RowError as error:
                 counts.reject(row, error, value)
                 continue
-            if isinstance(parsed, dict) and (keys := (*parsed, len(all_texts) > len(texts) == 2)) not in seen_keys:
-                seen_keys.add(keys)
-                counts.add(RowCounts(unused=reader.unused(parsed) + ["negatives"] * keys[-1]))
-            if (self.encoder.drops_tools and texts[0].tools) or (
-                self.encoder.drops_system and any(m["role"] == "system" for m in texts[0].messages)
-            ):
-                counts.systems += 1
+            leaves_negatives = len(texts) == 2 and len(all_texts) > 2
+            if isinstance(parsed, dict) and (columns := (frozenset(parsed), leaves_negatives)) not in columns_seen:
+                columns_seen.add(columns)
+                counts.add(RowCounts(unused=reader.unused(parsed) + (["negatives"] if leaves_negatives else [])))
             if len(texts) > 1 and texts[0] == texts[1]:
                 same = tr("both texts are the same") if texts[0].is_input_only else tr("both answers are the same")
                 counts.drop(same, row)
                 continue
             if not conversations:
                 counts.drop(tr("no token the loss covers"), row)
-            elif not texts[0].is_input_only and not texts[0].is_text:
-                roles = [message["role"] for message in texts[0].messages if message["role"] != "system"]
-                counts.unasked += roles[0] == "assistant"
-                counts.unanswered += roles[-1] != "assistant"
+                continue
+            self._count_what_templates_drop(texts[0], counts)
             read += [(row, value, conversation) for conversation in conversations]
         return read
+
+    def _count_what_templates_drop(self, conversation: Conversation, counts: PartCounts) -> None:
+        """Count a conversation whose tools or system message the template leaves out, or that has an answer without a
+        question or a question without an answer.
+        """
+        has_system = any(message["role"] == "system" for message in conversation.messages)
+        drops_tools = self.encoder.drops_tools and bool(conversation.tools)
+        counts.systems += drops_tools or (self.encoder.drops_system and has_system)
+        if not conversation.is_input_only and not conversation.is_text:
+            roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
+            counts.unasked += roles[0] == "assistant"
+            counts.unanswered += roles[-1] != "assistant"
 
     def _first_texts(self, texts: list[Conversation]) -> list[Conversation]:
         """Return the first `self.texts` of a row's texts (query, positive, negatives); RowError if it has too few."""
@@ -324,12 +333,11 @@ class PartBuilder:
                 count=f"{len(conversation.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        parts_trained: list[Conversation] = []
+        parts_trained, divided = list[Conversation](), list[int]()
         for marked in mark_trained(conversation, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
             parts_trained += [replace(marked, messages=part) for part in parts]
-            counts.divided += len(parts) > 1
-            counts.divided_samples += len(parts) if len(parts) > 1 else 0
+            divided += [len(parts)] if len(parts) > 1 else []
         if len(parts_trained) > 1 and sum(map(_num_chars, parts_trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
@@ -337,6 +345,8 @@ class PartBuilder:
                 count=len(parts_trained),
                 most=_MOST_TEXT >> 20,
             )
+        counts.divided += len(divided)
+        counts.divided_samples += sum(divided)
         return parts_trained
 
     def _encode_or_reject(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:

@@ -688,7 +688,7 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
     if names and not values and not any(name in ds_keys.RENAMED or _is_harmless(name, name) for name in names):
         raise ConfigError("{path}: none of its keys is DeepSpeed's; the first is '{key}'.", path=path, key=names[0])
     for key in ds_keys.wrong_keys(values):
-        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_keys.key_problem(key)}"), key)
+        problems.add_lazily(lambda key: ConfigError(f"{where.get(key, path)}: {ds_keys.key_problem(key)}"), key)
     return values, where, notes
 
 

@@ -76,17 +76,22 @@ class CompletionClient:
         return reason
 
     def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> list[int]:
-        """Return the ids of an answer; one of `_WRONG` if the server gives none that can be used."""
+        """Return the token ids of an answer. Raise one of `_WRONG` if the server gives none that can be used within
+        `limit_s` seconds.
+        """
         config, protocol = self.config, self.protocol
-        body: dict[str, Any] = {"model": protocol.model, "prompt": list(prompt), "seed": seed}
-        body["max_tokens"] = config.max_new_tokens
-        body |= {"temperature": config.temperature, "top_p": config.top_p}
+        body = {
+            "model": protocol.model,
+            "prompt": list(prompt) if protocol.takes_ids else as_text(prompt, self.encoder),
+            "seed": seed,
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+        }
         if protocol.takes_ids:
             body["return_token_ids"] = True  # vLLM's; others ignore it
-        else:
-            body["prompt"] = as_text(prompt, self.encoder)
         answer = _request(config, "completions", limit_s, body)
-        if protocol.answers_as not in ("", answer["model"]):
+        if protocol.answers_as and answer["model"] != protocol.answers_as:
             raise ValueError(tr("it is of the model {name}", name=str(answer["model"])[:80]))
         [choice] = answer["choices"]
         return self._ids(choice)

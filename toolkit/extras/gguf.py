@@ -131,7 +131,7 @@ def _quantizer(options: GgufOptions) -> str | None:
             kind=options.kind,
             known=", ".join(llama_cpp.CONVERTED),
         )
-    if program := llama_cpp.find("llama-quantize", options.checkout):
+    if program := llama_cpp.find_program("llama-quantize", options.checkout):
         return program
     raise ConfigError(
         "type = {kind} needs llama.cpp's llama-quantize, which is neither on PATH nor in llama_cpp=DIR. Without it: "
@@ -206,7 +206,7 @@ def check(
 ) -> list[Finding]:
     """Compare a GGUF file with the model directory it was made from."""
     findings = [_check_header(llama_cpp.read_header(file), folder, encoder, config)]
-    program = llama_cpp.find("llama-server", options.checkout)
+    program = llama_cpp.find_program("llama-server", options.checkout)
     if not options.check or not program:
         reason = tr("llama-server is not installed") if options.check else "check=no"
         return [*findings, Finding(tr("prompts and answers by llama.cpp"), SKIPPED, reason)]

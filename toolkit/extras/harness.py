@@ -254,21 +254,33 @@ def scores_of(results: Mapping[str, Any]) -> list[Score]:
 
 
 def sample_rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer: task, prompt, output, reference and its scores."""
+    """Yield a row for each answer: task, number of the document, filter, prompt, output, reference and its scores."""
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
-            arguments, answers = sample["arguments"], sample["filtered_resps"]
-            output = answers[0]
-            if isinstance(output, (tuple, list)) and len(answers) > 1:  # choices: (log-likelihood, is it the likeliest)
-                output = arguments[max(range(len(answers)), key=lambda index: answers[index][0])][1]
-            elif isinstance(output, (tuple, list)):
-                output = output[0]
+            prompt, output = _prompt_and_output(sample["arguments"], sample["filtered_resps"])
             yield {
                 "task": task,
                 "doc": sample["doc_id"],
                 "filter": sample["filter"],
-                "prompt": str(arguments[0][0]),
+                "prompt": prompt,
                 "output": output,
                 "reference": sample["target"],
                 **{metric: sample[metric] for metric in sample["metrics"]},
             }
+
+
+def _prompt_and_output(arguments: Sequence[Sequence[Any]], answers: Sequence[Any]) -> tuple[str, Any]:
+    """Return the prompt of a question, and what the model answered. `arguments`: of each request; for a choice (prompt,
+    continuation). `answers`: the text of each request, or (log-likelihood, whether it is the likeliest text) of it.
+    """
+    if not isinstance(answers[0], (tuple, list)):
+        return str(arguments[0][0]), answers[0]
+    if len(answers) == 1:
+        return str(arguments[0][0]), answers[0][0]
+    # acc_mutual_info asks for each continuation without a prompt, too (lm_eval 0.4.13, api/task.py).
+    choices = [index for index, (prompt, _) in enumerate(arguments) if prompt] or range(len(answers))
+    prompt, output = arguments[max(choices, key=lambda index: answers[index][0])]
+    if len({continuation for _, continuation in arguments}) > 1:
+        return str(arguments[0][0]), output
+    # The choices are in the prompts, as in Winogrande: the chosen one is the answer.
+    return str(prompt), f"{prompt}{output}"

@@ -32,21 +32,24 @@ def is_quantized_type(kind: str) -> bool:
     return _QUANTIZED.fullmatch(kind) is not None
 
 
-def find(name: str, checkout: str = "") -> str | None:
-    """Return the path of one of llama.cpp's programs: in a checkout, next to this Python or on PATH; None without it.
-    Of a checkout that is named, nothing else is taken.
+def find_program(name: str, checkout: str = "") -> str | None:
+    """Return the path of one of llama.cpp's programs, None if there is none: next to this Python or on PATH; with a
+    `checkout` only there. A Python script needs no permission to be executed.
     """
-    folders = [Path(checkout), Path(checkout, "build", "bin")] if checkout else [Path(sys.executable).parent]
-    search = [str(folder.resolve()) for folder in folders] + ([] if checkout else [os.environ.get("PATH", "")])
-    if found := shutil.which(name, path=os.pathsep.join(search)):
-        return found
-    scripts = [Path(folder, name) for folder in search if name.endswith(".py")]  # which is not always executable
+    if checkout:
+        folders = [Path(checkout), Path(checkout, "build", "bin")]
+    else:
+        folders = [Path(sys.executable).parent, *map(Path, os.get_exec_path())]
+    search = [str(folder.resolve()) for folder in folders]
+    if program := shutil.which(name, path=os.pathsep.join(search)):
+        return program
+    scripts = [Path(folder, name) for folder in search if name.endswith(".py")]
     return next((str(script) for script in scripts if script.is_file()), None)
 
 
 def converter(checkout: str = "") -> list[str] | None:
     """Return the command of llama.cpp's converter, None if it is not installed."""
-    programs = filter(None, (find(name, checkout) for name in CONVERTERS))
+    programs = filter(None, (find_program(name, checkout) for name in CONVERTERS))
     commands = ([sys.executable, program] if program.endswith(".py") else [program] for program in programs)
     return next(commands, None)
 

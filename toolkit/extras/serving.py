@@ -564,7 +564,7 @@ def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
 
 def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Convert to GGUF, which keeps the vocabulary and the template, and ask llama.cpp's server."""
-    program, command = llama_cpp.find("llama-server"), llama_cpp.converter()
+    program, command = llama_cpp.find_program("llama-server"), llama_cpp.converter()
     if not program:
         raise NotRun(tr("it is not installed"))
     if not command:

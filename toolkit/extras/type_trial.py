@@ -92,13 +92,13 @@ def try_type(folder: Path) -> Trial:
     except Exception as error:  # whatever code that nobody here has seen raises
         return Trial(reason=_reason(error))
     try:
-        _train(model)
+        _check_training(model)
     except Exception as error:
         return Trial(is_built=True, reason=_reason(error))
     try:
         source, max_length = schema.ModelConfig(path=str(folder)), schema.DataConfig().max_length
         if not (reason := packable.reason_not_to_pack(source, max_length)):
-            _pack(model)
+            _check_packing(model)
     except Exception as error:
         reason = _reason(error)
     return Trial(True, True, not reason, reason)
@@ -108,8 +108,8 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {reason_of(error)}"
 
 
-def _train(model: Any) -> None:
-    """Compare the loss of two rows, of which one is padded, with that of each alone; and look at the gradients."""
+def _check_training(model: Any) -> None:
+    """Raise ModelError if two rows, of which one is padded, have another loss than each alone, or have no gradient."""
     import torch
 
     from toolkit.models.loss import token_loss_sum
@@ -138,13 +138,13 @@ def _train(model: Any) -> None:
         raise ModelError(tr("it has no gradient, or one that is not finite"))
 
 
-def _pack(model: Any) -> None:
-    """See that samples of a packed row do not influence each other, as training does."""
+def _check_packing(model: Any) -> None:
+    """Raise ModelError if samples in a packed row influence each other; measured as training does."""
     import torch
 
     from toolkit.models import attention, isolation
 
-    attention.choose_attention(model, schema.Attention.auto, True, torch.float32)
+    attention.choose_attention(model, schema.Attention.auto, packed=True, dtype=torch.float32)
     vocab_size = model.config.get_text_config().vocab_size
     isolation.check_isolation(model, vocab_size, torch.device("cpu"), model.config.model_type)
 

@@ -114,8 +114,8 @@ def _session_processes(session: int) -> list[psutil.Process]:
 
 
 def _stop_launchers(session: int) -> None:
-    """Signal the launchers of a session, but not a pdsh, whose words name one, too: SIGTERM; an mpirun gets SIGUSR1,
-    which it passes on.
+    """Send SIGTERM to DeepSpeed's front end and node launchers in a session, and to a pdsh that starts them. If there
+    is an mpirun, send it SIGUSR1 instead, which it passes on to its ranks.
     """
     launchers, mpiruns = [], []
     for process in _session_processes(session):
@@ -125,7 +125,10 @@ def _stop_launchers(session: int) -> None:
                 mpiruns.append(process)
             elif {FRONT_END, NODE_LAUNCHER} & set(words):
                 launchers.append(process)
-    _send_signal(mpiruns or launchers, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
+    if mpiruns:
+        _send_signal(mpiruns, signal.SIGUSR1)
+    else:
+        _send_signal(launchers, signal.SIGTERM)
 
 
 def _find_ranks(words: Sequence[str], status_file: str) -> list[psutil.Process]:

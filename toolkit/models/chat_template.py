@@ -159,7 +159,7 @@ class Examination:
         asks = text[len(self.render(PROBE[:1], None, add_generation_prompt=False)) : spans[0][0]]
         self._examine_surroundings(text, spans, asks)
         if self.traits.has_marks:
-            self._examine_marks(text, spans, asks)
+            self._examine_marks(spans, asks)
 
     def _examine_rewriting(self) -> None:
         """Determine whether earlier answers are written in another way once another turn follows."""
@@ -182,15 +182,18 @@ class Examination:
         if asks and is_default and is_same:
             self.note(frame=(asks, endings.pop()))
 
-    def _examine_marks(self, text: str, spans: list[Span], asks: str) -> None:
-        """Compare the template's marks with the answers in the text of the probe; ModelError if they differ."""
-        marked_text, marks = self.template.render_marked(PROBE, None)
-        marked, written = (  # the end token may be unmarked
-            [marked_text[begin:stop].split(self.template.end)[0].strip() for begin, stop in answer_spans]
-            for answer_spans in (marks, spans)
-        )
-        if all(mark == (asks + text).strip() for mark, text in zip(marked, written, strict=True)):
-            self.note(has_marks=False)  # SmolLM3's include the prompt, which is not trained
+    def _examine_marks(self, spans: list[Span], asks: str) -> None:
+        """Compare the template's marks with the answers of the probe; ModelError if they differ. `spans`: where the
+        answers are; `asks`: the generation prompt in front of the first.
+        """
+        text, marks = self.template.render_marked(PROBE, None)
+
+        def answers(spans: list[Span]) -> list[str]:  # without the end token, which a template may leave unmarked
+            return [text[begin:end].split(self.template.end)[0].strip() for begin, end in spans]
+
+        marked, written = answers(marks), answers(spans)
+        if marked == [(asks + answer).strip() for answer in written]:
+            self.note(has_marks=False)  # SmolLM3's include the generation prompt, which is not trained: of no use
         elif marked != written:
             raise ModelError(
                 "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "

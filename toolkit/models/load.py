@@ -305,7 +305,9 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
 
 
 def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Set a model of transformers up for training, and record the files that exports copy from its directory."""
+    """Record what exports need of a model's directory, and undo what hinders training. Return the model in evaluation
+    mode, as transformers does.
+    """
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None

@@ -267,30 +267,37 @@ class Outline:
 
 
 def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
-    """Return the outline of a model with a fine-tuning method's parameters; `tuning.adapter` is not read."""
+    """Return the outline of a model with a fine-tuning method's parameters; `tuning.adapter` is not read. `targets`:
+    the layers that each value of tuning.target_modules matches, only for LoRA; without it they are found by name.
+    """
     if tuning.method is schema.TuningMethod.full:
         return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
     if tuning.method is schema.TuningMethod.freeze:
-        names = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
+        trained = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
         for pattern in tuning.patterns:
-            names.update(check_matches("tuning.patterns", pattern, shapes))
-        return Outline(shapes, frozenset(names), sizes)
+            trained.update(check_matches("tuning.patterns", pattern, shapes))
+        return Outline(shapes, frozenset(trained), sizes)
     if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
         return _with_lora(shapes, sizes, tuning, (targets or {}).get(" ".join(tuning.target_modules), []))
-    added: Shapes = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
     if tuning.method is schema.TuningMethod.ptuning_v2:
-        width = 2 * sizes["layers"] * sizes["keys"]
-        added = {"prefix_encoder.embedding.weight": (tuning.num_tokens, width)}
-        if tuning.projection:
-            begin, hidden = sizes["prefix"], sizes["hidden"]
-            added = {
-                "prefix_encoder.embedding.weight": (tuning.num_tokens, begin),
-                "prefix_encoder.trans.0.weight": (hidden, begin),
-                "prefix_encoder.trans.0.bias": (hidden,),
-                "prefix_encoder.trans.2.weight": (width, hidden),
-                "prefix_encoder.trans.2.bias": (width,),
-            }
+        added = _prefix_encoder_shapes(sizes, tuning)
+    else:
+        added = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
     return Outline(shapes | added, frozenset(added), sizes)
+
+
+def _prefix_encoder_shapes(sizes: Sizes, tuning: schema.TuningConfig) -> Shapes:
+    """Return the shapes of the parameters of P-Tuning v2 (models/prompt_tuning.py)."""
+    keys_and_values = 2 * sizes["layers"] * sizes["keys"]
+    if not tuning.projection:
+        return {"prefix_encoder.embedding.weight": (tuning.num_tokens, keys_and_values)}
+    return {
+        "prefix_encoder.embedding.weight": (tuning.num_tokens, sizes["prefix"]),
+        "prefix_encoder.trans.0.weight": (sizes["hidden"], sizes["prefix"]),
+        "prefix_encoder.trans.0.bias": (sizes["hidden"],),
+        "prefix_encoder.trans.2.weight": (keys_and_values, sizes["hidden"]),
+        "prefix_encoder.trans.2.bias": (keys_and_values,),
+    }
 
 
 def with_trained_rows(outline: Outline, count: int) -> Outline:
