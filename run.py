@@ -8,7 +8,7 @@ python run.py recipe=quickstart
 
 import sys
 
-from toolkit.cli import main
+from toolkit.__main__ import start
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(start(["train", *sys.argv[1:]]))

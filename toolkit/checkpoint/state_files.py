@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save
 
 from toolkit.checkpoint import fragments
-from toolkit.messages import CheckpointError, reason_of
+from toolkit.messages import CheckpointError, reason_of, tr
 
 
 class Files:
@@ -80,8 +81,15 @@ class Files:
         try:
             fragments.write(content, path)
             self.written.append(path)
-        except Exception as error:  # whatever it is: the other ranks wait
+        except OSError as error:
             self.failure = reason_of(error)
+        except Exception as error:  # whatever it is: the other ranks wait
+            traceback.print_exc()
+            self.failure = tr(
+                "{name}: {reason} (no error of the directory; the log has its traceback)",
+                name=type(error).__name__,
+                reason=reason_of(error),
+            )
 
 
 class HostCopies:

@@ -14,6 +14,7 @@ On one node a free port is chosen if --master_port is not given.
 """
 
 from toolkit.arguments import check_parsed, parse
+from toolkit.config import hub
 from toolkit.config.validate import field_type
 from toolkit.jobs.launch import launch
 from toolkit.launch import deepspeed, environment
@@ -33,8 +34,12 @@ def run(words: list[str]) -> int:
     # as many nodes take part as the global batch divides over.
     is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
     ranks = None if is_elastic else named_ranks or arguments.world_size
-    check_parsed(arguments.loaded, ranks, problems, files=False)
+    # Ranks on this node would look for files and model 20 seconds later; other nodes may have their own.
+    is_alone = deepspeed.hostfile_of(options) is None
+    check_parsed(arguments.loaded, ranks, problems, files=is_alone)
     problems.raise_all()
+    if is_alone:
+        hub.resolve_model_path(arguments.loaded, config_only=True)
     return launch(typed, rest, arguments.loaded.cfg)
 
 

@@ -159,6 +159,27 @@ class PrepareReport(workers.RowCounts):
         """The fraction of the rows that are longer than `data.max_length`."""
         return self.longer / max(self.rows_read, 1)
 
+    def no_trained_tokens(self, key: str) -> DataError:
+        """Return the error for data none of whose rows can be used, with the reasons. `key`: where they are set."""
+        reasons = [
+            f"  {count} x {reason} ({', '.join(self.examples[reason])})" for reason, count in self.dropped.items()
+        ]
+        if self.longer:
+            reasons.append(
+                tr(
+                    "The longest row has {longest} tokens: set data.max_length={length}, which takes more memory, or "
+                    "shorten the rows.",
+                    longest=f"{self.longest:,}",
+                    length=-(-self.longest // _LENGTH_STEP) * _LENGTH_STEP,
+                )
+            )
+        return DataError(
+            "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
+            count=self.rows_read,
+            key=key,
+            reasons="".join(f"\n{line}" for line in reasons),
+        )
+
     def print_longer(self, data: DataConfig) -> None:
         """Print the sentence of `longer_rows`; as a warning where more than 1 % of the rows are longer."""
         if line := self.longer_rows(data):
@@ -218,6 +239,8 @@ def percent(share: float) -> str:
 
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
+_LENGTH_STEP = 128
+"""Tokens to a multiple of which a suggested `data.max_length` is rounded up."""
 MOST_LONGER = 0.01
 """More rows than this fraction that are longer than `data.max_length` are a warning."""
 TOLERATED_BAD_ROWS = 10
@@ -491,16 +514,7 @@ class _CacheBuilder:
         is_training = np.array([file.source < num_training for file in self.files])[index.files]
         for key, samples in (("data.sources", is_training), ("data.validation", ~is_training)):
             if not samples.any() and (key == "data.sources" or self.data.validation):
-                reasons = "".join(
-                    f"\n  {count} x {reason} ({', '.join(self.report.examples[reason])})"
-                    for reason, count in self.report.dropped.items()
-                )
-                raise DataError(
-                    "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
-                    count=self.report.rows_read,
-                    key=key,
-                    reasons=reasons,
-                )
+                raise self.report.no_trained_tokens(key)
         if self.data.validation:
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
         rows = index.used_rows()

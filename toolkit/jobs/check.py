@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse
@@ -68,9 +69,9 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
+    _report_rows(cfg, tried[1] if tried else None, fetch)
     if tried:
-        resolved, encoder, model = tried
-        _report_rows(cfg, encoder, fetch)
+        resolved, _, model = tried
         _report_model(resolved, model)
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
@@ -181,7 +182,7 @@ def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
 
 def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch: bool) -> None:
     """Say what some rows become; a DataError if training would reject one. `fetch`: whether to read URLs."""
-    if encoder is None:
+    if encoder is None and not (encoder := _fitted_encoder(cfg)):
         return
     if cfg.data.streaming:
         from toolkit.data.stream import Stream
@@ -207,20 +208,34 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch:
     report.print_longer(cfg.data)
 
 
+def _fitted_encoder(cfg: schema.RunConfig) -> "AnyChatEncoder | None":
+    """Return the encoder of a model whose tokenizer is made of the data; None for a model that is not on this disk, for
+    data that the recipe makes itself, and for data too large to be read by a check, which is said.
+    """
+    if cfg.model.tokenizer or cfg.model.path or cfg.data.streaming or not local_files(cfg.data):
+        return None
+    if not are_read_whole(cfg.data):
+        say(
+            tr(
+                "The rows' lengths were not checked: this recipe makes its tokenizer of all rows. To check them: toolkit "
+                "prepare, with the same arguments."
+            )
+        )
+        return None
+    from toolkit.tasks.language_data import build_encoder
+
+    with TemporaryDirectory() as folder:
+        return build_encoder(replace(cfg, prepare=replace(cfg.prepare, dir=folder)))
+
+
 def _check_what_is_left(data: schema.DataConfig, report: "PrepareReport", lengths: Sequence[int]) -> None:
     """Raise a DataError where training would find nothing to train on, or warn where the first rows let expect it."""
     usable, is_whole = report.rows_read - sum(report.dropped.values()), are_read_whole(data)
     if report.rows_read and not lengths:
-        report.print_dropped()
-        text = tr(
-            "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
-            count=report.rows_read,
-            key="data.sources",
-            reasons="",
-        )
+        error = report.no_trained_tokens("data.sources")
         if is_whole:
-            raise DataError(text)
-        warn(text)
+            raise error
+        warn(str(error))
     if is_whole and lengths and data.validation_rows >= usable:
         raise DataError(
             "data.validation = {count} rows: there are {all} rows, and none would be left to train. Take fewer, or a "

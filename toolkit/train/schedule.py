@@ -188,7 +188,7 @@ def make_schedule(cfg: schema.RunConfig, total_steps: int) -> Callable[[HasGroup
     if warmup > total_steps:
         raise ConfigError(
             "schedule.warmup_steps = {warmup} is more than the {steps} steps of this run, which would end while the "
-            "learning rate still rises. Lower it, or set schedule.warmup_ratio in its place.",
+            "learning rate still rises. Lower it, or add schedule.warmup_ratio=0.1 in its place.",
             warmup=warmup,
             steps=total_steps,
         )
