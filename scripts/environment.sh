@@ -32,24 +32,6 @@ if [ -n "${TOOLKIT_NO_INSTALL:-}" ]; then
     return
 fi
 
-# PyPI's PyTorch is for CUDA 13 and takes gigabytes. Without a GPU, or with an older driver, PyTorch's own index has the
-# build that fits, unless pip is set up with an index already.
-choose_torch_build() {
-    local build=cpu driver index
-    [ "$(uname -s)" = Linux ] && [ -z "${PIP_EXTRA_INDEX_URL:-}${PIP_INDEX_URL:-}" ] || return 0
-    ! "$venv/bin/python" -m pip config list | grep -q index-url || return 0
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
-    if [ -n "$driver" ]; then
-        [ "${driver%%.*}" -lt 580 ] || return 0
-        build=cu126
-    fi
-    index="https://download.pytorch.org/whl/$build"
-    if "$venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)' "$index/torch/" 2>/dev/null; then
-        export PIP_EXTRA_INDEX_URL="$index"
-        echo "== torch: the build for $build, from $index (to choose another, set PIP_EXTRA_INDEX_URL)"
-    fi
-}
-
 # The stamp names what was installed, so that a changed pyproject.toml or constraints.txt installs again.
 stamp="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"
 if [ ! -f "$venv/.installed-$stamp" ]; then
@@ -60,7 +42,7 @@ if [ ! -f "$venv/.installed-$stamp" ]; then
     # pip compiles to bytecode on one core; all of them do it below.
     pip_install=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile)
     [ -t 1 ] || pip_install+=(--quiet) # on a terminal pip shows its progress bars
-    choose_torch_build
+    source scripts/torch_build.sh
     # torch first and pinned, so that nothing else can pull in another build of several gigabytes.
     stage torch "${pip_install[@]}" "$(grep '^torch==' constraints.txt)"
     stage packages "${pip_install[@]}" -c constraints.txt -e ".$extras"

@@ -120,3 +120,17 @@ def test_a_reader_that_has_read_enough(words: list[str]) -> None:
         asked.stdout.close()  # as `| head -0` does
         assert asked.stderr.read() == ""
         assert asked.wait(60) == 0
+
+
+@pytest.mark.parametrize("words", [["run.py", "recipe=quickstart"], ["-m", "toolkit", "doctor"]])
+def test_without_its_packages_it_says_how_to_get_them(words: list[str]) -> None:
+    command = [sys.executable, "-I", "-S", "-c", f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); "]
+    if words[0] == "run.py":
+        command[-1] += f"sys.argv = {words!r}; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')"
+    else:
+        command[-1] += f"sys.argv = {words[1:]!r}; runpy.run_module('toolkit', run_name='__main__')"
+    finished = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 2
+    english, chinese = finished.stderr.splitlines()
+    assert "is not installed for" in english and "source .venv/bin/activate" in english
+    assert "没有安装" in chinese

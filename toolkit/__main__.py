@@ -14,11 +14,10 @@ def start(words: Sequence[str]) -> int:
         if (error.name or "toolkit").startswith("toolkit"):
             raise
         # Without its packages the toolkit has no catalog of translations.
-        print(
+        sys.stderr.write(
             f"{error.name} is not installed for {sys.executable}. Activate the environment: source "
             f".venv/bin/activate; or make it: scripts/quickstart.\n{sys.executable} 中没有安装 {error.name}。"
-            "请先激活环境：source .venv/bin/activate；还没有环境时运行 scripts/quickstart。",
-            file=sys.stderr,
+            "请先激活环境：source .venv/bin/activate；还没有环境时运行 scripts/quickstart。\n"
         )
         return 2
 

@@ -85,7 +85,8 @@ def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path)
 
     def source() -> list[str]:
         script = f'extras="[serve]"; source {ROOT}/scripts/environment.sh; echo "$summary"'
-        env = os.environ | {"PYTHON": str(python), "TOOLKIT_VENV": str(venv), "TOOLKIT_NO_INSTALL": ""}
+        environ = {"PYTHON": str(python), "TOOLKIT_VENV": str(venv), "TOOLKIT_NO_INSTALL": "", "PIP_INDEX_URL": "-"}
+        env = os.environ | environ
         ran = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
         return ran.stdout.splitlines()
 
@@ -153,3 +154,35 @@ def test_packages_are_accepted_by_their_versions(monkeypatch: pytest.MonkeyPatch
         "deepspeed<0.20,>=0.19.8": "0.18.9",
         "numpy>=2": "1.26.4",
     }
+
+
+@pytest.mark.parametrize(
+    ("driver", "environ", "index"),
+    [
+        ("", {}, "https://download.pytorch.org/whl/cpu"),
+        ("570.86.15", {}, "https://download.pytorch.org/whl/cu126"),
+        ("580.65.06", {}, ""),
+        ("", {"PIP_INDEX_URL": "https://mirror.example/simple"}, ""),
+        ("", {"PIP_EXTRA_INDEX_URL": "https://mine.example"}, "https://mine.example"),
+        ("", {"CONFIGURED": "global.index-url='https://mirror.example/simple'"}, ""),
+        ("", {"UNREACHABLE": "1"}, ""),
+    ],
+)
+def test_the_build_of_pytorch_fits_the_machine(
+    driver: str, environ: dict[str, str], index: str, tmp_path: Path
+) -> None:
+    """Without a GPU the one for CPUs, with an old driver the one for CUDA 12.6; an index of one's own stays."""
+    (tmp_path / "bin").mkdir()
+    programs = {
+        "python": 'case "$*" in *"config list"*) echo "$CONFIGURED";; *) [ -z "$UNREACHABLE" ];; esac',
+        "nvidia-smi": f"echo {driver}" if driver else "exit 9",
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    command = f"venv={tmp_path}; source scripts/torch_build.sh; echo index=${{PIP_EXTRA_INDEX_URL:-}}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env = kept | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | environ
+    ran = subprocess.run(["bash", "-euc", command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"index={index}"

@@ -135,7 +135,8 @@ BAD_LINES = [
     (b"prompt,response", "the line is no JSON. If the file is a table, name it .csv (commas) or .tsv (tabs)"),
     (
         b'{"prompt": "a",',
-        "the row does not end on its line. If the JSON is indented, unite its lines: `jq -c . FILE > NEW`",
+        "the line ends before its row does: a } or ] is missing. If the JSON is indented, unite its lines: `jq -c . "
+        "FILE > NEW`",
     ),
     (
         b'{"prompt": "a\tb"}',
@@ -214,7 +215,7 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     listed = tmp_path / "cache" / "bad_rows.jsonl"
     assert str(error.value).startswith(
         f"12 of 512 rows cannot be used, more than data.max_bad_fraction = 0.02 allows. They are listed in {listed}. \n"
-        f"{path}:501: the row does not end"
+        f"{path}:501: the line ends before its row does"
     )
     assert len(listed.read_text().splitlines()) == 12
     cfg.data.max_bad_fraction = 0.03
@@ -222,7 +223,7 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     listed.unlink()
     cfg.data.max_bad_fraction = 0.01  # of a cache that is there
     with pytest.raises(
-        DataError, match=r"^12 of 512 rows .* = 0\.01 allows\..* \n.*d\.jsonl:501: the row does not end"
+        DataError, match=r"^12 of 512 rows .* = 0\.01 allows\..* \n.*d\.jsonl:501: the line ends before its row does"
     ):
         build_caches(cfg, ByteEncoder())
     assert len(listed.read_text().splitlines()) == 12

@@ -243,10 +243,16 @@ def check_is_no_folder_of_runs(path: Path) -> None:
 
 
 def _newest_runs(parent: Path) -> list[Path]:
-    """Return the runs in a directory, the newest first."""
+    """Return the runs in a directory, the newest first, without those that failed before they saved anything."""
     with suppress(OSError):
-        return [file.parent for file in sorted(parent.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)]
+        newest = sorted(parent.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)
+        return [file.parent for file in newest if not _failed_at_start(file.parent)]
     return []
+
+
+def _failed_at_start(run: Path) -> bool:
+    """Whether a run failed and holds no model."""
+    return (run / "FAILED").exists() and not any((run / name).exists() for name in ("checkpoints/latest", "export"))
 
 
 def keys_meant(path: str) -> tuple[str, ...]:

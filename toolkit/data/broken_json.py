@@ -25,7 +25,10 @@ def row_error(error: json.JSONDecodeError) -> RowError:
         return RowError("several rows on one line, the second at column {column}. Write each on its own", column=column)
     if not rest.strip() and before[:1] == "{" and "\n" not in error.doc.strip():
         return RowError(
-            tr("the row does not end on its line. If the JSON is indented, unite its lines: `jq -c . FILE > NEW`")
+            tr(
+                "the line ends before its row does: a }} or ] is missing. If the JSON is indented, unite its lines: "
+                "`jq -c . FILE > NEW`"
+            )
         )
     if not before and rest[:1].isalpha() and ("," in rest or "\t" in rest) and "\n" not in rest.strip():
         return RowError(tr("the line is no JSON. If the file is a table, name it .csv (commas) or .tsv (tabs)"))

@@ -49,7 +49,7 @@ from toolkit.plan import layouts, search, speed, summary
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.report import figures, page
-from toolkit.report.run import distinct_names, is_run, is_worked_on, no_answer, read_run
+from toolkit.report.run import FAILED, distinct_names, is_run, is_worked_on, no_answer, read_run
 from toolkit.report.verdict import verdict_of
 from toolkit.secrets import hide
 
@@ -197,13 +197,14 @@ class Board:
             losses = [loss.mean for _, loss in run.history.training.series("loss")]
             stride = -(-len(losses) // _CURVE_POINTS) or 1
             verdict = verdict_of(run)
+            failure = run.failure.splitlines()[0] if run.status == FAILED and run.failure else ""
             row = {
                 "path": str(path),
                 "stamp": max(times),
                 "state": run.status,
                 "cells": [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]],
                 "curve": [*losses[:-1:stride], *losses[-1:]],
-                "verdict": verdict.text if verdict else "",
+                "verdict": messages.printable(hide(failure)) or (verdict.text if verdict else ""),
                 "has_model": has_model,
             }
             self._rows[path] = stamp, row

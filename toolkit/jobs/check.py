@@ -217,8 +217,8 @@ def _fitted_encoder(cfg: schema.RunConfig) -> "AnyChatEncoder | None":
     if not are_read_whole(cfg.data):
         say(
             tr(
-                "The rows' lengths were not checked: this recipe makes its tokenizer of all rows. To check them: toolkit "
-                "prepare, with the same arguments."
+                "The rows' lengths were not checked: this recipe makes its tokenizer of all rows. To check them: "
+                "toolkit prepare, with the same arguments."
             )
         )
         return None

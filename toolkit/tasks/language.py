@@ -420,5 +420,5 @@ class LanguageTask(task.Task):
         else:
             what = tr("The model, for any program that uses transformers: {folder}/export", folder=folder)
         prompt = answers[0]["prompt"] if answers else "Hello"
-        command = shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"])
+        command = shlex.join(["toolkit", "generate", str(folder), f"prompt={prompt}"])
         return [what, tr("Ask it:  {command}", command=command)]
