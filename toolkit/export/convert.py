@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit import disk
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.export import adapter as adapter_export, verify
 from toolkit.export.card import CARD_FILE
 from toolkit.export.checkpoint import export_checkpoint
@@ -53,7 +53,7 @@ def export_any(
         family: chat format, see `load_chat_encoder`.
     """
     is_adapter = bool(adapter) or adapters.is_adapter(path)
-    checkpoint = None if is_adapter else directory.resolve_checkpoint(path)
+    checkpoint = None if is_adapter else intact.resolve_checkpoint(path)
     if not is_adapter and checkpoint is None:
         options.check_whole_model()
         _export_directory(path, folder, options, family, path)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import accelerator
@@ -94,7 +94,7 @@ def model_of_run(run: Path) -> Path:
     export = run / "export"
     if (export / "config.json").is_file() or adapters.is_adapter(export):
         return export
-    newest = directory.resolve_checkpoint(run)
+    newest = intact.resolve_checkpoint(run)
     if newest is None:
         raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=run)
     return newest

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import intact, state_files
 from toolkit.config import schema
 from toolkit.data.sampler import Position
 from toolkit.distributed import accelerator, process_group
@@ -173,7 +173,7 @@ class CustomTask(task.Task):
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Raise ConfigError for a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
-        if directory.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
+        if intact.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
             return
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
