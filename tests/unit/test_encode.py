@@ -19,9 +19,10 @@ from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.store import read_manifest
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ModelError, RowError
-from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
+from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.span_tokenizer import SpanTokenizer
+from toolkit.models.tokenizer_files import load_tokenizer
 from toolkit.tasks.language_data import build_encoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20

@@ -12,8 +12,9 @@ from toolkit.export.checkpoint import export_checkpoint
 from toolkit.export.text_model import text_model
 from toolkit.export.write import ExportOptions, cannot_write, scratch_directory, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
-from toolkit.models import adapters, chat, embedding_files, probe, quantized
-from toolkit.models.directory import official_vocabulary, read_json_or_empty
+from toolkit.models import adapters, chat, embedding_files, probe, quantized, tokenizer_files
+from toolkit.models.chatglm.official_files import official_vocabulary
+from toolkit.models.directory import read_json_or_empty
 from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
 from toolkit.models.save import non_weight_files
 from toolkit.models.weights import files_of
@@ -112,4 +113,4 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
 def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
     """Return a directory's tokenizer with its chat format, None if it has no vocabulary."""
     has_vocabulary = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
-    return chat.load_chat_encoder(folder, family=family) if has_vocabulary else None
+    return tokenizer_files.load_chat_encoder(folder, family=family) if has_vocabulary else None

@@ -13,7 +13,7 @@ from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters, base_model, chat, load, save
+from toolkit.models import adapters, base_model, chat, load, save, tokenizer_files
 
 
 class LoadedModel(NamedTuple):
@@ -75,14 +75,16 @@ def load_any(
             from toolkit.export.checkpoint import load_checkpoint
             from toolkit.models import trainable
 
-        encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
+        encoder = tokenizer_files.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)
         trainable.check_generates_text(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
-    encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family, chat_template=chat_template)
+    encoder = tokenizer_files.load_chat_encoder(
+        adapter if own_tokenizer else folder, family=family, chat_template=chat_template
+    )
     model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))

@@ -168,14 +168,14 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     """Return class and config of the model that an official ChatGLM's config.json describes. `config`, `generation`:
     content of config.json and generation_config.json.
     """
-    from toolkit.models.chatglm import modeling
+    from toolkit.models.chatglm import modeling, official_files
 
     if directory.architecture_of(config) is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         only = {key: value for key, value in config.items() if key not in foreign}
         return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**only)
-    divides = directory.divides_positions(config, folder)
+    divides = official_files.divides_positions(config, folder)
     return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 
 

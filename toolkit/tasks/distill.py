@@ -35,7 +35,18 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import chat, directory, isolation, load, lora, loss, probe, quantized, stages, weights
+from toolkit.models import (
+    directory,
+    isolation,
+    load,
+    lora,
+    loss,
+    probe,
+    quantized,
+    stages,
+    tokenizer_files,
+    weights,
+)
 from toolkit.models.loss_kernels import Scores
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.sample_types import Batch
@@ -333,7 +344,7 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         directory.trust_code(folder)
     directory.read_config(folder)
     quantized.check_readable(folder)
-    other = chat.load_tokenizer(folder, family=cfg.model.family)
+    other = tokenizer_files.load_tokenizer(folder, family=cfg.model.family)
     for token_id in range(max(len(tokenizer), len(other))):
         own_token, teacher_token = (
             each.convert_ids_to_tokens(token_id) if token_id < len(each) else None for each in (tokenizer, other)
