@@ -15,7 +15,7 @@ from toolkit.arguments import parse_checked
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import ConfigError, ModelError
-from toolkit.models import added_tokens, chat, directory, fine_tuning, load, tokenizer_files
+from toolkit.models import added_tokens, chat, directory, fine_tuning, load, load_weights, tokenizer_files
 from toolkit.models.named_templates import use_template
 from toolkit.plan.lookup import outline_of
 
@@ -145,7 +145,7 @@ def test_methods_that_would_never_learn_the_tokens_are_errors(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="new tokens would never be learned"):
             resolved(base, f"tuning={method}")
     cfg = resolved(base)
-    model = load.load_model(cfg.model.path)
+    model = load_weights.load_model(cfg.model.path)
     frozen = TuningConfig(method=TuningMethod.freeze, last_layers=1)
     with pytest.raises(ConfigError, match=r"tuning.method = freeze leaves the embeddings as they are.*tuning.patterns"):
         fine_tuning.apply_tuning(model, frozen, base, tokenizer_files.load_tokenizer(cfg.model.path), 0)

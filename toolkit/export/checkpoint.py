@@ -15,7 +15,7 @@ from toolkit.export.card import CARD_FILE, card
 from toolkit.export.custom import export_custom_checkpoint, is_custom
 from toolkit.export.write import ExportOptions, scratch_directory, write_folder
 from toolkit.messages import NotExportable, ToolkitError, clauses
-from toolkit.models import probe, weights
+from toolkit.models import load_weights, probe
 from toolkit.models.load import load_empty
 from toolkit.models.save import MODEL_DIR
 
@@ -32,7 +32,9 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
 
         return load_part(part)
     model = load_empty(checkpoint / MODEL_DIR)
-    weights.assign_state(model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None))
+    load_weights.assign_state(
+        model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None)
+    )
     return model
 
 

@@ -15,7 +15,8 @@ from toolkit.messages import ConfigError, ToolkitError, tr
 from toolkit.models import adapters, chat, embedding_files, probe, quantized, tokenizer_files
 from toolkit.models.chatglm.official_files import official_vocabulary
 from toolkit.models.directory import read_json_or_empty
-from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
+from toolkit.models.load import load_empty, record_extra_tensors, report_extra_tensors
+from toolkit.models.load_weights import load_model
 from toolkit.models.save import non_weight_files
 from toolkit.models.weights import files_of
 
