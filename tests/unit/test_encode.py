@@ -23,6 +23,7 @@ from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.span_tokenizer import SpanTokenizer
 from toolkit.models.tokenizer_files import load_tokenizer
+from toolkit.models.whole_texts import WholeTexts
 from toolkit.tasks.language_data import build_encoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
@@ -340,11 +341,11 @@ def test_the_quick_way_is_taken(joining: Any, monkeypatch: pytest.MonkeyPatch) -
     encoder = TemplateChatEncoder(joining)
     asked: list[str] = []
 
-    def by_offsets(self: SpanTokenizer, encoding: Any, text: str, spans: Any) -> Any:
+    def by_offsets(self: WholeTexts, encoding: Any, text: str, spans: Any) -> Any:
         asked.append(text)
         return [], []
 
-    monkeypatch.setattr(SpanTokenizer, "_mask_by_offsets", by_offsets)
+    monkeypatch.setattr(WholeTexts, "_mask_by_offsets", by_offsets)
     encoder.encode_many([chat("hello", "fox", "<|assistant|>", "two"), [{"role": "text", "content": "fox"}]])
     assert not asked
     encoder.encode(chat("hello", "\n\nfox"))
@@ -564,7 +565,7 @@ def test_an_answer_begins_after_the_ids_of_its_prompt(kind: str, is_fast: bool) 
     for asks in ("Assistant: ", "Assistant:", "Assistant:\n", "Assistant:  "):
         tokenizer.chat_template = SPEAKERS.replace("ASKS", repr(asks))
         encoder = TemplateChatEncoder(tokenizer)
-        slow = None if is_fast else encoder.span_tokenizer._encode_slowly
+        slow = None if is_fast else encoder.span_tokenizer.whole_texts.encode_slowly
         for first, second in itertools.product(ANSWERS, ANSWERS[:4]):
             messages = chat("Q", first, "R", second)
             trained = []
