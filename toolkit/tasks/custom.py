@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from toolkit.checkpoint import intact, state_files
 from toolkit.config import schema
 from toolkit.data.sampler import Position
-from toolkit.distributed import accelerator, process_group
+from toolkit.distributed import accelerator, process_group, row_exchange
 from toolkit.engine import ds_config
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
@@ -383,7 +383,7 @@ def evaluate(
         metrics_of_rank = {
             name: torch.cat([part[name] for part in metrics_of_batches]) for name in metrics_of_batches[0]
         }
-        together = process_group.gather_metrics(metrics_of_rank, engine.device)
+        together = row_exchange.gather_metrics(metrics_of_rank, engine.device)
         order = together.pop(_NUMBER).argsort()
         scores = spec.score({name: values[order] for name, values in together.items()})
         figures |= {f"eval_{name}": float(value) for name, value in scores.items()}
