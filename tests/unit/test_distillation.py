@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import DistillConfig, DistillLoss, RunConfig
 from toolkit.messages import ModelError
-from toolkit.models import directory, loss_kernels
+from toolkit.models import base_model, loss_kernels
 from toolkit.models.loss_kernels import Scores
 from toolkit.plan import memory
 from toolkit.tasks import distill, distill_losses
@@ -230,5 +230,5 @@ def test_what_is_stored_is_known_by_the_teachers_content(tmp_path: Path) -> None
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(content)
-        digests.add(directory.weights_digest(folder))
+        digests.add(base_model.weights_digest(folder))
     assert len(digests) == 3, "a and b are the same"

@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.disk import flush, unused_path
-from toolkit.messages import (
-    LARGEST_JSON_BYTES,
-    parsed_json,
-    tr,
-)
+from toolkit.messages import LARGEST_JSON_BYTES, parsed_json, tr
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""

@@ -25,17 +25,7 @@ from toolkit.checkpoint.directory import (
     weights_only,
 )
 from toolkit.disk import proves_nothing, sha256, unused_path
-from toolkit.messages import (
-    CheckpointError,
-    OtherFormat,
-    clauses,
-    file_bytes,
-    parsed_json,
-    reason_of,
-    say,
-    tr,
-    warn,
-)
+from toolkit.messages import CheckpointError, OtherFormat, clauses, file_bytes, parsed_json, reason_of, say, tr, warn
 
 
 def newest_intact(checkpoints: Path) -> Path | None:

@@ -21,7 +21,7 @@ from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
 from toolkit.distributed.file_lock import built_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
-from toolkit.models import chat, directory, load, quantized, stored_form, tokenizer_files, weights
+from toolkit.models import base_model, chat, directory, load, quantized, stored_form, tokenizer_files, weights
 from toolkit.models.chatglm import official_files
 
 _VERSION = 1
@@ -64,7 +64,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     ids = dict(zip(model.add_tokens, tokenizer.convert_tokens_to_ids(model.add_tokens), strict=True))
     used = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
     tables = _tables(folder, used)
-    identity = directory.weights_digest(folder), chat.tokenizer_identity(tokenizer)
+    identity = base_model.weights_digest(folder), chat.tokenizer_identity(tokenizer)
     parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, identity]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     models = Path(loaded.cfg.prepare.dir) / "models"

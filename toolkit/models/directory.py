@@ -6,7 +6,6 @@ the rest of such a directory.
 
 import fcntl
 import hashlib
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -17,15 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from toolkit.messages import (
-    LARGEST_JSON_BYTES,
-    ModelError,
-    file_bytes,
-    json_object,
-    parsed_json,
-    reading,
-    tr,
-)
+from toolkit.messages import LARGEST_JSON_BYTES, ModelError, file_bytes, json_object, parsed_json, reading, tr
 
 
 class Architecture(str, Enum):
@@ -56,8 +47,6 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
     return None
 
 
-_SPOTS, _SPOT_BYTES = 64, 2**16
-"""Number and size of the parts of a weight file that go into its digest."""
 _trusted: set[str] = set()
 """SHA-256 of the Python files that this process may run; by content, so that copies in exports are trusted too."""
 
@@ -307,23 +296,6 @@ def is_trusted(folder: Path) -> bool:
 
 def _code_digests(folder: Path) -> set[str]:
     return {hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files(folder)}
-
-
-def weights_digest(folder: Path) -> str:
-    """Return a digest of a model or adapter: its config, and the size and `_SPOTS` parts of each weight file."""
-    import numpy as np  # commands that only read configs need none
-
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name in ("config.json", "adapter_config.json"):
-            digest.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".pt"):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with open(path, "rb") as file:
-                for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
-                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
-    return digest.hexdigest()
 
 
 @contextmanager

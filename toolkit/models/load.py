@@ -162,10 +162,11 @@ def open_directory(
             raise
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
+        from toolkit.models import official
         from toolkit.models.chatglm.modeling import official_layout
 
         layout = official_layout(model.config, interleaved)
-        save.save_origin(model, files, layout, interleaved)
+        official.save_origin(model, files, layout, interleaved)
     weights.check_weights_fit(model, files, layout)
     record_extra_tensors(model, files, layout)
     return model, files, layout

@@ -6,12 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from toolkit.config import schema
-from toolkit.messages import (
-    ModelError,
-    json_object,
-    reading,
-    tr,
-)
+from toolkit.messages import ModelError, json_object, reading, tr
 from toolkit.models import directory
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.chatglm import official_files

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import Family
-from toolkit.messages import (
-    ModelError,
-)
+from toolkit.messages import ModelError
 from toolkit.models.directory import Architecture, architecture_of, read_json_or_empty
 
 _OFFICIAL_KEYS = {
