@@ -207,9 +207,8 @@ def test_another_tokenizer_is_refused_by_its_first_other_token(monkeypatch: pyte
     monkeypatch.setattr(distill, "quantized", SimpleNamespace(check_readable=len))
     monkeypatch.setattr(distill, "directory", SimpleNamespace(read_config=found.append))
     for mine, theirs, place in (("ab", "ab", None), ("abc", "aBC", 1), ("ab", "abc", 2), ("abc", "ab", 2)):
-        monkeypatch.setattr(
-            distill, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
-        )
+        loading = SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
+        monkeypatch.setattr(distill, "tokenizer_files", loading)
         if place is None:
             distill.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
             continue
