@@ -32,9 +32,9 @@ from toolkit.train.dry_run import (
     _what_was_tried,
     check_room,
     explain_out_of_memory,
-    remedies,
     try_checkpoint,
 )
+from toolkit.train.out_of_memory import remedies
 from toolkit.train.run_dir import RunSource
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
