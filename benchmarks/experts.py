@@ -20,7 +20,7 @@ import transformers
 from benchmarks.engines import build_engine
 from toolkit.config.mesh import Mesh, accumulation
 from toolkit.config.schema import Init, RunConfig
-from toolkit.distributed import process_group
+from toolkit.distributed import row_exchange
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.models import weights
@@ -110,14 +110,14 @@ def _compare(
 def _counted() -> Iterator[list[int]]:
     """Give a list whose one number grows by the bytes of rows that this rank sends to other ranks."""
     found = [0]
-    exchange = process_group.exchange_rows
+    exchange = row_exchange.exchange_rows
 
     def counting(rows: torch.Tensor, group: Any, sent: list[int], came: list[int]) -> torch.Tensor:
         others = sum(sent) - sent[torch.distributed.get_rank(group)]
         found[0] += others * rows.size(1) * rows.element_size()
         return exchange(rows, group, sent, came)
 
-    with mock.patch.object(process_group, "exchange_rows", counting):
+    with mock.patch.object(row_exchange, "exchange_rows", counting):
         yield found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from toolkit.config.rules import check_without_validation
-from toolkit.distributed.process_group import gather_metrics
+from toolkit.distributed.row_exchange import gather_metrics
 from toolkit.launch import ancestors, environment
 from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready

@@ -17,7 +17,8 @@ from toolkit.config.schema import LEARNING_RATES, Device, Dtype, Packing, RunCon
 from toolkit.data import first_rows
 from toolkit.data.first_rows import tokenize_first_rows
 from toolkit.messages import set_language
-from toolkit.models.chat import fit_tokenizer, local_encoder
+from toolkit.models.chat import fit_tokenizer
+from toolkit.models.tokenizer_files import local_encoder
 
 ROOT = Path(__file__).parents[2]
 ROW = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer " * 30}]}

@@ -22,7 +22,7 @@ from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.export.load import load_any
 from toolkit.extras.serving import FAILED, lines_of, verify_serving
 from toolkit.launch.environment import free_port
-from toolkit.models.chat import load_chat_encoder
+from toolkit.models.tokenizer_files import load_chat_encoder
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,9 @@ from toolkit.config.mesh import FAMILIES, Mesh
 from toolkit.layouts.pipeline import keep_only, part_names, stage_bounds, stage_parameters
 from toolkit.messages import ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.load import load_model
-from toolkit.models.loss import hidden_states, token_loss_sum
+from toolkit.models.head_outputs import hidden_states
+from toolkit.models.load_weights import load_model
+from toolkit.models.loss import token_loss_sum
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,

@@ -74,7 +74,7 @@ def test_only_what_cannot_be_read_piece_by_piece_is_read_whole(tmp_path: Path, m
         taken = probe.capture(model, probe.spread_ids(model.config))
         write_folder(model, non_weight_files(model, None), tmp_path / name, "hf", taken)
         with monkeypatch.context() as patched:
-            patched.setattr("toolkit.models.load._load_by_transformers", lambda *_: pytest.fail("it was read whole"))
+            patched.setattr("toolkit.models.load.load_by_transformers", lambda *_: pytest.fail("it was read whole"))
             streamed_model(tmp_path / name)
             assert "the logits are those of the save" in verify_logits(tmp_path / name)
 
@@ -119,7 +119,7 @@ def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pyt
     model, folder = model_of("llama"), tmp_path / "export"
     taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, non_weight_files(model, None), folder, "hf", taken)
-    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: pytest.fail("it was loaded whole"))
+    monkeypatch.setattr("toolkit.models.load_weights.load_model", lambda path: pytest.fail("it was loaded whole"))
     assert "the logits are those of the save" in verify_logits(folder)
     values = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -164,7 +164,7 @@ def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypat
 
     owner: dict[Any, Any] = {model.lm_head: model}
     monkeypatch.setattr("toolkit.export.verify.streamed_model", lambda path: _linked(streamed_model(path), owner))
-    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: _linked(load_model(path), owner))
+    monkeypatch.setattr("toolkit.models.load_weights.load_model", lambda path: _linked(load_model(path), owner))
     taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, non_weight_files(model, None), folder, "hf", taken)
     with monkeypatch.context() as patched:

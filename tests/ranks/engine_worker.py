@@ -28,7 +28,7 @@ from toolkit.engine.parameters import gathered_parameters, is_partitioned
 from toolkit.evaluate.generate import answer
 from toolkit.launch import environment
 from toolkit.messages import Diverged, ModelError
-from toolkit.models.load import load_model
+from toolkit.models.load_weights import load_model
 from toolkit.tasks import language
 from toolkit.tasks.language import LanguageTask
 from toolkit.train import step

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from shared import losses
 from test_custom import words
 
-from toolkit.checkpoint.directory import manifest_problems, read_run_state
 from toolkit.checkpoint.fragment_reader import Fragments
+from toolkit.checkpoint.intact import manifest_problems, read_run_state
 from toolkit.cli import main
 
 WORKERS = REPOSITORY / "tests" / "ranks"

@@ -138,7 +138,7 @@ def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     """Train in a plain PyTorch loop, with a second model as the teacher; return losses and divergences of the steps."""
-    from toolkit.models.load import load_model
+    from toolkit.models.load_weights import load_model
 
     run = plain_run(overrides, STEPS)
     cfg, data, model, untrained, optimizer = run

@@ -102,7 +102,7 @@ def plain_loop(
     the answers must be those of the plain loop's model.
     """
     from toolkit.evaluate.questions import split_sample
-    from toolkit.models.load import load_model
+    from toolkit.models.load_weights import load_model
 
     run = plain_run(overrides, STEPS)
     cfg, data, model, _, optimizer = run

@@ -38,7 +38,7 @@ STEPS = 6
 
 def tiny_model(folder: Path, kind: str, is_tied: bool) -> Path:
     """Write a model of four layers, of a type of transformers, whose head may be its embedding."""
-    from toolkit.models.chat import load_tokenizer
+    from toolkit.models.tokenizer_files import load_tokenizer
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = transformers.AutoConfig.for_model(

@@ -10,7 +10,8 @@ from ranks import forked, run
 from safetensors.torch import load_file
 from shared import WORKER, by_tier, launcher, losses, of_tier, rows_of, tiny, trained
 
-from toolkit.checkpoint.directory import FRAGMENTS, manifest_problems, published_checkpoints, step_of
+from toolkit.checkpoint.directory import FRAGMENTS, published_checkpoints, step_of
+from toolkit.checkpoint.intact import manifest_problems
 from toolkit.cli import main
 
 STEPS, EVERY = 10, 4

@@ -21,7 +21,7 @@ from shared import (
 )
 
 from tests.probes import compare
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.export.checkpoint import load_checkpoint
 from toolkit.export.load import load_any
 from toolkit.models import probe
@@ -128,7 +128,7 @@ def test_it_goes_on_bit_for_bit(name: str, runs: Path) -> None:
 def test_checkpoints_and_exports_are_whole(name: str, runs: Path) -> None:
     """The same logits by the run, by its export, and by its last checkpoint without ranks."""
     export, checkpoint = runs / name / "export", runs / name / "checkpoints" / f"step-{STEPS}"
-    assert not directory.manifest_problems(checkpoint)
+    assert not intact.manifest_problems(checkpoint)
     for model in (load_any(str(export)).model, load_checkpoint(checkpoint)):
         taken = probe.read(export)
         assert taken is not None

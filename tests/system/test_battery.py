@@ -21,7 +21,8 @@ import pytest
 from ranks import deepspeed, environment, forked, gone, kill_session, run, start, wait_for
 from shared import FAULTY, STEPS, faulty_words, losses, rows_of
 
-from toolkit.checkpoint.directory import manifest_problems, newest_intact, published_checkpoints
+from toolkit.checkpoint.directory import published_checkpoints
+from toolkit.checkpoint.intact import manifest_problems, newest_intact
 
 
 def life(folder: Path, words: list[str], fault: dict[str, Any], num_ranks: int = 2) -> Any:

@@ -17,7 +17,7 @@ from cluster import Cluster, down, up
 from ranks import BIN, REPOSITORY, alive, forked, run, wait_for
 from shared import STEADY, eval_losses, losses, rows_of, tiny
 
-from toolkit.train.run_dir import newest_step
+from toolkit.train.existing_run import newest_step
 
 PROMPT = "braces {a,b} ${x} $HOME `id` \"double\" 'single' * a\\b 中文"
 # As Hydra reads quotes, and OmegaConf what would be an interpolation.

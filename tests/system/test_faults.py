@@ -13,7 +13,8 @@ import pytest
 from ranks import deepspeed, forked, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of
 
-from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
+from toolkit.checkpoint.directory import published_checkpoints
+from toolkit.checkpoint.intact import manifest_problems
 
 OFTEN = (
     {"at": "step", "step": 5, "rank": 0, "do": "kill"},

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from shared import RECOMPUTE, rows_of, tiny
 
 from tests.ranks.test_task_layouts import TASKS as OTHER_TASKS, row
-from toolkit.checkpoint.directory import manifest_problems
+from toolkit.checkpoint.intact import manifest_problems
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 RUN = str(REPOSITORY / "run.py")

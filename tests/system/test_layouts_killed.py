@@ -20,8 +20,9 @@ from shared import FAULTY, STEADY, rows_of, tiny
 from tests import architectures
 from tests.parity import official
 from tests.ranks.test_layouts import LAYOUTS
-from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
+from toolkit.checkpoint.directory import published_checkpoints
 from toolkit.checkpoint.fragment_reader import Fragments
+from toolkit.checkpoint.intact import manifest_problems
 from toolkit.models import load_tokenizer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]

@@ -13,7 +13,8 @@ import pytest
 from ranks import BIN, REPOSITORY, alive, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of, tiny
 
-from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
+from toolkit.checkpoint.directory import published_checkpoints
+from toolkit.checkpoint.intact import manifest_problems
 
 LAUNCH = [sys.executable, str(REPOSITORY / "tests" / "ranks" / "faulty_launch.py")]
 

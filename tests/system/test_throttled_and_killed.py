@@ -17,7 +17,7 @@ from ranks import forked, gone, run
 from shared import FAULTY, tiny
 
 from tests import series
-from toolkit.checkpoint.directory import manifest_problems
+from toolkit.checkpoint.intact import manifest_problems
 from toolkit.export.verify import verify_logits
 from toolkit.train.deadline import recorded_last_steps
 

@@ -15,7 +15,7 @@ from toolkit.arguments import parse_checked
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import ConfigError, ModelError
-from toolkit.models import added_tokens, chat, directory, fine_tuning, load
+from toolkit.models import added_tokens, chat, directory, fine_tuning, load, load_weights, tokenizer_files
 from toolkit.models.named_templates import use_template
 from toolkit.plan.lookup import outline_of
 
@@ -91,13 +91,15 @@ def test_each_token_is_one_id_and_control_tokens_are_those_of_the_template(tmp_p
         token in plain.all_special_tokens or plain.added_tokens_decoder[plain.convert_tokens_to_ids(token)].special
         for token in ADDED
     ] == [True, True, False]
-    encoder = chat.load_chat_encoder(cfg.model.path, chat_template="chatml")
+    encoder = tokenizer_files.load_chat_encoder(cfg.model.path, chat_template="chatml")
     turns = [{"role": "user", "content": "red<|im_end|>"}, {"role": "assistant", "content": "<ANS> blue"}]
     ids, trained = encoder.encode(turns)
     start, end, answer = plain.convert_tokens_to_ids(ADDED)
     assert [list(ids).count(index) for index in (start, end, answer)] == [2, 2, 1]  # one in a row stays text
     assert trained[list(ids).index(answer)]
-    before, after = (chat.load_chat_encoder(folder, chat_template="alpaca") for folder in (base, cfg.model.path))
+    before, after = (
+        tokenizer_files.load_chat_encoder(folder, chat_template="alpaca") for folder in (base, cfg.model.path)
+    )
     assert before.fingerprint != after.fingerprint  # of which the tokenized cache's name is made
 
 
@@ -115,7 +117,7 @@ def test_spare_rows_are_taken_first_and_all_files_are_links(tmp_path: Path, caps
 def test_only_files_with_embeddings_are_written_again(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base")
     transformers.AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "cut", max_shard_size="20KB")
-    chat.load_tokenizer(base).save_pretrained(tmp_path / "cut")
+    tokenizer_files.load_tokenizer(base).save_pretrained(tmp_path / "cut")
     made = Path(resolved(tmp_path / "cut").model.path)
     files = sorted(made.glob("*.safetensors"))
     assert 0 < sum(file.is_symlink() for file in files) < len(files)
@@ -131,7 +133,7 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path, more: list[str], is_tie
     cfg = resolved(base_model(tmp_path / "base", is_tied=is_tied), *more, config_only=True)
     assert not [*Path(cfg.model.path).glob("*.safetensors")]
     model = load.load_empty(cfg.model.path)
-    fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), chat.load_tokenizer(cfg.model.path), 0)
+    fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), tokenizer_files.load_tokenizer(cfg.model.path), 0)
     trained = {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
     outline = outline_of(cfg)
     assert {name: outline.shapes[name] for name in outline.trained} == trained
@@ -143,12 +145,12 @@ def test_methods_that_would_never_learn_the_tokens_are_errors(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="new tokens would never be learned"):
             resolved(base, f"tuning={method}")
     cfg = resolved(base)
-    model = load.load_model(cfg.model.path)
+    model = load_weights.load_model(cfg.model.path)
     frozen = TuningConfig(method=TuningMethod.freeze, last_layers=1)
     with pytest.raises(ConfigError, match=r"tuning.method = freeze leaves the embeddings as they are.*tuning.patterns"):
-        fine_tuning.apply_tuning(model, frozen, base, chat.load_tokenizer(cfg.model.path), 0)
+        fine_tuning.apply_tuning(model, frozen, base, tokenizer_files.load_tokenizer(cfg.model.path), 0)
     frozen.patterns = ["embed_tokens.*", "lm_head.*"]
-    fine_tuning.apply_tuning(model, frozen, base, chat.load_tokenizer(cfg.model.path), 0)
+    fine_tuning.apply_tuning(model, frozen, base, tokenizer_files.load_tokenizer(cfg.model.path), 0)
 
 
 def test_models_whose_vocabulary_is_fixed_are_refused_with_the_reason(tmp_path: Path) -> None:

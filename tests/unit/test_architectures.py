@@ -17,11 +17,11 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_untrained
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
+from toolkit.models.load_weights import assign_state
 from toolkit.models.loss import LossHead, token_loss_sum
 from toolkit.models.record import record_of
 from toolkit.models.stored_form import TransformersLayout
 from toolkit.models.trainable import untrained_prefixes
-from toolkit.models.weights import assign_state
 
 NAMES = [*CONFIGS, *WRAPPERS]
 

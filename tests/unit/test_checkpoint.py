@@ -28,15 +28,10 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit import disk
-from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, restore, state_files
-from toolkit.checkpoint.directory import (
-    RunState,
-    manifest_problems,
-    read_run_state as read_state,
-    record_file,
-    write_manifest,
-)
+from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, intact, restore, state_files
+from toolkit.checkpoint.directory import RunState, record_file, write_manifest
 from toolkit.checkpoint.fragments import Fragment
+from toolkit.checkpoint.intact import manifest_problems, read_run_state as read_state
 from toolkit.checkpoint.state_files import Files, HostCopies
 from toolkit.cli import main
 from toolkit.config import paths
@@ -130,11 +125,11 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     os.utime(tmp_path / "step-2", (2e9, 2e9))  # a clock that jumped
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
+    assert intact.newest_intact(tmp_path) == tmp_path / "step-10"
     assert not said
     os.truncate(tmp_path / "step-10" / "model.pt", 50)
     (tmp_path / "step-9" / "manifest.json").unlink()
-    assert directory.newest_intact(tmp_path) == tmp_path / "step-2"
+    assert intact.newest_intact(tmp_path) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
         f"WARNING: the checkpoint {tmp_path}/step-10",
         f"WARNING: the checkpoint {tmp_path}/step-9",
@@ -142,7 +137,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
-    assert directory.newest_intact(tmp_path / "nowhere") is None
+    assert intact.newest_intact(tmp_path / "nowhere") is None
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int, times: int = 99) -> None:
@@ -168,10 +163,10 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
     made = checkpoint(tmp_path, 4)
     unreadable(monkeypatch, denied, code)
     with pytest.raises(OSError, match=os.strerror(code)) as raised:
-        directory.newest_intact(tmp_path)
+        intact.newest_intact(tmp_path)
     assert raised.value.filename == str(made / denied)
     with pytest.raises(CheckpointError, match=os.strerror(code)):  # told without a traceback
-        process_group.on_rank0(lambda: directory.newest_intact(tmp_path))
+        process_group.on_rank0(lambda: intact.newest_intact(tmp_path))
     assert made.is_dir() and not said
 
 
@@ -181,11 +176,11 @@ def test_a_file_that_cannot_be_read_is_tried_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str, times: int, found: str
 ) -> None:
     """A server's client that was put out gives the error of a bad sector, which nobody need wait for."""
-    monkeypatch.setattr(directory, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(intact, "_PAUSE_S", 0.0)
     for step in (3, 4):
         checkpoint(tmp_path, step)
     unreadable(monkeypatch, f"step-4/{denied}", errno.EIO, times)
-    assert directory.newest_intact(tmp_path) == tmp_path / found
+    assert intact.newest_intact(tmp_path) == tmp_path / found
     assert (tmp_path / "step-4").is_dir() == (times == 1)
 
 
@@ -207,7 +202,7 @@ def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> N
     directory.publish_checkpoint(tmp_path / "step-3.tmp", tmp_path / "step-3")
     assert (tmp_path / "step-3.replaced").is_dir()
     (tmp_path / "step-9.tmp").mkdir()
-    directory.discard_unfinished(tmp_path)
+    intact.discard_unfinished(tmp_path)
     assert (tmp_path / "step-9.tmp.trash").is_dir()
     directory.empty_trash(tmp_path)
     assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.trash")]
@@ -240,9 +235,9 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
         "step-2-weights",
         "step-1-weights",
     ]
-    assert directory.newest_intact(tmp_path) == tmp_path / "step-10"
+    assert intact.newest_intact(tmp_path) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
-    directory.discard_unfinished(tmp_path)
+    intact.discard_unfinished(tmp_path)
     directory.empty_trash(tmp_path)
     assert not list(tmp_path.glob(".step-4-weights*"))
     size = sum(path.stat().st_size for path in (tmp_path / "step-10").iterdir())
@@ -370,7 +365,7 @@ def test_a_save_never_waits_for_what_is_removed(
     assert saver._rotation.is_busy()
     assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
     assert (tmp_path / "step-1.trash").is_dir()
-    assert directory.newest_intact(tmp_path) == tmp_path / "step-3"
+    assert intact.newest_intact(tmp_path) == tmp_path / "step-3"
 
     again = Rotation(tmp_path, CheckpointConfig(keep=1))
     monkeypatch.setattr(directory.shutil, "rmtree", real)
@@ -424,7 +419,7 @@ def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     assert resumed() == tmp_path / "step-1"
     saver.note_good_step()
     assert resumed() == tmp_path / "step-2"
-    directory.move_aside_after(tmp_path / "step-1")
+    intact.move_aside_after(tmp_path / "step-1")
     assert resumed() is None
 
 

@@ -113,7 +113,7 @@ def test_what_is_reached(settings: dict[str, Any], stage: int, deepcompile: bool
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does (2.13)
 def test_gradients_of_compiled_functions() -> None:
     """DeepSpeed's linear layer of ZeRO-3 adds its bias in place; torch 2.11 would lose all its gradients."""
-    deepspeed_patches.keep_gradients_of_compiled_functions()
+    compiling.keep_gradients_of_compiled_functions()
     torch._dynamo.reset()
     layers = [torch.nn.Linear(4, 3) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())

@@ -14,7 +14,7 @@ from toolkit.config.schema import RolloutsConfig
 from toolkit.evaluate import completions
 from toolkit.evaluate.completions import CompletionClient, find_protocol
 from toolkit.messages import ConfigError
-from toolkit.models import chat
+from toolkit.models import chat, tokenizer_files
 
 GOOD = {"text": "a b", "finish_reason": "stop", "token_ids": None, "index": 0}
 
@@ -83,7 +83,7 @@ def server() -> Iterator[StandIn]:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> chat.AnyChatEncoder:
     folder = tmp_path_factory.mktemp("speaker")
     write_random(folder)
-    return chat.load_chat_encoder(folder)
+    return tokenizer_files.load_chat_encoder(folder)
 
 
 @pytest.fixture(autouse=True)

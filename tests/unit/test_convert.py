@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.checkpoint.fragment_reader import Fragments
 from toolkit.checkpoint.fragments import WEIGHT
 from toolkit.cli import main
@@ -124,7 +124,7 @@ def test_a_run_does_not_take_another_format_for_damage(number: int, tmp_path: Pa
     manifest = json.loads((OLD / "manifest.json").read_text())
     (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
     with pytest.raises(OtherFormat, match=r"toolkit convert-checkpoint .*step-3 output=DIR"):
-        directory.newest_intact(tmp_path)
+        intact.newest_intact(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
@@ -154,6 +154,6 @@ def test_files_are_bounded_and_hold_the_same(
 
 @pytest.mark.parametrize("key", ["task", "preference", "distill"])
 def test_cards_of_runs_that_did_not_know_a_key(key: str) -> None:
-    state = directory.read_run_state(OLD)
+    state = intact.read_run_state(OLD)
     state.config = {name: value for name, value in state.config.items() if name != key}
     assert b"## Losses" in card(state, is_adapter=False)

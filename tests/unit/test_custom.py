@@ -17,7 +17,7 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
-from toolkit.distributed.process_group import gather_metrics
+from toolkit.distributed.row_exchange import gather_metrics
 from toolkit.export import custom as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError

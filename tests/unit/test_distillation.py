@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import DistillConfig, DistillLoss, RunConfig
 from toolkit.messages import ModelError
-from toolkit.models import directory, loss_kernels
+from toolkit.models import base_model, loss_kernels
 from toolkit.models.loss_kernels import Scores
 from toolkit.plan import memory
 from toolkit.tasks import distill, distill_losses
@@ -207,9 +207,8 @@ def test_another_tokenizer_is_refused_by_its_first_other_token(monkeypatch: pyte
     monkeypatch.setattr(distill, "quantized", SimpleNamespace(check_readable=len))
     monkeypatch.setattr(distill, "directory", SimpleNamespace(read_config=found.append))
     for mine, theirs, place in (("ab", "ab", None), ("abc", "aBC", 1), ("ab", "abc", 2), ("abc", "ab", 2)):
-        monkeypatch.setattr(
-            distill, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
-        )
+        loading = SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
+        monkeypatch.setattr(distill, "tokenizer_files", loading)
         if place is None:
             distill.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
             continue
@@ -230,5 +229,5 @@ def test_what_is_stored_is_known_by_the_teachers_content(tmp_path: Path) -> None
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(content)
-        digests.add(directory.weights_digest(folder))
+        digests.add(base_model.weights_digest(folder))
     assert len(digests) == 3, "a and b are the same"

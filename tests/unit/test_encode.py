@@ -19,9 +19,11 @@ from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.store import read_manifest
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ModelError, RowError
-from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
+from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.span_tokenizer import SpanTokenizer
+from toolkit.models.tokenizer_files import load_tokenizer
+from toolkit.models.whole_texts import WholeTexts
 from toolkit.tasks.language_data import build_encoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
@@ -339,11 +341,11 @@ def test_the_quick_way_is_taken(joining: Any, monkeypatch: pytest.MonkeyPatch) -
     encoder = TemplateChatEncoder(joining)
     asked: list[str] = []
 
-    def by_offsets(self: SpanTokenizer, encoding: Any, text: str, spans: Any) -> Any:
+    def by_offsets(self: WholeTexts, encoding: Any, text: str, spans: Any) -> Any:
         asked.append(text)
         return [], []
 
-    monkeypatch.setattr(SpanTokenizer, "_mask_by_offsets", by_offsets)
+    monkeypatch.setattr(WholeTexts, "_mask_by_offsets", by_offsets)
     encoder.encode_many([chat("hello", "fox", "<|assistant|>", "two"), [{"role": "text", "content": "fox"}]])
     assert not asked
     encoder.encode(chat("hello", "\n\nfox"))
@@ -563,7 +565,7 @@ def test_an_answer_begins_after_the_ids_of_its_prompt(kind: str, is_fast: bool) 
     for asks in ("Assistant: ", "Assistant:", "Assistant:\n", "Assistant:  "):
         tokenizer.chat_template = SPEAKERS.replace("ASKS", repr(asks))
         encoder = TemplateChatEncoder(tokenizer)
-        slow = None if is_fast else encoder.span_tokenizer._encode_slowly
+        slow = None if is_fast else encoder.span_tokenizer.whole_texts.encode_slowly
         for first, second in itertools.product(ANSWERS, ANSWERS[:4]):
             messages = chat("Q", first, "R", second)
             trained = []

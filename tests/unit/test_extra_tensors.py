@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tests.architectures import PREDICTING, auto_class, stored_tensors, write, write_predicting
 from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions, write_folder
-from toolkit.models.load import load_empty, load_model, stream_parameters
+from toolkit.models.load import load_empty, stream_parameters
+from toolkit.models.load_weights import assign_state, load_model
 from toolkit.models.record import record_of
 from toolkit.models.save import non_weight_files, save_model
-from toolkit.models.weights import assign_state
 
 
 def count_in(folder: Path, name: str) -> Any:

@@ -23,10 +23,10 @@ from toolkit.data.sources import files_of
 from toolkit.extras.board import Board, application
 from toolkit.launch.variables import variables_of_files
 from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Problems, RowError, filled, printable, tr
-from toolkit.models.chat import load_chat_encoder, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import is_lfs_pointer, read_config
 from toolkit.models.load import load_empty
+from toolkit.models.tokenizer_files import load_chat_encoder, load_tokenizer
 from toolkit.plan import lookup
 from toolkit.secrets import hide
 

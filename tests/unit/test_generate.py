@@ -15,7 +15,7 @@ from toolkit.evaluate import answer_files
 from toolkit.evaluate.answer_files import AnswerFile
 from toolkit.export.load import load_any
 from toolkit.extras.cli import rounds
-from toolkit.models.chat import load_chat_encoder
+from toolkit.models.tokenizer_files import load_chat_encoder
 
 
 @pytest.fixture(scope="module")

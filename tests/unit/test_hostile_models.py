@@ -16,10 +16,11 @@ from toolkit.engine.memory import PeakMemory
 from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError, reading
 from toolkit.models import adapter_settings, adapters, lora
 from toolkit.models.base_model import BaseModel
-from toolkit.models.chat import fit_tokenizer, load_tokenizer
+from toolkit.models.chat import fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import read_config
 from toolkit.models.sandbox import TooSlow, bound_templates, time_limit
+from toolkit.models.tokenizer_files import load_tokenizer
 from toolkit.models.weights import WeightFiles, read_tensors
 
 CONFIG: dict[str, Any] = {

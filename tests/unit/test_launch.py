@@ -17,7 +17,7 @@ from toolkit.jobs import launch
 from toolkit.launch import deepspeed, environment
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, RepeatedDeath
-from toolkit.train import run_dir
+from toolkit.train import existing_run, run_dir
 
 SPLIT: dict[str, tuple[list[str], list[str]]] = {
     "none": ([], ["recipe=x"]),
@@ -197,7 +197,7 @@ def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch:
 
 def test_the_last_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """And where another start would end in the same place, that is."""
-    monkeypatch.setattr(run_dir, "newest_step", lambda folder: 4)
+    monkeypatch.setattr(existing_run, "newest_step", lambda folder: 4)
     write(tmp_path / "metrics.jsonl", {"step": 4})
     run_dir.record_start(tmp_path, 0)
     assert launch._announce(tmp_path, 1, 1, 2)
@@ -229,7 +229,7 @@ def test_where_a_run_died(logged: int, beats: list[tuple[int, str]], expected: i
         write(tmp_path / "metrics.jsonl", {"step": 1}, {"step": logged})
     for rank, (step, phase) in enumerate(beats):
         write(tmp_path / "logs" / f"heartbeat-rank-{rank}.json", {"step": step, "phase": phase})
-    assert run_dir.reached_step(tmp_path) == expected
+    assert existing_run.reached_step(tmp_path) == expected
 
 
 def test_ranks_that_start_again_agree_on_something_new() -> None:

@@ -16,10 +16,10 @@ from toolkit.export.adapter import write_adapter
 from toolkit.messages import ConfigError
 from toolkit.models import adapters, base_model, load_model, outline, probe
 from toolkit.models.fine_tuning import apply_tuning
+from toolkit.models.load_weights import assign_state
 from toolkit.models.lora import choose_targets
 from toolkit.models.record import tuning_state
 from toolkit.models.structure import trained_names
-from toolkit.models.weights import assign_state
 from toolkit.plan.outline import with_tuning
 
 LORA = TuningConfig(method=TuningMethod.lora, rank=4)

@@ -18,12 +18,12 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_untrained, new_settings
 from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream_parameters
+from toolkit.models.load_weights import assign_state
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.save import save_model
 from toolkit.models.structure import decoder_layers_name, tower_prefixes
 from toolkit.models.trainable import check_trains, check_vocabulary, frozen_parts
-from toolkit.models.weights import assign_state
 from toolkit.plan.outline import flop_sizes
 
 SIZES: dict[str, Any] = {

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from toolkit.checkpoint import intact
 from toolkit.config import compilers, native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
@@ -131,7 +132,7 @@ def test_all_ranks_and_sessions_take_the_same(
 ) -> None:
     monkeypatch.setattr(settle.process_group, "gather", lambda value: others)
     state = SimpleNamespace(config={"optim": {"torch": before}})
-    monkeypatch.setattr(settle.directory, "read_run_state", lambda checkpoint: state)
+    monkeypatch.setattr(intact, "read_run_state", lambda checkpoint: state)
     source = RunSource(Path("run"), None if before is None else Path("step-1"))
     cfg = settle.agree_on_optimizer(load(AUTO).cfg, source)
     assert cfg.optim.torch is expected

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoint.directory import MANIFEST, STATE, read_header, read_manifest, read_run_state
+from toolkit.checkpoint.directory import MANIFEST, STATE, read_header
+from toolkit.checkpoint.intact import read_manifest, read_run_state
 from toolkit.config import files
 from toolkit.data import store
 from toolkit.engine.ds_import import read_json

@@ -25,7 +25,8 @@ from toolkit.export.write import ExportOptions
 from toolkit.messages import LARGEST_JSON_BYTES, ModelError
 from toolkit.models.added_tokens import _check_supported
 from toolkit.models.extra_tensors import dtype_and_shape
-from toolkit.models.load import load_model, stream_parameters, streamed_model
+from toolkit.models.load import stream_parameters, streamed_model
+from toolkit.models.load_weights import load_model
 from toolkit.models.quantized import check_readable
 from toolkit.models.record import record_of
 from toolkit.models.weights import files_of

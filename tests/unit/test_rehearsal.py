@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.unit.tiny_model import SIZES
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.config.load import load, to_dict
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing, TuningConfig, TuningMethod
@@ -32,9 +32,9 @@ from toolkit.train.dry_run import (
     _what_was_tried,
     check_room,
     explain_out_of_memory,
-    remedies,
     try_checkpoint,
 )
+from toolkit.train.out_of_memory import remedies
 from toolkit.train.run_dir import RunSource
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
@@ -216,6 +216,6 @@ def test_a_run_keeps_the_second_copy_within_a_node(monkeypatch: pytest.MonkeyPat
     before = to_dict(cfg)
     before["zero"]["zero_hpz_partition_size"] = 4
     state = directory.RunState(world_size=8, config=before)
-    monkeypatch.setattr(directory, "read_run_state", lambda _: state)
+    monkeypatch.setattr(intact, "read_run_state", lambda _: state)
     found = choose_layout(cfg, 0, Ranks(0, 0, 8, 4, "deepspeed"), torch.device("cpu"), RunSource(tmp_path, tmp_path))
     assert found.zero.zero_hpz_partition_size == 4 < cfg.zero.zero_hpz_partition_size

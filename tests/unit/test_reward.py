@@ -19,7 +19,7 @@ from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import classifier, probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.classifier import Head, with_head
-from toolkit.models.load import load_model
+from toolkit.models.load_weights import load_model
 from toolkit.models.save import save_model
 from toolkit.models.trainable import check_generates_text
 from toolkit.plan.lookup import outline_of

@@ -75,10 +75,10 @@ def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path, monkeypatc
     import torch
     import transformers
 
-    from toolkit.models import chat
+    from toolkit.models import chat, tokenizer_files
 
     write_random(tmp_path)
-    tokenizer = chat.load_tokenizer(str(tmp_path))
+    tokenizer = tokenizer_files.load_tokenizer(str(tmp_path))
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=0, **sizes)
     model = transformers.LlamaForSequenceClassification(config).eval()

@@ -20,7 +20,7 @@ from toolkit.distributed import presence
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.launch import environment
 from toolkit.messages import CheckpointError, RunFolderError
-from toolkit.train import run_dir, run_lock, trainer
+from toolkit.train import existing_run, run_dir, run_lock, trainer
 
 HOLD = """
 import sys, time
@@ -167,7 +167,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.
     monkeypatch.setattr(environment, "restart_number", lambda: 1)
-    monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
+    monkeypatch.setattr(existing_run, "check_repeated_death", lambda folder, step: None)
     stop.touch()
     run_dir.choose_run_dir(cfg)
     assert stop.exists()
@@ -224,7 +224,7 @@ def test_a_lost_run_does_not_start_over_the_second_time(tmp_path: Path) -> None:
     spoil(save(tmp_path / "checkpoints", 4))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
-            run_dir.resumable_checkpoint(tmp_path)
+            existing_run.resumable_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("seen_after", [0, 3, None])

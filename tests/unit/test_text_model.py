@@ -11,7 +11,7 @@ from toolkit.export.convert import export_verified
 from toolkit.export.write import ExportOptions
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import probe
-from toolkit.models.load import load_model
+from toolkit.models.load_weights import load_model
 
 
 @pytest.mark.parametrize("name", ["gemma3_images", "llama4", "qwen3_5"])

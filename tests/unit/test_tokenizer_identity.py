@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.speaker import write_random
-from toolkit.models.chat import load_tokenizer, tokenizer_identity
+from toolkit.models.chat import tokenizer_identity
+from toolkit.models.tokenizer_files import load_tokenizer
 
 
 @pytest.fixture

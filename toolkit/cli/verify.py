@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.command_line import named_arguments, one_of
 from toolkit.config import files
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
@@ -52,7 +52,7 @@ def _verify_directory(folder: Path, forward: bool) -> bool:
     started = time.monotonic()
     has_manifest = (folder / directory.MANIFEST).exists()
     is_model = (folder / "config.json").exists()
-    wrong = directory.manifest_problems(folder) if has_manifest or not is_model else []
+    wrong = intact.manifest_problems(folder) if has_manifest or not is_model else []
     seconds = max(time.monotonic() - started, 1e-9)
     note = ""
     try:
@@ -73,7 +73,7 @@ def _verify_directory(folder: Path, forward: bool) -> bool:
         sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {problem}" for problem in wrong) + "\n")
         return False
     if has_manifest:
-        files = directory.read_manifest(folder)["files"].values()
+        files = intact.read_manifest(folder)["files"].values()
         size = sum(file["size_bytes"] for file in files) / 1e6
         line = tr(
             "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",

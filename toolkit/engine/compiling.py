@@ -1,6 +1,8 @@
 """torch.compile: which layers it reaches, and how they are compiled."""
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -8,7 +10,6 @@ from deepspeed.compile.util import is_deepcompile_supported
 from transformers import PreTrainedModel
 
 from toolkit.config import schema
-from toolkit.engine import deepspeed_patches
 from toolkit.engine.recompute import outermost_layers
 from toolkit.messages import ConfigError, tr, warn
 
@@ -56,7 +57,7 @@ def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: s
         )
     if compiling.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
-    deepspeed_patches.keep_gradients_of_compiled_functions()
+    keep_gradients_of_compiled_functions()
     dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
     options = {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})}
     whole = compiling.deepcompile or engine.zero_optimization_stage() == 3
@@ -69,3 +70,24 @@ def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: s
         layer.compile(backend=compiling.backend, **options)
     if not layers:
         engine.compile(compiling.backend, options)
+
+
+@cache
+def keep_gradients_of_compiled_functions() -> None:
+    """Make torch 2.11 trace custom functions as 2.12 does, which drops aliases of outputs from what forward hands on
+    (_dynamo/variables/higher_order_ops.py, trace_forward_graph). 2.11 silently loses all gradients of an
+    autograd.Function that returns a tensor it changed in place (pytorch issue 180642), as DeepSpeed's linear layer of
+    ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
+    """
+    if torch.__version__.split(".")[:2] != ["2", "11"]:
+        return
+    from torch._dynamo.variables import higher_order_ops
+
+    name = "speculate_subgraph_with_auto_output_flattening"
+    trace = getattr(higher_order_ops, name)
+
+    def without_aliases(*arguments: Any, **options: Any) -> Any:
+        is_forward = arguments[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
+        return trace(*arguments, **{"filter_aliased_intermediates": is_forward, **options})
+
+    setattr(higher_order_ops, name, without_aliases)

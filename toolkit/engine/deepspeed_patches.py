@@ -17,10 +17,8 @@ from deepspeed.runtime.superoffload import superoffload_utils
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow import zenflow_utils
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from deepspeed.utils import groups
 
 from toolkit import children
-from toolkit.distributed import process_group
 from toolkit.engine.parameters import is_muon
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
@@ -91,27 +89,6 @@ def end_optimizer_processes_with_rank() -> None:
         setattr(module, name, children.ending_with_this(module.__name__, name))
 
 
-@cache
-def keep_gradients_of_compiled_functions() -> None:
-    """Make torch 2.11 trace custom functions as 2.12 does, which drops aliases of outputs from what forward hands on
-    (_dynamo/variables/higher_order_ops.py, trace_forward_graph). 2.11 silently loses all gradients of an
-    autograd.Function that returns a tensor it changed in place (pytorch issue 180642), as DeepSpeed's linear layer of
-    ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
-    """
-    if torch.__version__.split(".")[:2] != ["2", "11"]:
-        return
-    from torch._dynamo.variables import higher_order_ops
-
-    name = "speculate_subgraph_with_auto_output_flattening"
-    trace = getattr(higher_order_ops, name)
-
-    def without_aliases(*arguments: Any, **options: Any) -> Any:
-        is_forward = arguments[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
-        return trace(*arguments, **{"filter_aliased_intermediates": is_forward, **options})
-
-    setattr(higher_order_ops, name, without_aliases)
-
-
 def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's rotary frequencies by name."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
@@ -143,12 +120,14 @@ class UpdateVeto:
         """Whether the step in progress or just done was stopped here."""
         self._grow: Callable[[], None] | None = None
         if hasattr(self.optimizer, "_update_scale"):
-            self._wrap("_update_scale", self._update_scale)
-            self._wrap("step", self._step)
+            self.wrap("_update_scale", self._update_scale)
+            self.wrap("step", self._step)
         if hasattr(self.optimizer, "averaged_gradients") and engine.zero_optimization_stage():
             self._ask_in_zero(is_stage3=engine.zero_optimization_stage() == 3)
         else:
-            self._ask_without_zero()
+            from toolkit.engine import veto_without_zero
+
+            veto_without_zero.ask_before_step(self)
 
     def begin(self) -> None:
         """Start a step: forget the norm and the veto of the last one."""
@@ -173,7 +152,7 @@ class UpdateVeto:
             self._grow()
         return result
 
-    def _judge(self, scaled_norm: Any) -> bool:
+    def judge(self, scaled_norm: Any) -> bool:
         """Set `grad_norm` and `vetoed` from a norm in units of the loss scale; return `vetoed`."""
         scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
@@ -182,7 +161,7 @@ class UpdateVeto:
         self.vetoed = not self.may_update(self.grad_norm)
         return self.vetoed
 
-    def _wrap(self, name: str, function: Callable[..., Any]) -> None:
+    def wrap(self, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of the optimizer by a function whose first argument is that method."""
         real = getattr(self.optimizer, name)
         setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
@@ -199,7 +178,7 @@ class UpdateVeto:
                 momentum_method = "_apply_muon_updates_cpu_offload"
 
         def is_vetoed(norm: Any) -> bool:
-            return self._judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
+            return self.judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
 
         def norm_or_infinity(real: Callable[..., Any], *arguments: Any) -> Any:
             norm = None if momentum_method and self.vetoed else real(*arguments)
@@ -212,54 +191,8 @@ class UpdateVeto:
                 real()
 
         if momentum_method:  # it comes before DeepSpeed computes the norm, which is then of updates
-            self._wrap(momentum_method, update_unless_vetoed)
-        self._wrap(norm_method, norm_or_infinity)
-
-    def _ask_without_zero(self) -> None:
-        """Ask before the engine's step, without ZeRO or in BF16_Optimizer (ZeRO 1 in bf16); a veto makes a gradient
-        infinite, for which DeepSpeed skips the update.
-        """
-        take_model_step = self.engine._take_model_step
-
-        def judge_first(lr_kwargs: Any) -> None:
-            gradients, experts = self._gradients()
-            norm = self._norm_of(gradients)
-            for name, expert_gradients in experts.items():  # over the ranks that share one copy of all experts
-                total = self._norm_of(expert_gradients).square()
-                torch.distributed.all_reduce(total, group=groups._get_expert_parallel_group(name))
-                norm = (norm.square() + total).sqrt()
-            if self.engine.pipeline_parallelism or process_group.tensor_group_size() > 1:
-                total = norm.square()  # over the ranks that share one model: stages, or ranks that split layers
-                torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
-                norm = total.sqrt()
-            if self._judge(norm) and gradients:
-                gradients[0].view(-1)[0] = math.inf
-            take_model_step(lr_kwargs)
-
-        def step_unless_vetoed(real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            self.optimizer.overflow = self.vetoed  # in fp32 DeepSpeed looks for no overflow, but reads this
-            return None if self.vetoed else real(*arguments, **options)
-
-        self.engine._take_model_step = judge_first
-        if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
-            self._wrap("step", step_unless_vetoed)
-
-    def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        # In fp32, as the squares of ordinary fp16 gradients would overflow.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-
-    def _gradients(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Return this rank's gradients that count in the norm, and those of divided experts by their group. A parameter
-        that several ranks of one model hold in full counts on one of them.
-        """
-        if hasattr(self.optimizer, "get_grads_for_norm"):
-            gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = self.optimizer.get_grads_for_norm()
-            return gradients
-        is_first = process_group.tensor_rank() == 0
-        parameters = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        counted = (p.grad for p in parameters if is_first or process_group.is_tensor_part(p))
-        return [gradient for gradient in counted if gradient is not None], {}
+            self.wrap(momentum_method, update_unless_vetoed)
+        self.wrap(norm_method, norm_or_infinity)
 
 
 def pass_rate_to_second_optimizers(engine: deepspeed.DeepSpeedEngine) -> None:

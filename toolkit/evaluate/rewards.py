@@ -103,9 +103,9 @@ def _reward_model(folder: Path) -> Score:
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.distributed import accelerator
-    from toolkit.models import chat
+    from toolkit.models import chat, tokenizer_files
 
-    encoder = chat.chat_encoder(chat.load_tokenizer(str(folder)))
+    encoder = chat.chat_encoder(tokenizer_files.load_tokenizer(str(folder)))
     device = accelerator.device_alone()
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).to(device).eval()
 

@@ -21,7 +21,8 @@ from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
 from toolkit.models import adapters, base_model, classifier, extra_tensors, lora_init, probe, stored_form, weights
 from toolkit.models.directory import BASE_FILE, is_trusted, read_object
-from toolkit.models.load import load_empty, load_model
+from toolkit.models.load import load_empty
+from toolkit.models.load_weights import load_model
 from toolkit.models.record import tuning_state
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
 from toolkit.models.stages import stage_model, unwrap_model

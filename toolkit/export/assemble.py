@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit.export.write import cannot_write
-from toolkit.messages import CheckpointError, clauses
+from toolkit.messages import CheckpointError, clauses, tr
 from toolkit.models import weights
 
 
@@ -45,7 +45,7 @@ def assemble_state(
             del weight
         del value
         weights.return_memory()
-    if wrong := weights.state_differences(model, state):
+    if wrong := _state_differences(model, state):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
     return state
 
@@ -67,3 +67,16 @@ def with_config_keys(config_file: bytes, keys: Mapping[str, Any], dtype: str) ->
         if isinstance(section, dict):
             section.update({key: value for key, value in keys.items() if key in section})
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _state_differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return sentences about tensors that a state lacks, has too many or has in another shape than the model."""
+    shapes = weights.shapes_of(model)
+    wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
+    for name, value in state.items():
+        expected, shape = shapes.get(name), tuple(value.shape)
+        if expected is None:
+            wrong.append(tr("{name}: the model has no such tensor", name=name))
+        elif shape != expected:
+            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=shape, expected=expected))
+    return wrong

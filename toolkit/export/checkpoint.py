@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import directory, fragment_reader
+from toolkit.checkpoint import fragment_reader, intact
 from toolkit.export.assemble import assemble_state, with_config_keys
 from toolkit.export.card import CARD_FILE, card
 from toolkit.export.custom import export_custom_checkpoint, is_custom
 from toolkit.export.write import ExportOptions, scratch_directory, write_folder
 from toolkit.messages import NotExportable, ToolkitError, clauses
-from toolkit.models import probe, weights
+from toolkit.models import load_weights, probe
 from toolkit.models.load import load_empty
 from toolkit.models.save import MODEL_DIR
 
@@ -32,7 +32,9 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
 
         return load_part(part)
     model = load_empty(checkpoint / MODEL_DIR)
-    weights.assign_state(model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None))
+    load_weights.assign_state(
+        model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None)
+    )
     return model
 
 
@@ -50,10 +52,10 @@ def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | N
         export_custom_checkpoint(checkpoint, folder, options)
         return
     part = _tuned_part(checkpoint, base)
-    described = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
+    described = [name for name in intact.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
     files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
     is_adapter = part is not None and bool(part.settings) and not options.merge
-    files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
+    files[CARD_FILE] = card(intact.read_run_state(checkpoint), is_adapter)
     if part is not None:
         from toolkit.export.adapter import export_part
 
@@ -91,7 +93,7 @@ def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
 def main() -> None:
     """Verify and export a checkpoint as a separate process; exit with the reason if that fails."""
     source, target = map(Path, sys.argv[1:])
-    if wrong := directory.manifest_problems(source):
+    if wrong := intact.manifest_problems(source):
         sys.exit(clauses(wrong[:3]))
     try:
         export_checkpoint(source, target)

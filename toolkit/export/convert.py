@@ -5,16 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit import disk
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.export import adapter as adapter_export, verify
 from toolkit.export.card import CARD_FILE
 from toolkit.export.checkpoint import export_checkpoint
 from toolkit.export.text_model import text_model
 from toolkit.export.write import ExportOptions, cannot_write, scratch_directory, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
-from toolkit.models import adapters, chat, embedding_files, probe, quantized
-from toolkit.models.directory import official_vocabulary, read_json_or_empty
-from toolkit.models.load import load_empty, load_model, record_extra_tensors, report_extra_tensors
+from toolkit.models import adapters, chat, embedding_files, probe, quantized, tokenizer_files
+from toolkit.models.chatglm.official_files import official_vocabulary
+from toolkit.models.directory import read_json_or_empty
+from toolkit.models.load import load_empty, record_extra_tensors, report_extra_tensors
+from toolkit.models.load_weights import load_model
 from toolkit.models.save import non_weight_files
 from toolkit.models.weights import files_of
 
@@ -53,7 +55,7 @@ def export_any(
         family: chat format, see `load_chat_encoder`.
     """
     is_adapter = bool(adapter) or adapters.is_adapter(path)
-    checkpoint = None if is_adapter else directory.resolve_checkpoint(path)
+    checkpoint = None if is_adapter else intact.resolve_checkpoint(path)
     if not is_adapter and checkpoint is None:
         options.check_whole_model()
         _export_directory(path, folder, options, family, path)
@@ -112,4 +114,4 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
 def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
     """Return a directory's tokenizer with its chat format, None if it has no vocabulary."""
     has_vocabulary = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
-    return chat.load_chat_encoder(folder, family=family) if has_vocabulary else None
+    return tokenizer_files.load_chat_encoder(folder, family=family) if has_vocabulary else None

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters, base_model, chat, load, save
+from toolkit.models import adapters, base_model, chat, load, save, tokenizer_files
 
 
 class LoadedModel(NamedTuple):
@@ -75,14 +75,16 @@ def load_any(
             from toolkit.export.checkpoint import load_checkpoint
             from toolkit.models import trainable
 
-        encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
+        encoder = tokenizer_files.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)
         trainable.check_generates_text(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
-    encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family, chat_template=chat_template)
+    encoder = tokenizer_files.load_chat_encoder(
+        adapter if own_tokenizer else folder, family=family, chat_template=chat_template
+    )
     model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))
@@ -94,7 +96,7 @@ def model_of_run(run: Path) -> Path:
     export = run / "export"
     if (export / "config.json").is_file() or adapters.is_adapter(export):
         return export
-    newest = directory.resolve_checkpoint(run)
+    newest = intact.resolve_checkpoint(run)
     if newest is None:
         raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=run)
     return newest

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from toolkit.messages import ModelError
-from toolkit.models import weights
+from toolkit.models import load_weights, weights
 
 
 def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -47,6 +47,6 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         unexpected=state.keys() - standalone.state_dict(keep_vars=True).keys(),
         mismatched=(),
     )
-    weights.assign_state(standalone, state)
+    load_weights.assign_state(standalone, state)
     standalone.generation_config = model.generation_config
     return standalone.eval()

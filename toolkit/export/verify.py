@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from toolkit import disk
 from toolkit.messages import CheckpointError, ModelError, NotExportable, ProofDiffers, tr, warn
 from toolkit.models import probe
-from toolkit.models.load import load_model, stream_parameters, streamed_model
+from toolkit.models.load import stream_parameters, streamed_model
 
 _OF_EXPERTS = re.compile(r"\.(experts|router\w*)\.")
 """In the names of parameters of routed experts, stacked or not, and of what chooses them."""
@@ -94,6 +94,8 @@ def logits_of_directory(folder: Path, ids: torch.Tensor, model: PreTrainedModel 
         captured = probe.capture(model or streamed_model(folder), ids)
         if captured.logits.isfinite().all():
             return captured
+    from toolkit.models.load_weights import load_model
+
     return probe.capture(load_model(folder), ids)  # all in memory: some layer is needed outside of its own call
 
 

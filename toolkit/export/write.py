@@ -23,7 +23,7 @@ from toolkit.engine.parameters import gathered_parameters
 from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
 from toolkit.models import probe, stored_form, weights
 from toolkit.models.directory import is_trusted
-from toolkit.models.load import check_structure, load_model, stream_parameters
+from toolkit.models.load import check_structure, stream_parameters
 from toolkit.models.record import EXTRA_TENSORS
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 from toolkit.models.stages import unwrap_model
@@ -114,6 +114,8 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
     model: PreTrainedModel
     values: Iterable[tuple[str, torch.Tensor]]
     if is_trusted(folder):  # code of a directory may build what cannot be built empty
+        from toolkit.models.load_weights import load_model
+
         model = load_model(folder)
         values = weights.under_first_names(model, model.state_dict()).items()
     else:

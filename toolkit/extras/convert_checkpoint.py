@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit import disk
-from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, state_files
+from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, intact, state_files
 from toolkit.config import mesh
 from toolkit.messages import CheckpointError, ConfigError, clauses
 
@@ -58,7 +58,7 @@ def convert(source: Path, target: Path) -> directory.RunState:
     manifest; return the run's state, which has no config if another program saved it.
     """
     is_ours = (source / directory.MANIFEST).is_file()
-    if is_ours and (wrong := directory.manifest_problems(source, 1)):
+    if is_ours and (wrong := intact.manifest_problems(source, 1)):
         raise CheckpointError("the checkpoint {folder} is damaged: {reason}.", folder=source, reason=clauses(wrong[:3]))
     try:
         counts = _engine_counts(source)
@@ -76,7 +76,7 @@ def convert(source: Path, target: Path) -> directory.RunState:
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         raise _unsupported_error(source, f"{type(error).__name__}: {error}") from error
     (target / engine_state.COUNTS).write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
-    return directory.read_run_state(target)
+    return intact.read_run_state(target)
 
 
 def _unsupported_error(folder: Path, reason: object) -> CheckpointError:

@@ -26,14 +26,9 @@ from toolkit.extras import llama_cpp, modelfile, serving
 from toolkit.extras.serving import FAILED, PASSED, SKIPPED, Case, Finding
 from toolkit.messages import CheckpointError, ConfigError, clauses, tr
 from toolkit.models import adapters
-from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
-from toolkit.models.directory import (
-    Architecture,
-    architecture_of,
-    read_config,
-    read_json_or_empty,
-    saved_template,
-)
+from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.directory import Architecture, architecture_of, read_config, read_json_or_empty, saved_template
+from toolkit.models.tokenizer_files import load_chat_encoder
 
 _CONTEXT = 4096
 """Context window without a longer training: Ollama's on GPUs of less than 24 GiB."""

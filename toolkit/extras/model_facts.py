@@ -17,6 +17,7 @@ from toolkit.config.requirements import reason_not_to_use_qlora
 from toolkit.extras import type_trial
 from toolkit.messages import ConfigError, ModelError, ToolkitError, silent, tr
 from toolkit.models import directory, experts, extra_tensors, load, packable, quantized, structure, trainable
+from toolkit.models.chatglm import official_files
 from toolkit.models.record import record_of
 from toolkit.plan import kernels
 from toolkit.tasks.language_check import check_model
@@ -103,7 +104,9 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.quantization = quantized.method_of(folder, config)
     quantized.check_readable(folder)
     facts.kernels = kernels.describe_missing(config)
-    facts.chat_template = bool(directory.saved_template(folder)) or directory.official_vocabulary(folder) is not None
+    facts.chat_template = (
+        bool(directory.saved_template(folder)) or official_files.official_vocabulary(folder) is not None
+    )
     model = _built(folder)
     facts.architecture = type(model).__name__
     facts.parameters = sum(parameter.numel() for parameter in model.parameters())

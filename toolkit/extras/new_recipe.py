@@ -147,7 +147,7 @@ def _token_counts(cfg: RunConfig) -> list[int]:
     """
     if not Path(cfg.model.path or "-").is_dir():  # before slow imports
         return []
-    from toolkit.models.chat import local_encoder
+    from toolkit.models.tokenizer_files import local_encoder
     from toolkit.tasks.registry import task_of
 
     encoder, counts = None, list[int]()

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit import children, disk, messages
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.config import devices
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
@@ -291,7 +291,7 @@ def _check_files(folder: Path) -> Finding:
     check = tr("files as they were written")
     if not (folder / directory.MANIFEST).is_file():
         return Finding(check, SKIPPED, tr("there is no manifest: another program wrote it"))
-    wrong = directory.manifest_problems(folder)
+    wrong = intact.manifest_problems(folder)
     return Finding(check, FAILED if wrong else PASSED, tr("sizes and SHA-256 of manifest.json"), wrong[:_SHOWN])
 
 

@@ -156,7 +156,8 @@ def _tiny(folder: Path) -> Any:
     import torch
 
     from toolkit.extras.shrink import shrunk_config
-    from toolkit.models.load import load_empty, load_model, model_class, transformers_config
+    from toolkit.models.load import load_empty, model_class, transformers_config
+    from toolkit.models.load_weights import load_model
 
     config = shrunk_config(transformers_config(folder).to_dict())
     with TemporaryDirectory() as temporary:

@@ -135,7 +135,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
         quantized.check_readable(model.path)
     if problems.errors or not (model.tokenizer or model.path):
         return None
-    from toolkit.models.chat import load_tokenizer, local_encoder
+    from toolkit.models.tokenizer_files import load_tokenizer, local_encoder
     from toolkit.tasks.registry import task_of
 
     encoder = local_encoder(model, cfg.data.train_thinking)

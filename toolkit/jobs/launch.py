@@ -18,7 +18,7 @@ from toolkit.distributed import presence, watchdog
 from toolkit.jobs.nodes import LOOK_EVERY_S, Nodes
 from toolkit.launch import ancestors, deepspeed, environment, processes, variables
 from toolkit.messages import CheckpointError, Diverged, Stopped, ToolkitError, say, tr
-from toolkit.train import run_dir
+from toolkit.train import existing_run, run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
 """There in a checkout, not in an installed package."""
@@ -70,9 +70,9 @@ def _announce(run: Path, code: int, restart: int, most: int) -> bool:
     """Print that the run in directory `run` died with exit code `code`; return whether it is restarted: not if the next
     restart, number `restart`, is more than `most`. RepeatedDeath if another start would end where this one did.
     """
-    saved = run_dir.newest_step(run)
-    run_dir.check_repeated_death(run, saved)
-    reached = run_dir.reached_step(run)
+    saved = existing_run.newest_step(run)
+    existing_run.check_repeated_death(run, saved)
+    reached = existing_run.reached_step(run)
     if restart > most:
         say(
             "The run died at step {step} (exit code {code}), after {most} restarts: no more are allowed "

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from toolkit.distributed import process_group
+from toolkit.distributed import row_exchange
 from toolkit.messages import ModelError, tr
 from toolkit.models import weights
 from toolkit.models.experts import SORTED, Groups, compute_experts, count_choices, expert_parameters, mark_as_divided
@@ -78,13 +78,13 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     received = received.view(ranks, num_experts)
     sent, came = rows_exchanged(counts.view(ranks, num_experts), received)
     dropped = len(rows) - sum(sent)  # the first ones
-    rows = process_group.exchange_rows(rows[dropped:], group, sent, came)  # [N, H], by rank and expert
+    rows = row_exchange.exchange_rows(rows[dropped:], group, sent, came)  # [N, H], by rank and expert
     expert = torch.arange(num_experts, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     order = expert.argsort(stable=True)
     rows = rows[order]
     rows = compute_experts(self, rows, Groups(received.sum(0)), expert[order])
-    back = process_group.exchange_rows(rows[order.argsort()], group, came, sent)
+    back = row_exchange.exchange_rows(rows[order.argsort()], group, came, sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 

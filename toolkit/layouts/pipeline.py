@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, fine_tuning, loss, probe, structure
+from toolkit.models import adapters, fine_tuning, head_outputs, loss, probe, structure
 from toolkit.models.record import ModelRecord, record_of, set_record
 from toolkit.models.stages import broadcast_from_last, stage_model, unwrap_model
 from toolkit.plan import division
@@ -173,7 +173,7 @@ class PipelineStage(PipelineModule):
         if not self.begins:
             batch = {**batch, "inputs_embeds": received}
         if not self.ends:
-            return loss.hidden_states(model, batch)
+            return head_outputs.hidden_states(model, batch)
         assert self.finish is not None
         return self.finish(model, batch)
 
@@ -255,7 +255,7 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
     token `[B, S, labels]`, float32 on the CPU. A collective.
     """
     inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    of_tokens = loss.logits_of
+    of_tokens = loss.forward_output
     if probe.is_classifier(unwrap_model(engine.module)):
         from toolkit.models.classifier import token_scores as of_tokens
     with probe.evaluating(engine):

@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.config.schema import Attention
-from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
+from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.distributed.row_exchange import exchange_rows
 from toolkit.messages import ModelError, tr
 from toolkit.models.attention import training_mask
 from toolkit.models.isolation import evaluate_logits, isolation_rows

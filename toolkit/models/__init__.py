@@ -4,11 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.models.chat import load_chat_encoder as load_chat_encoder, load_tokenizer as load_tokenizer
-    from toolkit.models.load import load_model as load_model
+    from toolkit.models.load_weights import load_model as load_model
     from toolkit.models.save import save_model as save_model
+    from toolkit.models.tokenizer_files import load_chat_encoder as load_chat_encoder, load_tokenizer as load_tokenizer
 
-_MODULES = {"load_chat_encoder": "chat", "load_model": "load", "load_tokenizer": "chat", "save_model": "save"}
+_MODULES = {
+    "load_chat_encoder": "tokenizer_files",
+    "load_model": "load_weights",
+    "load_tokenizer": "tokenizer_files",
+    "save_model": "save",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,8 @@ from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
 from toolkit.distributed.file_lock import built_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
-from toolkit.models import chat, directory, load, quantized, stored_form, weights
+from toolkit.models import base_model, chat, directory, load, quantized, stored_form, tokenizer_files, weights
+from toolkit.models.chatglm import official_files
 
 _VERSION = 1
 """Part of the directory's name; increase it when other files are made."""
@@ -50,10 +51,10 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     folder, tokenizer_folder = Path(model.path), Path(model.tokenizer or model.path)
     if list(directory.added_tokens(folder)) == model.add_tokens:  # as in the config.yaml of a run
         return loaded
-    if config_only and not chat.has_tokenizer(tokenizer_folder):
+    if config_only and not tokenizer_files.has_tokenizer(tokenizer_folder):
         return loaded
     _check_supported(model, tokenizer_folder)
-    tokenizer = chat.load_tokenizer(tokenizer_folder, family=model.family)
+    tokenizer = tokenizer_files.load_tokenizer(tokenizer_folder, family=model.family)
     vocabulary, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
     # A control token in a row's text stays text (shield.py): only what the template writes is one.
     special = [token for token in model.add_tokens if token in template]
@@ -63,7 +64,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     ids = dict(zip(model.add_tokens, tokenizer.convert_tokens_to_ids(model.add_tokens), strict=True))
     used = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
     tables = _tables(folder, used)
-    identity = directory.weights_digest(folder), chat.tokenizer_identity(tokenizer)
+    identity = base_model.weights_digest(folder), chat.tokenizer_identity(tokenizer)
     parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, identity]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     models = Path(loaded.cfg.prepare.dir) / "models"
@@ -106,7 +107,10 @@ def _check_supported(model: ModelConfig, tokenizer_folder: Path) -> None:
     config = directory.read_config(model.path, with_weights=False)
     if directory.is_quantized(folder):
         raise quantized.quantization_error(config, folder)  # tables are changed file by file, as they are stored
-    if directory.architecture_of(config) is not None or directory.official_vocabulary(tokenizer_folder) is not None:
+    if (
+        directory.architecture_of(config) is not None
+        or official_files.official_vocabulary(tokenizer_folder) is not None
+    ):
         reason = tr(
             "the ids of ChatGLM's own tokenizer are fixed by its code. Use a model in transformers' own layout, such "
             "as zai-org/glm-4-9b-chat-hf"
@@ -196,7 +200,7 @@ def with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _check_single(folder: Path, ids: dict[str, int]) -> None:
     """Raise ModelError unless the saved tokenizer makes one id of each token, also within a text."""
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = tokenizer_files.load_tokenizer(folder)
     for token, index in ids.items():
         encoded = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
         if encoded.count(index) != 1 or tokenizer.decode([index]).strip() != token.strip():

@@ -3,10 +3,13 @@
 They have transformers' names, so that they are equal, but for rounding, for an official directory and its conversion.
 """
 
+import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -20,6 +23,8 @@ from toolkit.plan.tuning_targets import SCORE
 RUN_BASE = "base"
 """Directory in a run's that holds its base model if that was random, and so is nowhere else."""
 _PARAMETERS, _NUMBERS = 8, 8
+_SPOTS, _SPOT_BYTES = 64, 2**16
+"""Number and size of the parts of a weight file that go into its digest."""
 _ROUNDING = 0.02
 """Largest difference as a fraction of the number; bfloat16 rounds by 0.004."""
 
@@ -135,3 +140,18 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
         if of_base in recorded and is_its_own and not parameter.requires_grad:
             numbers[of_base] = fingerprint_of(parameter)
     return numbers
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a model or adapter: its config, and the size and `_SPOTS` parts of each weight file."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name in ("config.json", "adapter_config.json"):
+            digest.update(path.name.encode() + path.read_bytes())
+        elif path.suffix in (".safetensors", ".bin", ".pt"):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with open(path, "rb") as file:
+                for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
+                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
+    return digest.hexdigest()

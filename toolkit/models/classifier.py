@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.initialization import no_init_weights
 
 from toolkit.messages import ModelError, json_object, reading
-from toolkit.models import loss, per_sample, probe
+from toolkit.models import head_outputs, loss, per_sample, probe
 from toolkit.sample_types import Batch
 
 FILE = "score.json"
@@ -125,11 +125,11 @@ def scores(engine: Any, batch: Batch) -> torch.Tensor:
         return all_scores.view(1, 1, -1).expand(*size, -1)
 
     if "inputs_embeds" in inputs:  # a later pipeline stage has no ids in which transformers could find the last token
-        flat_scores = score_last_tokens(loss.hidden_states(model, inputs))[0, 0]
+        flat_scores = score_last_tokens(head_outputs.hidden_states(model, inputs))[0, 0]
     else:
         layer.forward = score_last_tokens
         try:
-            flat_scores = loss.logits_of(engine, inputs)[0]
+            flat_scores = loss.forward_output(engine, inputs)[0]
         finally:
             del layer.forward
     return per_sample.sum_over_row_parts(flat_scores.view(len(token_indices), -1).float(), batch)
@@ -144,9 +144,9 @@ def token_scores(engine: Any, batch: Batch) -> torch.Tensor:
     try:
         with probe.evaluating(engine):
             if "inputs_embeds" in inputs:
-                layer(loss.hidden_states(engine, inputs))
+                layer(head_outputs.hidden_states(engine, inputs))
             else:
-                loss.logits_of(engine, inputs)
+                loss.forward_output(engine, inputs)
     finally:
         hook.remove()
     return outputs[0].float()

@@ -1,12 +1,11 @@
 """Checks of a model directory, without torch and without running any of its Python files.
 
-The keys of a config.json show which official ChatGLM architecture it is of: `AutoConfig` would wait for an answer on
-stdin, and `GlmForCausalLM.from_pretrained` would silently build a random model (transformers 5.23).
+The keys of a config.json show which official ChatGLM architecture it is of; `models/chatglm/official_files.py` checks
+the rest of such a directory.
 """
 
 import fcntl
 import hashlib
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -17,16 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from toolkit.config.schema import Family
-from toolkit.messages import (
-    LARGEST_JSON_BYTES,
-    ModelError,
-    file_bytes,
-    json_object,
-    parsed_json,
-    reading,
-    tr,
-)
+from toolkit.messages import LARGEST_JSON_BYTES, ModelError, file_bytes, json_object, parsed_json, reading, tr
 
 
 class Architecture(str, Enum):
@@ -38,34 +28,6 @@ class Architecture(str, Enum):
     """ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b: what transformers calls GlmForCausalLM."""
 
 
-_OFFICIAL_KEYS = {
-    Architecture.v1: ("hidden_size", "inner_hidden_size", "num_layers", "num_attention_heads", "vocab_size"),
-    Architecture.glm: (
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_layers",
-        "num_attention_heads",
-        "kv_channels",
-        "padded_vocab_size",
-        "seq_length",
-        "layernorm_epsilon",
-    ),
-}
-# Key, the only supported value, the value if the key is absent.
-_OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
-    Architecture.v1: (("position_encoding_2d", True, False),),
-    Architecture.glm: (
-        ("rmsnorm", True, True),
-        ("post_layer_norm", True, True),
-        ("apply_residual_connection_post_layernorm", False, False),
-        ("add_bias_linear", False, False),
-        ("original_rope", True, True),
-        ("hidden_dropout", 0, 0),
-        ("tie_word_embeddings", False, False),
-    ),
-}
-
-
 BASE_FILE = "base.json"
 """In an adapter's directory or a checkpoint without frozen weights: what identifies the base model."""
 MODELOPT_FILE = "hf_quant_config.json"
@@ -74,10 +36,6 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json, or of a section of it, that say how weights are quantized."""
 ADDED_TOKENS = "toolkit_tokens.json"
 """In the directory that `model.add_tokens` makes: its base, and token -> id."""
-TOKENIZER_CODE = "tokenization_chatglm.py"
-_MODEL_CODE = "modeling_chatglm.py"
-_DIVIDES = re.compile(r"seq_idx\s*=[^\n]*/\s*self\.rope_ratio")
-_MULTIPLIES = re.compile(r"base\s*=\s*base\s*\*\s*self\.rope_ratio")
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture | None:
@@ -89,84 +47,6 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
     return None
 
 
-def named_family(folder: Path) -> Family:
-    """Return the ChatGLM family that a directory's files name (chatglm3 for glm-4-9b too), `auto` if they name none."""
-    for name in ("tokenizer_config.json", TOKENIZER_CODE, "config.json"):
-        text = read_text(folder / name).lower()
-        if "<|user|>" in text or "chatglm3" in text:
-            return Family.chatglm3
-        if "chatglm2" in text or "codegeex2" in text or "问：" in text:
-            return Family.chatglm2
-    return Family.auto
-
-
-def divides_positions(config: dict[str, Any], folder: Path) -> bool:
-    """Whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, instead of multiplying the rotary base.
-    modeling_chatglm.py decides, read as text, else the family that the files name; ModelError if neither is known.
-    """
-    ratio = config.get("rope_ratio", 1)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
-        raise ModelError(
-            "{folder}/config.json has rope_ratio = {value}: not a positive number.", folder=folder, value=ratio
-        )
-    if ratio == 1:
-        return False
-    code = read_text(folder / _MODEL_CODE)
-    if bool(_DIVIDES.search(code)) != bool(_MULTIPLIES.search(code)):
-        return bool(_DIVIDES.search(code))
-    family = named_family(folder)
-    if family is not Family.auto:
-        return family is Family.chatglm2
-    if isinstance(config.get("eos_token_id"), list) or "glm-4" in str(config.get("_name_or_path")).lower():
-        return False  # only glm-4-9b has several end tokens
-    raise ModelError(
-        "{folder}/config.json has rope_ratio = {ratio}, which ChatGLM2 takes otherwise than ChatGLM3 and GLM-4, and no "
-        "file in the directory names the model. Download {file} from the model's repository into it: it is read as "
-        "text, not executed.",
-        folder=folder,
-        ratio=ratio,
-        file=_MODEL_CODE,
-    )
-
-
-def read_text(file: Path) -> str:
-    """Return a file's text, "" if it cannot be read; undecodable bytes are replaced."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
-    """Raise ModelError if a config has values that `toolkit.models.chatglm.modeling` does not support."""
-    if config.get("quantization_bit"):
-        raise ModelError(
-            "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "
-            "Use the repository without -int4 or -int8.",
-            folder=folder,
-            bits=config["quantization_bit"],
-        )
-    missing = [key for key in _OFFICIAL_KEYS[architecture] if key not in config]
-    if missing:
-        raise ModelError(
-            "{folder}/config.json lacks {keys}: download it again.", folder=folder, keys=", ".join(missing)
-        )
-    for key, expected, absent in _OFFICIAL_VALUES[architecture]:
-        value = config.get(key, absent)
-        if value != expected:
-            raise ModelError(
-                "{folder}/config.json has {key} = {value}; no released ChatGLM has, and only {expected} can be read.",
-                folder=folder,
-                key=key,
-                value=value,
-                expected=expected,
-            )
-    if architecture is Architecture.glm:
-        divides_positions(config, folder)
-
-
-_SPOTS, _SPOT_BYTES = 64, 2**16
-"""Number and size of the parts of a weight file that go into its digest."""
 _trusted: set[str] = set()
 """SHA-256 of the Python files that this process may run; by content, so that copies in exports are trusted too."""
 
@@ -184,7 +64,9 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     architecture = architecture_of(config)
     _check_code_is_inside(folder, config, is_run=architecture is None)
     if architecture is not None:
-        check_supported(config, architecture, folder)
+        from toolkit.models.chatglm import official_files
+
+        official_files.check_supported(config, architecture, folder)
     elif config.get("model_type") == "chatglm":
         raise ModelError(
             "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
@@ -416,23 +298,6 @@ def _code_digests(folder: Path) -> set[str]:
     return {hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files(folder)}
 
 
-def weights_digest(folder: Path) -> str:
-    """Return a digest of a model or adapter: its config, and the size and `_SPOTS` parts of each weight file."""
-    import numpy as np  # commands that only read configs need none
-
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name in ("config.json", "adapter_config.json"):
-            digest.update(path.name.encode() + path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".pt"):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with open(path, "rb") as file:
-                for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
-                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
-    return digest.hexdigest()
-
-
 @contextmanager
 def lock_module_cache() -> Iterator[None]:
     """Lock transformers' module cache against this machine's other processes: transformers (5.23) copies a directory's
@@ -468,8 +333,6 @@ _FRACTIONS = {
 }
 """The same for floats; with values outside of these every output is NaN."""
 _REQUIRED_KEYS = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")
-_MAX_GROWTH = 100
-"""Factor by which a tokenizer's normalizer or decoder may lengthen a text; NFKD turns some characters into 18."""
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
@@ -492,72 +355,6 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
                         least=least,
                         most=f"{most:,.0f}",
                     )
-
-
-def check_tokenizer_growth(file: Path) -> None:
-    """Raise ModelError for a tokenizer.json whose steps lengthen texts without bound: ten that replace `a` by ten `a`
-    would fill any memory.
-    """
-    tokenizer = json_object(file, ModelError)
-    for part in ("normalizer", "decoder"):
-        growth = _growth_factor(tokenizer.get(part))
-        if growth > _MAX_GROWTH:
-            raise ModelError(
-                "{file}: its {part} can make a text more than {times} times as long, which no tokenizer needs. Get "
-                "the file from a source you trust.",
-                file=file,
-                part=part,
-                times=_MAX_GROWTH,
-            )
-
-
-def _growth_factor(step: Any) -> float:
-    """Return the largest factor by which a normalizer or decoder can lengthen a text, by its settings."""
-    if not isinstance(step, dict):
-        return 1.0
-    growth = 1.0
-    inner_steps = step.get("normalizers") or step.get("decoders")
-    for inner in inner_steps if isinstance(inner_steps, list) else []:
-        growth = min(growth * _growth_factor(inner), 1e9)  # some hundred of them would overflow
-    if step.get("type") == "Replace":
-        pattern = step.get("pattern")
-        text = pattern.get("String") if isinstance(pattern, dict) else None
-        matched = len(text.encode()) if isinstance(text, str) else 1  # an expression may match a single character
-        content = len(str(step.get("content", "")).encode())
-        growth *= max(1.0, content / matched if matched else content + 1.0)
-    elif step.get("type") == "Prepend":
-        growth *= 1.0 + len(str(step.get("prepend", "")))
-    return growth
-
-
-def official_vocabulary(folder: Path) -> Path | None:
-    """Return the vocabulary file of an official ChatGLM tokenizer in a directory, None if there is another tokenizer.
-    Of a saved model that in `official/`, as that tokenizer never parses control strings.
-    """
-    inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
-    if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
-        return official_vocabulary(inner)
-    config = read_json_or_empty(folder / "tokenizer_config.json")
-    is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
-    if (folder / "ice_text.model").is_file():
-        return folder / "ice_text.model"
-    if (folder / "tokenizer.model").is_file():
-        others = ("tokenizer_config.json", "tokenizer.json", "config.json")
-        if (
-            is_named
-            or (folder / TOKENIZER_CODE).is_file()
-            or architecture_of(read_json_or_empty(folder / "config.json")) is not None
-            # A vocabulary alone: other families' directories have at least a tokenizer_config.json.
-            or not any((folder / name).is_file() for name in others)
-        ):
-            return folder / "tokenizer.model"
-    if is_named and not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
-            "tokenizer.model): download it again.",
-            folder=folder,
-        )
-    return None
 
 
 def read_json_or_empty(file: Path) -> dict[str, Any]:

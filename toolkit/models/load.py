@@ -1,4 +1,4 @@
-"""Loading of models from a directory, tensor by tensor to save memory, and construction with random weights."""
+"""Models of a directory, empty or with one layer's weights at a time, and construction with random weights."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -30,50 +30,8 @@ if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     MoeCausalLMOutputWithPast.image_outputs = None
 
 
-def load_model(
-    path: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    ds_config: dict[str, Any] | None = None,
-    needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
-    ready: Callable[[PreTrainedModel, str], None] | None = None,
-) -> PreTrainedModel:
-    """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
-
-    Args:
-        path: an official ChatGLM directory, or any causal language model in transformers' layout.
-        dtype: of the parameters, by name too; None or "auto" keeps each tensor's. Rotary frequencies stay float32.
-        ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
-        needed_rows: gets the empty model and returns by name which rows of its parameters and stored buffers this
-            process needs, and may leave no more of them in the model; None reads all.
-        ready: gets the model and the name of each parameter as soon as it has its values, and may quantize it before
-            the next one is read; not called if a directory's own code is trusted.
-
-    Returns:
-        The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
-        `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
-
-    Raises:
-        ModelError: the directory cannot be loaded; the message says why.
-    """
-    folder = Path(path)
-    if isinstance(dtype, str):
-        dtype = None if dtype == "auto" else getattr(torch, dtype)
-    config = directory.read_config(str(folder))
-    partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
-    if partitioned is not None and "tensor_parallel" in partitioned:
-        partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
-    # A directory's own code may not support empty parameters: its caller does the work of `ready` afterwards.
-    replaces = ready is not None and not directory.is_trusted(folder)
-    is_streamed = partitioned is not None or needed_rows is not None or replaces or _is_read_in_16_bits(folder)
-    if directory.architecture_of(config) is None and not is_streamed:
-        return _load_by_transformers(folder, dtype)
-    model, files, layout = _open_directory(folder, config, dtype, partitioned)
-    weights.read_weights(model, files, layout, dtype, needed_rows, ready)
-    return model
-
-
-def _is_read_in_16_bits(folder: Path) -> bool:
+def is_read_in_16_bits(folder: Path) -> bool:
+    """Whether the files of a directory are quantized and their matrices are read in 16 bits."""
     if not directory.is_quantized(folder):
         return False
     from toolkit.models import quantized
@@ -90,9 +48,9 @@ def stream_parameters(
     """
     config = directory.read_config(str(path))
     try:
-        model, files, layout = _open_directory(Path(path), config, read_as=torch.float32)
+        model, files, layout = open_directory(Path(path), config, read_as=torch.float32)
     except NotStreamable:
-        state = _load_by_transformers(Path(path), None).state_dict()
+        state = load_by_transformers(Path(path), None).state_dict()
         model = load_empty(path)
         names = [name for name in weights.shapes_of(model) if only is None or name in only]
         return model, ((name, state.pop(name)) for name in names)
@@ -108,7 +66,7 @@ def load_empty(
     weight files are compared with the model's; ModelError if they differ.
     """
     config = directory.read_config(str(path), with_weights=compared)
-    return _open_directory(Path(path), config)[0] if compared else _build_empty(Path(path), config, changed=changed)
+    return open_directory(Path(path), config)[0] if compared else _build_empty(Path(path), config, changed=changed)
 
 
 def _build_empty(
@@ -168,18 +126,18 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     """Return class and config of the model that an official ChatGLM's config.json describes. `config`, `generation`:
     content of config.json and generation_config.json.
     """
-    from toolkit.models.chatglm import modeling
+    from toolkit.models.chatglm import modeling, official_files
 
     if directory.architecture_of(config) is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         only = {key: value for key, value in config.items() if key not in foreign}
         return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**only)
-    divides = directory.divides_positions(config, folder)
+    divides = official_files.divides_positions(config, folder)
     return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 
 
-def _open_directory(
+def open_directory(
     folder: Path,
     config: dict[str, Any],
     dtype: torch.dtype | None = None,
@@ -197,17 +155,18 @@ def _open_directory(
         try:
             layout = stored_form.record(model, files.shapes)
         except NotStreamable as error:
-            if _is_read_in_16_bits(folder):  # transformers would need the quantizer's package
+            if is_read_in_16_bits(folder):  # transformers would need the quantizer's package
                 from toolkit.models import quantized
 
                 raise quantized.quantization_error(config, folder) from error
             raise
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
+        from toolkit.models import official
         from toolkit.models.chatglm.modeling import official_layout
 
         layout = official_layout(model.config, interleaved)
-        save.save_origin(model, files, layout, interleaved)
+        official.save_origin(model, files, layout, interleaved)
     weights.check_weights_fit(model, files, layout)
     record_extra_tensors(model, files, layout)
     return model, files, layout
@@ -243,7 +202,7 @@ def create_model(
         packed: whether rows hold several samples.
         parts: number of ranks that each row is divided over.
         head: of a classifier, in place of the output layer.
-        ds_config, needed_rows, ready: see `load_model`.
+        ds_config, needed_rows, ready: see `load_weights.load_model`.
     """
     if config.init is Init.random:
         # Not partitioned, even under stage 3: such models are small, and all stages start from the same values.
@@ -253,9 +212,9 @@ def create_model(
             model = transformers.GlmForCausalLM(glm)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
-        from toolkit.models import quantized, trainable
+        from toolkit.models import load_weights, quantized, trainable
 
-        model = load_model(
+        model = load_weights.load_model(
             config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, needed_rows=needed_rows, ready=ready
         )
         quantized.report(Path(config.path), dtype)
@@ -394,7 +353,7 @@ def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
     _check_report(folder, shell, report)
 
 
-def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     """Load a model by transformers' `from_pretrained`; ModelError if its weights do not fit."""
     config = transformers_config(folder)
     try:
@@ -435,9 +394,9 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     """
     config = directory.read_config(str(path))
     try:
-        model, files, layout = _open_directory(Path(path), config)
+        model, files, layout = open_directory(Path(path), config)
     except NotStreamable:
-        return _load_by_transformers(Path(path), dtype)
+        return load_by_transformers(Path(path), dtype)
     shapes = weights.shapes_of(model)
     dtypes = {
         target: dtype if dtype and info.dtype.is_floating_point else info.dtype

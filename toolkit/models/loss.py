@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
-from toolkit.models.loss_kernels import Scores, chunked_loss_sum, chunked_losses
+from toolkit.models.loss_kernels import chunked_loss_sum, chunked_losses
 from toolkit.models.record import record_of
 from toolkit.sample_types import UNTRAINED, Batch, with_targets
 
@@ -82,7 +82,7 @@ class LossHead:
         self.kernel = kernel
         self._path: LossPath | None = None
         self._replacement: tuple[Compute, torch.Tensor, int]
-        """What `_run_with` computes in this pass, of which tokens, and the length of the rows."""
+        """What `run_with` computes in this pass, of which tokens, and the length of the rows."""
         # The same function object in all passes, which torch.compile calls without tracing it.
         self._forward = torch.compiler.disable(self._compute_picked)
 
@@ -101,53 +101,17 @@ class LossHead:
         """Return the sum of `losses`, a scalar, whose gradients are computed from the same logits in the same pass."""
         if self.path(engine) is not LossPath.losses:
             return self.losses(engine, batch).sum()
-        sum_of = partial(self._sum_of, layer=_output_layer(engine), targets=batch["targets"])
-        return self._run_with(engine, batch, batch["target_indices"], sum_of).sum()
+        sum_of = partial(self._sum_of, layer=output_layer(engine), targets=batch["targets"])
+        return self.run_with(engine, batch, batch["target_indices"], sum_of).sum()
 
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Run forward on a batch from `on_device`; return the losses of the T trained tokens, float32 [T]."""
         path, targets, indices = self.path(engine), batch["targets"], batch["target_indices"]
         if path is LossPath.losses:
-            each_loss = partial(_each_loss, layer=_output_layer(engine), targets=targets)
-            return self._run_with(engine, batch, indices, each_loss).flatten()
-        logits = self._picked_logits(engine, batch, indices, path)
+            each_loss = partial(_each_loss, layer=output_layer(engine), targets=targets)
+            return self.run_with(engine, batch, indices, each_loss).flatten()
+        logits = self.picked_logits(engine, batch, indices, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
-
-    def scores(self, engine: Any, batch: Batch, indices: torch.Tensor) -> Scores:
-        """Run forward on a batch from `on_device`; return the scores of the tokens at T indices of B x S."""
-        path = self.path(engine)
-        if path is not LossPath.losses:
-            return Scores(self._picked_logits(engine, batch, indices, path))
-        layer = _output_layer(engine)
-        states = self._run_with(engine, batch, indices, _as_rows).flatten(0, 1)
-        return Scores(states, layer.weight, layer.bias)
-
-    def states(self, engine: Any, batch: Batch, indices: torch.Tensor) -> torch.Tensor:
-        """Run forward on a batch from `on_device`; return the output layer's inputs [T, H] at T indices of the B x S
-        tokens. The layer's weight takes part with a factor of 0, so that it has a gradient, for which ZeRO waits.
-        """
-        layer = _output_layer(engine)
-
-        def with_weight(states: torch.Tensor) -> torch.Tensor:
-            return _as_rows(states + 0 * layer.weight.flatten()[0])
-
-        # `_run_with` takes the state before each index, which predicts the token there.
-        return self._run_with(engine, batch, indices + 1, with_weight).flatten(0, 1)
-
-    def total(
-        self, engine: Any, batch: Batch, indices: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
-    ) -> torch.Tensor:
-        """Run forward and return the scalar that `compute` returns for the scores of T tokens. If possible it is called
-        inside the output layer's forward pass, while ZeRO-3 has gathered the layer's weight.
-        """
-        if self.path(engine) is not LossPath.losses:
-            return compute(self.scores(engine, batch, indices))
-        layer = _output_layer(engine)
-
-        def total_of(states: torch.Tensor) -> torch.Tensor:
-            return compute(Scores(states, layer.weight, layer.bias))[None, None, None]
-
-        return self._run_with(engine, batch, indices, total_of).sum()
 
     def _sum_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum [1, 1, 1] of the losses of states [T, H]."""
@@ -162,29 +126,29 @@ class LossHead:
         loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
         return loss[None, None, None]
 
-    def _picked_logits(self, engine: Any, batch: Batch, indices: torch.Tensor, path: LossPath) -> torch.Tensor:
+    def picked_logits(self, engine: Any, batch: Batch, indices: torch.Tensor, path: LossPath) -> torch.Tensor:
         """Run forward and return the logits [T, V] that predict the tokens at some indices; `picked`: no others."""
         if path is LossPath.all_logits:
-            return logits_of(engine, batch).flatten(0, 1).index_select(0, indices - 1)
-        return self._run_with(engine, batch, indices, _logits_by(_output_layer(engine))).flatten(0, 1)
+            return forward_output(engine, batch).flatten(0, 1).index_select(0, indices - 1)
+        return self.run_with(engine, batch, indices, _logits_by(output_layer(engine))).flatten(0, 1)
 
-    def _run_with(self, engine: Any, batch: Batch, indices: torch.Tensor, compute: Compute) -> torch.Tensor:
+    def run_with(self, engine: Any, batch: Batch, indices: torch.Tensor, compute: Compute) -> torch.Tensor:
         """Run forward with `compute` in place of the output layer; return what it returns for the states [T, H] before
         the tokens at some indices. The model takes that for its logits, so it needs three dimensions: tuning=prompt
         cuts [B, S, V] along the second.
         """
-        layer, length = _output_layer(engine), batch["input_ids"].size(1)
+        layer, length = output_layer(engine), batch["input_ids"].size(1)
         self._replacement, instance_forward = (compute, indices, length), layer.__dict__.get("forward")
         layer.forward = self._forward
         try:
-            return _forward_output(engine, batch)
+            return forward_output(engine, batch)
         finally:
             del layer.forward, self._replacement
             if instance_forward is not None:
                 layer.forward = instance_forward
 
     def _compute_picked(self, states: torch.Tensor) -> torch.Tensor:
-        """What the output layer's forward is during `_run_with`, for its inputs [B, S, H]."""
+        """What the output layer's forward is during `run_with`, for its inputs [B, S, H]."""
         compute, indices, length = self._replacement
         # Skips the learned tokens in front of each row (tuning=prompt).
         return compute(states[:, -length:].flatten(0, 1).index_select(0, indices - 1))
@@ -194,7 +158,7 @@ class LossHead:
         model returns that layer's output unchanged as logits; else from the layer's output for trained tokens, or for
         all.
         """
-        module, layer = getattr(engine, "module", engine), _output_layer(engine)
+        module, layer = getattr(engine, "module", engine), output_layer(engine)
         if layer is None:
             return LossPath.all_logits
         # A row of eight tokens of which the last five are trained.
@@ -223,7 +187,7 @@ class LossHead:
         without_compiling = torch.compiler.set_stance("force_eager")
         try:
             with probe.evaluating(engine), without_compiling:
-                logits = self._run_with(engine, batch, batch["target_indices"], _logits_by(layer))
+                logits = self.run_with(engine, batch, batch["target_indices"], _logits_by(layer))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -234,18 +198,14 @@ class LossHead:
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
 
-def logits_of(engine: Any, batch: Batch) -> torch.Tensor:
-    """Run an engine or a model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
-    return _forward_output(engine, batch)
-
-
-def _forward_output(engine: Any, batch: Batch) -> torch.Tensor:
+def forward_output(engine: Any, batch: Batch) -> torch.Tensor:
     """Run an engine or a model and return what its output layer returned: logits, or what `LossHead` puts there."""
-    output: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
+    output: torch.Tensor = engine(**forward_arguments(getattr(engine, "module", engine), batch)).logits
     return output
 
 
-def _output_layer(engine: Any) -> Any:
+def output_layer(engine: Any) -> Any:
+    """Return the output layer of an engine or a model."""
     return getattr(engine, "module", engine).get_output_embeddings()
 
 
@@ -254,7 +214,7 @@ def _each_loss(states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch
     return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
 
 
-def _as_rows(states: torch.Tensor) -> torch.Tensor:
+def as_rows(states: torch.Tensor) -> torch.Tensor:
     """Return states [T, H] as those of T rows of one token, [T, 1, H]."""
     return states[:, None]
 
@@ -264,23 +224,13 @@ def _logits_by(layer: Any) -> Compute:
     layer_forward = layer.forward
 
     def logits(states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = layer_forward(_as_rows(states))
+        output: torch.Tensor = layer_forward(as_rows(states))
         return output
 
     return logits
 
 
-def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
-    """Run a transformers model without its output layer and return the states `[B, S, H]`. The batch of a later
-    pipeline stage has `inputs_embeds`; one without `segment_ids` has no padding, as that of a probe.
-    """
-    inputs = on_device(model, batch) if "labels" in batch else batch
-    output = model.base_model(**_arguments(model, inputs))
-    states: torch.Tensor = output if isinstance(output, torch.Tensor) else output.last_hidden_state
-    return states
-
-
-def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
+def forward_arguments(module: Any, batch: Batch) -> dict[str, Any]:
     """Return the arguments of a model's forward for a batch on its device."""
     arguments: dict[str, Any] = {"use_cache": False}
     # ChatGLM-6B computes positions from the ids of special tokens, so it needs the ids even with embeddings.

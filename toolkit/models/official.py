@@ -1,5 +1,7 @@
 """Saving of a ChatGLM in its official layout: the same files, names, precisions and bits."""
 
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +13,12 @@ from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import weights
 from toolkit.models.chatglm.modeling import official_layout
 from toolkit.models.record import record_of
-from toolkit.models.save import Origin, copy_non_weight_files
+from toolkit.models.save import RECORD, Origin
+
+# The weights themselves, also in formats that were not read, and what trainers leave behind.
+_WEIGHTS = re.compile(
+    r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\.index\.json)?|.+\.(pt|pth|ckpt|h5|msgpack|gguf|onnx)"
+)
 
 
 def write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
@@ -64,3 +71,39 @@ def _stored_tensor(
             dtype=dtype,
         )
     return stored
+
+
+def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
+    """Record the official directory of a model in `ModelRecord.origin`, unless `load_origin` has done so."""
+    if record_of(model).origin is not None:  # ChatGLM-6B looks official in either layout
+        return
+    computed = {}
+    for name in files:
+        if not layout.parameters(name):
+            with files.open(name) as value:
+                computed[name] = value.double().flatten().tolist()
+    names = {info.file.name for info in files.values()}
+    is_safe = any(name.endswith(".safetensors") for name in names)
+    single = "model.safetensors" if is_safe else "pytorch_model.bin"
+    record_of(model).origin = Origin(
+        folder=str(files.folder),
+        index="" if names == {single} else f"{single}.index.json",
+        tensors={
+            name: {"file": info.file.name, "dtype": str(info.dtype).removeprefix("torch.")}
+            for name, info in files.items()
+        },
+        computed=computed,
+        interleaved=interleaved,
+    )
+
+
+def copy_non_weight_files(origin: Origin, target: Path) -> None:
+    """Copy the files of the official directory except for weights: index, config, tokenizer, license, *.py."""
+    for file in sorted(Path(origin.folder).iterdir()):
+        is_skipped = (
+            (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
+            or file.name in (RECORD, "manifest.json")  # an export's manifest lists the files of that directory
+            or file.name.startswith(".")
+        )
+        if file.is_file() and not is_skipped:
+            shutil.copyfile(file, target / file.name)

@@ -3,8 +3,6 @@ the latter takes besides the weights is the model's `Origin`, which is in `offic
 """
 
 import json
-import re
-import shutil
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,11 +124,7 @@ def _correct_prediction_layers(model: PreTrainedModel) -> None:
 
 
 ORIGIN_DIR = "official"
-_RECORD = "layout.json"
-# The weights themselves, also in formats that were not read, and what trainers leave behind.
-_WEIGHTS = re.compile(
-    r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\.index\.json)?|.+\.(pt|pth|ckpt|h5|msgpack|gguf|onnx)"
-)
+RECORD = "layout.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,33 +142,9 @@ class Origin:
     """See `GlmLayout`."""
 
 
-def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
-    """Record the official directory of a model in `ModelRecord.origin`, unless `load_origin` has done so."""
-    if record_of(model).origin is not None:  # ChatGLM-6B looks official in either layout
-        return
-    computed = {}
-    for name in files:
-        if not layout.parameters(name):
-            with files.open(name) as value:
-                computed[name] = value.double().flatten().tolist()
-    names = {info.file.name for info in files.values()}
-    is_safe = any(name.endswith(".safetensors") for name in names)
-    single = "model.safetensors" if is_safe else "pytorch_model.bin"
-    record_of(model).origin = Origin(
-        folder=str(files.folder),
-        index="" if names == {single} else f"{single}.index.json",
-        tensors={
-            name: {"file": info.file.name, "dtype": str(info.dtype).removeprefix("torch.")}
-            for name, info in files.items()
-        },
-        computed=computed,
-        interleaved=interleaved,
-    )
-
-
 def load_origin(model: PreTrainedModel, folder: Path) -> None:
     """Set `ModelRecord.origin` from the `official/` of a saved model's directory, if there is one."""
-    record = folder / ORIGIN_DIR / _RECORD
+    record = folder / ORIGIN_DIR / RECORD
     if not record.is_file():
         return
     try:
@@ -200,20 +170,10 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
     origin = record_of(model).origin
     if origin is None:
         return
+    from toolkit.models.official import copy_non_weight_files
+
     target = folder / ORIGIN_DIR
     target.mkdir(parents=True)
     copy_non_weight_files(origin, target)
     record = asdict(origin) | {"folder": ""}
-    (target / _RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def copy_non_weight_files(origin: Origin, target: Path) -> None:
-    """Copy the files of the official directory except for weights: index, config, tokenizer, license, *.py."""
-    for file in sorted(Path(origin.folder).iterdir()):
-        is_skipped = (
-            (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
-            or file.name in (_RECORD, "manifest.json")  # an export's manifest lists the files of that directory
-            or file.name.startswith(".")
-        )
-        if file.is_file() and not is_skipped:
-            shutil.copyfile(file, target / file.name)
+    (target / RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

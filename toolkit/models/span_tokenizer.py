@@ -6,7 +6,6 @@ Control strings in messages, such as `<|user|>`, are broken up by characters tha
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.sample_types import Encoded
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from toolkit.models.answer_spans import Openings
+    from toolkit.models.whole_texts import WholeTexts
 
 Span = tuple[int, int]
 """Index of an answer's first character in the text of a conversation, and of the one after its last, end included."""
@@ -153,12 +153,21 @@ class SpanTokenizer:
         if is_alone and all(text.startswith(mark.content) for text in openings.texts):
             self.mark = mark.content
 
+    @cached_property
+    def whole_texts(self) -> "WholeTexts":
+        """What encodes texts in which no control token opens the answers, or by a slow tokenizer."""
+        from toolkit.models.whole_texts import WholeTexts
+
+        return WholeTexts(self.tokenizer, self.shield, self.end_id, self.last_ids)
+
     def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
         """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
         text. What follows (a newline, mostly) is dropped: generation has stopped by then.
         """
         if not self.tokenizer.is_fast:
-            return [self._encode_slowly(text, marks) for text, marks in zip(texts, spans, strict=True)]
+            return [
+                self.whole_texts.encode_slowly(*text_and_spans) for text_and_spans in zip(texts, spans, strict=True)
+            ]
         encoded: dict[int, Encoded] = {}
         is_covered = [BREAKS.search(text) is not None for text in texts]
         for covered_texts in (False, True):
@@ -172,10 +181,11 @@ class SpanTokenizer:
             pairs = zip(chosen, in_pieces, strict=True)
             encoded.update((index, ids_and_mask) for index, ids_and_mask in pairs if ids_and_mask)
             others = [index for index in chosen if index not in encoded]
-            batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
-            for index, encoding in zip(others, batch, strict=True):
-                split = self._split_merged_borders(backend, encoding, texts[index], spans[index])
-                encoded[index] = self._mask_by_offsets(*split)
+            if others:
+                by_offsets = self.whole_texts.encode_by_offsets(
+                    backend, [texts[index] for index in others], [spans[index] for index in others]
+                )
+                encoded.update(zip(others, by_offsets, strict=True))
         return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
@@ -254,109 +264,7 @@ class SpanTokenizer:
             return False
         backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
         before, both = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + beginning))
-        return not _begins_with(both, before)
-
-    def _split_merged_borders(
-        self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
-    ) -> tuple[Any, str, Sequence[Span]]:
-        """Return an encoding, its text and its spans, in which the ids before each span are those of the prompt by
-        itself, from which generation starts. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
-        """
-        borders = [begin for begin, _ in spans if begin and self._merges_across(backend, encoding, text, begin)]
-        if not borders:
-            return encoding, text, spans
-        pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
-        shifted = [
-            (begin + sum(border <= begin for border in borders), stop + sum(border < stop for border in borders))
-            for begin, stop in spans
-        ]
-        text = SPLIT.join(pieces)
-        return self.shield.backend.encode(text, add_special_tokens=False), text, shifted
-
-    def _merges_across(self, backend: Any, encoding: Any, text: str, border: int) -> bool:
-        """Whether a token reaches across a border, or what follows the border changes the tokens before it."""
-        token = encoding.char_to_token(border - 1)
-        if token is None or text[border - 1].isspace():  # how white space is split depends on what follows it
-            return not _begins_with(encoding.ids, backend.encode(text[:border], add_special_tokens=False).ids)
-        while token < len(encoding) and (chars := encoding.token_to_chars(token)) and chars[0] < border:
-            if chars[1] > border:
-                return True
-            token += 1
-        return False
-
-    def _mask_by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by the tokenizer's offsets."""
-        num_tokens = len(encoding)
-        tokens = [
-            (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
-            for begin, stop in spans
-        ]
-        return self._mask_to_end(encoding.ids, tokens)
-
-    def _encode_slowly(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by a tokenizer without offsets: an index in the text corresponds to the number of ids
-        that the text and its prefix up to there have in common.
-        """
-        is_covered, borders = BREAKS.search(text) is not None, [0]
-
-        def tokens(part: str) -> list[int]:
-            ids: list[int] = []
-            for begin, stop in pairwise([*(border for border in borders if border < len(part)), len(part)]):
-                if is_covered:
-                    ids += self.shield.slow_ids(part[begin:stop])
-                else:
-                    ids += self.tokenizer(part[begin:stop], add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
-
-        ids = tokens(text)
-        for begin, _ in spans:
-            if not _begins_with(ids, tokens(text[:begin])):
-                borders.append(begin)
-                ids = tokens(text)
-
-        def id_index(position: int) -> int:
-            beginning = tokens(text[:position])
-            pairs = enumerate(zip(beginning, ids, strict=False))
-            return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
-
-        return self._mask_to_end(ids, [(id_index(begin), id_index(stop)) for begin, stop in spans])
-
-    def _mask_to_end(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask of trained `spans` of ids, each of which is cut after its end token, or lengthened by one
-        that follows. If the last span ends the text, ids after it are cut off, and a missing end token is added.
-        """
-        end = self.end_id
-        mask: list[bool] = []
-        for begin, stop in spans:
-            # A span may leave out the end token that follows it.
-            last = stop + 1 if ids[stop : stop + 1] == [end] else stop
-            if last == begin or ids[last - 1] != end:
-                last = ids.index(end, begin, last) + 1 if end in ids[begin:last] else last
-            mask += [False] * (begin - len(mask))
-            mask += [True] * (last - begin)
-        if spans and spans[-1][1] >= len(ids):
-            ids = ids[: len(mask)]
-            if ids[-1] not in self.last_ids:
-                ids, mask = [*ids, end], [*mask, True]
-        return ids, mask + [False] * (len(ids) - len(mask))
-
-
-def _begins_with(ids: list[int], prompt: list[int]) -> bool:
-    return ids[: len(prompt)] == prompt
-
-
-def _token_at(encoding: Any, position: int) -> int:
-    """Return the first token that begins at or after a character position. A token across it (one may join the end of
-    an answer and what follows) belongs to what precedes.
-    """
-    length = len(encoding)
-    for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
-        token = encoding.char_to_token(index)
-        if token is not None:
-            while token < length and encoding.token_to_chars(token)[0] < position:
-                token += 1
-            return int(token)
-    return length
+        return both[: len(before)] != before
 
 
 def any_of(texts: Iterable[str]) -> str:

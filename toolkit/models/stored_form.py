@@ -119,8 +119,10 @@ class TransformersLayout(weights.Layout):
                 self._size(parts[source][0], axis) if source in parts else 0 for source in converter.source_patterns
             ]
             if len({*sizes}) > 1:
-                if not isinstance(step, _UnequalParts):
-                    step = converter.operations[joined[0]] = _UnequalParts(step.dim)
+                from toolkit.models.conversions import UnequalParts
+
+                if not isinstance(step, UnequalParts):
+                    step = converter.operations[joined[0]] = UnequalParts(step.dim)
                 step.sizes[sum(sizes)] = sizes
         return [entry for entry in self._table if entry.was_used()]
 
@@ -146,8 +148,10 @@ class TransformersLayout(weights.Layout):
                 converter = self._converter_of(pattern)
                 for number, step in enumerate(converter.operations):
                     if getattr(step, "check_dims", False):
+                        from toolkit.models.conversions import Unchanged
+
                         is_same = tuple(self._stored[names[0]]) == self._shapes[parameter]
-                        settled = _Unchanged() if is_same else loading.Transpose(step.dim0, step.dim1)
+                        settled = Unchanged() if is_same else loading.Transpose(step.dim0, step.dim1)
                         converter.operations[number] = settled
 
     def _find_target(self, name: str) -> _Target:
@@ -175,7 +179,7 @@ class TransformersLayout(weights.Layout):
         if steps == [("ErnieFuseAndSplitTextVisionExperts", None)]:  # the second half of the experts sees images
             steps = [("MergeModulelist", 0), ("Concatenate", 1)][: len(converter.source_patterns)]
         is_stacked = ("MergeModulelist", 0) in steps
-        joined = [int(dim or 0) for step, dim in steps if step in ("Concatenate", "_UnequalParts")]
+        joined = [int(dim or 0) for step, dim in steps if step in ("Concatenate", "UnequalParts")]
         if len(steps) != is_stacked + len(joined) or len(joined) > 1 or (is_stacked and "*" not in pattern):
             raise NotStreamable(
                 "{architecture} stores {name} in another form than it computes with, so that it can only be read "
@@ -214,51 +218,6 @@ class TransformersLayout(weights.Layout):
         single.add_tensor(parameter, name, pattern, value)
         converted = single.convert(parameter, model=self._shell, config=self._model.config)
         return {name: part[0] if isinstance(part, list) else part for name, part in converted.items()}
-
-
-class _Unchanged(loading.ConversionOps):
-    """No change of a tensor."""
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Any]:
-        [value] = input_dict.values()
-        return {target_patterns[0]: value}
-
-    @property
-    def reverse_op(self) -> loading.ConversionOps:
-        return self
-
-
-class _UnequalParts(loading.Concatenate):
-    """Concatenation of parts of these sizes along a dimension; transformers would divide into equal ones."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.sizes: dict[int, list[int]] = {}
-        """Size together -> sizes of the parts."""
-
-    @property
-    def reverse_op(self) -> loading.ConversionOps:
-        return _Division(self.dim, self.sizes)
-
-
-class _Division(loading.Chunk):
-    """The reverse of `_UnequalParts`."""
-
-    def __init__(self, dim: int, sizes: dict[int, list[int]]) -> None:
-        super().__init__(dim)
-        self.sizes = sizes
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        [value] = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        if (sizes := self.sizes.get(value.shape[self.dim])) is None:
-            return super().convert(input_dict, source_patterns, target_patterns, **kwargs)
-        parts = [part.contiguous() for part in value.split(sizes, self.dim)]
-        return dict(zip(target_patterns, parts, strict=True))
 
 
 def as_stored(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch.Tensor]:

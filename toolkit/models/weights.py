@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit import disk, terminal
+from toolkit import disk
 from toolkit.messages import ModelError, reading, reason_of, tr
 from toolkit.models.directory import is_quantized, weight_files
 from toolkit.models.record import record_of
@@ -200,7 +200,7 @@ def build_empty(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
         model = build()
     model.tie_weights()
     for name, buffer in [*model.named_buffers()]:
-        if _stays_in_float32(model, name):
+        if stays_in_float32(model, name):
             set_value(model, name, buffer.float())
     # Frequencies are computed in float32: the meta device leaves them empty, and zero.Init casts them to the model's
     # precision, in which they are noise beyond a few hundred positions.
@@ -214,7 +214,7 @@ def build_empty(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
     return model
 
 
-def _stays_in_float32(model: PreTrainedModel, name: str) -> bool:
+def stays_in_float32(model: PreTrainedModel, name: str) -> bool:
     """Whether a half-precision model has a parameter or buffer in float32: biases of routers, and from transformers
     5.24 on the routers of DeepSeek-V3 and its relatives. DeepSpeed's engine rounds the parameters of what it trains.
     """
@@ -222,84 +222,11 @@ def _stays_in_float32(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
-def read_weights(
-    model: PreTrainedModel,
-    files: WeightFiles,
-    layout: Layout,
-    dtype: torch.dtype | None,
-    needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
-    ready: Callable[[PreTrainedModel, str], None] | None = None,
-) -> None:
-    """Fill an empty model with the values of `files`; see `load.load_model` for `dtype`, `needed_rows` and `ready`.
-    A collective if parameters are partitioned: rank 0 reads, and every rank keeps its part.
-    """
-    tensors = _stored_tensors(model)
-    is_partitioned = any(hasattr(value, "ds_shape") for value in tensors.values())
-    is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    rows = dict.fromkeys(tensors, slice(None)) if needed_rows is None else needed_rows(model)
-    groups = _names_by_target(files, layout, rows)
-    num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
-    total = sum(num_bytes[name] for names in groups.values() for name in names)
-    with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
-        for targets, names in groups.items():
-            partitioned = [tensors[target] for target in targets if hasattr(tensors[target], "ds_shape")]
-            with full_params(partitioned, modifier_rank=0):  # all ranks keep what rank 0 writes
-                for name in names:
-                    index = layout.index(name)
-                    if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
-                        with files.open(name) as value:
-                            for target, part in zip(targets, layout.split(name, value), strict=True):
-                                if is_partitioned:
-                                    tensors[target].data[index].copy_(part)
-                                else:
-                                    _fill_target(model, target, index, part, rows[target], dtype)
-                    advance(num_bytes[name])
-            if ready is not None:
-                for target in targets:
-                    ready(model, target)
-            if partitioned or ready is not None:
-                return_memory()
-    if not is_partitioned or needed_rows is not None or ready is not None:
-        model.tie_weights()  # a tied head has lost the parameter that was replaced
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            compute_buffers(model)
-
-
-def _is_within(index: Any, rows: slice) -> bool:
-    """Whether an index of a parameter (see `Layout.index`), perhaps of one expert, is in its `rows`."""
-    if index is ... or rows == slice(None):
-        return True
-    number = index[0] if isinstance(index, tuple) else index
-    return isinstance(number, slice) or number in range(rows.start, rows.stop)
-
-
-def _fill_target(
-    model: PreTrainedModel, name: str, index: Any, part: torch.Tensor, rows: slice, dtype: torch.dtype | None
-) -> None:
-    """Write `part` at `index` (see `Layout.index`) into a parameter or buffer of which this process has `rows`."""
-    target = model.get_parameter_or_buffer(name)
-    if not isinstance(target, torch.nn.Parameter):
-        dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
-    elif dtype is not None and _stays_in_float32(model, name):
-        dtype = torch.float32
-    if index is ...:
-        set_value(model, name, part[rows].to(dtype or part.dtype, copy=True).contiguous())
-        return
-    if target.is_meta:
-        set_value(model, name, torch.empty(target.shape, dtype=dtype or part.dtype))
-        target = model.get_parameter(name)
-    number, *inside = index if isinstance(index, tuple) else (index,)
-    if isinstance(number, slice):
-        target.data[index].copy_(part)
-        return
-    target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)
-
-
 def stored_values(
     files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of the `wanted` parameters and buffers, and of those in the same stored tensors."""
-    for targets, names in _names_by_target(files, layout, shapes).items():
+    for targets, names in names_by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
         if all(layout.index(name) is ... for name in names):
@@ -315,20 +242,13 @@ def stored_values(
         yield from joint.items()
 
 
-def _names_by_target(files: WeightFiles, layout: Layout, targets: Container[str]) -> dict[tuple[str, ...], list[str]]:
+def names_by_target(files: WeightFiles, layout: Layout, targets: Container[str]) -> dict[tuple[str, ...], list[str]]:
     """Group stored tensors by the parameters, among `targets`, that they fill; without tensors that fill none."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in files:
         groups.setdefault(tuple(target for target in layout.parameters(name) if target in targets), []).append(name)
     groups.pop((), None)
     return groups
-
-
-def assign_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Set the parameters and buffers of an empty model to the tensors of `state`, without copying them."""
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    compute_buffers(model)
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
@@ -353,25 +273,12 @@ def under_first_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor])
     return {tied.get(name, name): value for name, value in state.items() if tied.get(name) not in state}
 
 
-def state_differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return sentences about tensors that a state lacks, has too many or has in another shape than the model."""
-    shapes = shapes_of(model)
-    wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
-    for name, value in state.items():
-        expected, shape = shapes.get(name), tuple(value.shape)
-        if expected is None:
-            wrong.append(tr("{name}: the model has no such tensor", name=name))
-        elif shape != expected:
-            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=shape, expected=expected))
-    return wrong
-
-
 def shapes_of(model: PreTrainedModel) -> Shapes:
     """Return the full shape of every parameter and persistent buffer, also of partitioned ones."""
-    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored_tensors(model).items()}
+    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in stored_tensors(model).items()}
 
 
-def _stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what a checkpoint must hold, by name: each parameter once, and persistent buffers."""
     tensors, tied = model.state_dict(keep_vars=True), tied_parameter_names(model)
     stored_names = {name for name, _ in model.named_buffers()}

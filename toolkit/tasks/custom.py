@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import intact, state_files
 from toolkit.config import schema
 from toolkit.data.sampler import Position
-from toolkit.distributed import accelerator, process_group
+from toolkit.distributed import accelerator, process_group, row_exchange
 from toolkit.engine import ds_config
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
@@ -173,7 +173,7 @@ class CustomTask(task.Task):
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Raise ConfigError for a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
-        if directory.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
+        if intact.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
             return
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
@@ -383,7 +383,7 @@ def evaluate(
         metrics_of_rank = {
             name: torch.cat([part[name] for part in metrics_of_batches]) for name in metrics_of_batches[0]
         }
-        together = process_group.gather_metrics(metrics_of_rank, engine.device)
+        together = row_exchange.gather_metrics(metrics_of_rank, engine.device)
         order = together.pop(_NUMBER).argsort()
         scores = spec.score({name: values[order] for name, values in together.items()})
         figures |= {f"eval_{name}": float(value) for name, value in scores.items()}

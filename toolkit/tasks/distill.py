@@ -35,7 +35,20 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import chat, directory, isolation, load, lora, loss, probe, quantized, stages, weights
+from toolkit.models import (
+    base_model,
+    directory,
+    head_outputs,
+    isolation,
+    load,
+    lora,
+    loss,
+    probe,
+    quantized,
+    stages,
+    tokenizer_files,
+    weights,
+)
 from toolkit.models.loss_kernels import Scores
 from toolkit.models.packable import reason_not_to_pack
 from toolkit.sample_types import Batch
@@ -172,7 +185,7 @@ class DistillTask(language.LanguageTask):
 
         def measure(model: Any, batch: Batch) -> StoredScores:
             inputs = loss.on_device(model, batch)
-            scores = loss.loss_head(model).scores(model, inputs, inputs["target_indices"])
+            scores = head_outputs.scores(model, inputs, inputs["target_indices"])
             with weights.full_params([weight for weight in scores[1:] if weight is not None]):
                 return store(scores, vocabulary, top_k)
 
@@ -248,7 +261,7 @@ class DistillTask(language.LanguageTask):
                 results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill, own))
             return results[0].loss
 
-        total = loss.loss_head(engine).total(engine, inputs, indices, compute)
+        total = head_outputs.total(engine, inputs, indices, compute)
         return total, results[0], indices
 
     def _teacher_scores(self, engine: Any, batch: Batch, inputs: Batch, indices: torch.Tensor) -> Scores | StoredScores:
@@ -262,13 +275,11 @@ class DistillTask(language.LanguageTask):
             if not (len(indices) or "part" in batch or parameters.is_partitioned(engine)):
                 return Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
-                return loss.loss_head(engine).scores(engine, inputs, indices)
+                return head_outputs.scores(engine, inputs, indices)
         with probe.evaluating(self.teacher):
             # `inputs_embeds` of a pipeline stage are the student's states.
             teacher_inputs = {name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"}
-            return loss.loss_head(self.teacher).scores(
-                self.teacher, loss.on_device(self.teacher, teacher_inputs), indices
-            )
+            return head_outputs.scores(self.teacher, loss.on_device(self.teacher, teacher_inputs), indices)
 
     # Evaluation
 
@@ -333,7 +344,7 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         directory.trust_code(folder)
     directory.read_config(folder)
     quantized.check_readable(folder)
-    other = chat.load_tokenizer(folder, family=cfg.model.family)
+    other = tokenizer_files.load_tokenizer(folder, family=cfg.model.family)
     for token_id in range(max(len(tokenizer), len(other))):
         own_token, teacher_token = (
             each.convert_ids_to_tokens(token_id) if token_id < len(each) else None for each in (tokenizer, other)
@@ -450,8 +461,8 @@ def _teacher_identity(cfg: schema.RunConfig) -> list[str]:
     """Return what identifies the teacher's scores: a digest of its files, or of the model's before training."""
     folder = cfg.distill.teacher
     if folder:
-        return [directory.weights_digest(Path(folder)), cfg.precision.dtype.value]
+        return [base_model.weights_digest(Path(folder)), cfg.precision.dtype.value]
     plain = to_dict(cfg)
     model = {name: plain["model"][name] for name in ("init", "shape", "path", "tokenizer")}
     parts = [json.dumps(model, sort_keys=True), str(cfg.run.seed), cfg.precision.dtype.value]
-    return parts + [directory.weights_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]
+    return parts + [base_model.weights_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]

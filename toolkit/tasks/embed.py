@@ -20,11 +20,11 @@ from deepspeed import DeepSpeedEngine
 from torch.nn import functional
 
 from toolkit.config import mesh, objective, schema
-from toolkit.distributed import process_group
+from toolkit.distributed import process_group, row_exchange
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import ModelError, tr
-from toolkit.models import embedding_files, loss, per_sample, probe, stages
+from toolkit.models import embedding_files, head_outputs, loss, per_sample, probe, stages
 from toolkit.sample_types import Batch
 from toolkit.tasks import samples
 from toolkit.train import run_dir, task
@@ -43,8 +43,8 @@ def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tens
     indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
     is_own, own_positions = per_sample.part_indices(batch, indices)
     in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
-    head, inputs = loss.loss_head(engine), loss.on_device(engine, batch)
-    states = head.states(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
+    inputs = loss.on_device(engine, batch)
+    states = head_outputs.states_at(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
     # Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([of_sample.sum(dim=0) for of_sample in states.split(in_rows)])
     means = per_sample.sum_over_row_parts(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
@@ -183,7 +183,7 @@ class EmbedTask(samples.ScoreTask):
         """
         own_rows = torch.cat(own_embeddings) if self._is_leader else torch.zeros(0)
         sizes = process_group.gather(len(own_rows))
-        rows = process_group.gather_metrics({"rows": own_rows}, device)["rows"]
+        rows = row_exchange.gather_metrics({"rows": own_rows}, device)["rows"]
         leader = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).leader
         return rows.to(device), sum(sizes[:leader])
 

@@ -209,7 +209,9 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
             yield from (str(message["content"]) for message in conversation.messages)
 
     if folder := model.tokenizer or model.path:
-        tokenizer = chat.load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
+        from toolkit.models import tokenizer_files
+
+        tokenizer = tokenizer_files.load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     else:
         tokenizer = chat.fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
         if model.chat_template:

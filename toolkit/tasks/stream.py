@@ -14,7 +14,7 @@ import transformers
 from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.config import objective
 from toolkit.config.mesh import accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
@@ -230,7 +230,7 @@ class StreamTask(LanguageTask):
 
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Reject a checkpoint of other files, unless they may change. For rank 0 only."""
-        state = directory.read_run_state(checkpoint)
+        state = intact.read_run_state(checkpoint)
         if state.stream and "data" not in self.cfg.checkpoint.allow_changes:
             stream_pieces.check_same(state.stream["files"], self.stream.signatures)
 
@@ -240,7 +240,7 @@ class StreamTask(LanguageTask):
         self.stream.bad_rows_file = source.folder / "logs" / f"bad_rows-rank_{self.ranks.rank}.jsonl"
         if source.checkpoint is None:
             return
-        state = directory.read_run_state(source.checkpoint)
+        state = intact.read_run_state(source.checkpoint)
         saved = state.stream
         is_same = saved and saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes
         if is_same or (saved and "data" in self.cfg.checkpoint.allow_changes):

@@ -7,14 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit import terminal
 from toolkit.messages import CheckpointError, console, say, tr, warn
 from toolkit.plan.machine import GIB
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def append_rows(file: Path, content: bytes) -> None:
@@ -113,7 +109,7 @@ WORTH_SHOWING = 0.05
 """Share of time, or of tokens, from which on it is printed; a smaller one is only in metrics.jsonl."""
 
 
-def _speed_and_memory(row: dict[str, float]) -> list[str]:
+def speed_and_memory(row: dict[str, float]) -> list[str]:
     """Return the parts of the printed line about speed, waiting and memory, of a row of metrics.jsonl."""
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
@@ -157,7 +153,9 @@ class Progress:
         """Begin to count time and to show the live view: called before the session's first step."""
         self.started = time.monotonic()
         if self.is_live:
-            self._stack.enter_context(terminal.showing(self._render))
+            from toolkit.track import live_view
+
+            self._stack.enter_context(terminal.showing(lambda: live_view.render(self)))
 
     def advance(self) -> None:
         """Count one step, at the first one calling `on_first_step`."""
@@ -178,13 +176,13 @@ class Progress:
         self.row = row
         if self.is_live:
             return
-        parts = ["loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}".format(**row), *_speed_and_memory(row)]
+        parts = ["loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}".format(**row), *speed_and_memory(row)]
         if row.get("skipped_steps"):
             parts.append(tr("skipped {count}", count=int(row["skipped_steps"])))
         if "loss_scale" in row:
             parts.append(f"loss scale {row['loss_scale']:g}")
         step = int(row["step"])
-        say(f"step {step}/{self.total_steps}  {'  '.join(parts)}  ETA {self._remaining(step)}")
+        say(f"step {step}/{self.total_steps}  {'  '.join(parts)}  ETA {self.remaining(step)}")
 
     def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
         """Show in the live view the last evaluation or checkpoint, which are also printed as lines."""
@@ -197,53 +195,7 @@ class Progress:
         """Remove the live view."""
         self._stack.close()
 
-    def _remaining(self, step: int) -> str:
+    def remaining(self, step: int) -> str:
         """Return the estimated time left after a step, as text; "?" before the first."""
         done = step - self.done
         return terminal.clock((time.monotonic() - self.started) / done * (self.total_steps - step)) if done > 0 else "?"
-
-    def _render(self) -> "RenderableType":
-        """Return the live view as it is now; called several times a second."""
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1, min_width=10)
-        for _ in range(2):
-            head.add_column(no_wrap=True)
-        total, elapsed = max(self.total_steps, 1), terminal.clock(time.monotonic() - self.started)
-        head.add_row(
-            f"[bold]{self.step:,}[/]/{self.total_steps:,}",
-            ProgressBar(total=total, completed=self.step),
-            f"{self.step / total:.0%}",
-            tr("{elapsed}, ETA {left}", elapsed=elapsed, left=self._remaining(self.step)),
-        )
-        figures = Table.grid(padding=(0, 3))
-        for line in self._figures():
-            figures.add_row("   ".join(f"[dim]{name}[/] {value}" if name else value for name, value in line))
-        return Panel(Group(head, figures), title=tr("training"), title_align="left", border_style="dim")
-
-    def _figures(self) -> list[list[tuple[str, str]]]:
-        """Return the live view's lines of (name, value): learning, speed, safety; a name may be ""."""
-        row, losses = self.row, []
-        if row:
-            losses += [
-                (tr("loss"), f"[bold]{row['loss']:.4f}[/]"),
-                (tr("learning rate"), f"{row['lr']:.2e}"),
-                (tr("gradient norm"), f"{row['grad_norm']:.3f}"),
-                (tr("epoch"), f"{row['epoch']:.2f}"),
-            ]
-        if self.evaluation:
-            value, step = f"{self.evaluation['eval_loss']:.4f}", int(self.evaluation["step"])
-            losses.insert(1, (tr("validation loss"), tr("{value} (step {step})", value=value, step=f"{step:,}")))
-        safety = [(tr("last checkpoint"), self.checkpoint or tr("none"))]
-        if skipped := int(row.get("skipped_steps", 0)):
-            safety.append((tr("skipped steps"), f"[yellow]{skipped:,}[/]"))
-        if "loss_scale" in row:
-            safety.append((tr("loss scale"), f"{row['loss_scale']:g}"))
-        if warnings := console.num_warnings - self.warnings_before:
-            safety.append((tr("warnings above"), f"[yellow]{warnings:,}[/]"))
-        return [losses, [("", part) for part in _speed_and_memory(row)] if row else [], safety]

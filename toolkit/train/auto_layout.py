@@ -7,7 +7,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.config import mesh
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0, world_size
@@ -32,7 +32,7 @@ def choose_layout(
     """Return the config with plan.auto's layout: a same-sized checkpoint's, else the fastest. A collective."""
     state = None
     if (checkpoint := source.checkpoint) is not None:
-        state = on_rank0(lambda: directory.read_run_state(checkpoint))
+        state = on_rank0(lambda: intact.read_run_state(checkpoint))
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
     if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
@@ -70,7 +70,7 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, source: run_dir.RunSource) 
     """Return the micro-batch of the checkpoint that a run resumes; 0 without one, or if it does not divide here."""
     if source.checkpoint is None:
         return 0
-    rows = int(directory.read_run_state(source.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
+    rows = int(intact.read_run_state(source.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
     return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import disk
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import Diverged, tr, warn
 from toolkit.train import run_dir
@@ -98,7 +98,7 @@ def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path],
         Diverged: If there is no checkpoint, or none that helps.
     """
     checkpoint = _checkpoint_before(run.checkpointer, rewinds, what)
-    saved = directory.read_run_state(checkpoint)
+    saved = intact.read_run_state(checkpoint)
     state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
     is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
     on_rank0(lambda: run_dir.trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
@@ -114,7 +114,7 @@ def _checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what:
     good, checkpoint = checkpointer.good, checkpointer.newest
     if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:
         checkpoint = good  # the weights of the newest may be the cause
-        on_rank0(lambda: directory.move_aside_after(good))
+        on_rank0(lambda: intact.move_aside_after(good))
     if checkpoint is None:
         raise Diverged(
             "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=what

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,15 +17,14 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, fragments, state_files
 from toolkit.config import mesh
-from toolkit.config.devices import device_here
-from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
+from toolkit.config.schema import CheckpointConfig, RunConfig, TrackConfig
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
 from toolkit.distributed import accelerator, watchdog
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, OutOfMemory, TrackError, listed, reason_of, tr, warn
+from toolkit.messages import CheckpointError, TrackError, listed, reason_of, tr, warn
 from toolkit.models import stages
 from toolkit.models.record import has_adapter
 from toolkit.plan import layouts, speed
@@ -411,51 +409,7 @@ def explain_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        lines = [
-            tr(
-                "out of memory before the first step, on rank {rank} ({host}): {doing}.",
-                rank=rank(),
-                host=socket.gethostname(),
-                doing=doing,
-            ),
-            tr(
-                "  measured: {before} before it, {peak} at most until it failed, {limit} may be used.",
-                before=shown(before),
-                peak=shown(memory.highest()),
-                limit=shown(limit) if limit else "?",
-            ),
-            *(layouts.memory_table(plan.layout) if plan else []),
-            tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
-            tr("What helps, the cheapest first; each can be pasted behind the command:"),
-            *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),
-        ]
-        raise OutOfMemory("\n".join(lines)) from None
+        from toolkit.train import out_of_memory
 
-
-def remedies(cfg: RunConfig, world_size: int) -> list[str]:
-    """Return overrides with which a run takes less memory than with `cfg`, the one that costs least speed first."""
-    words = []
-    micro, zero = mesh.micro_rows(cfg), cfg.zero
-    smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
-    if smaller:
-        words.append(f"batch.micro_per_gpu={smaller[-1]}")
-    recompute = cfg.train.activation_checkpointing
-    if not recompute.enabled:
-        words.append("train.activation_checkpointing.enabled=true")
-    if smaller[:-1]:
-        words.append("batch.micro_per_gpu=1")
-    if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
-        words.append("train.activation_checkpointing.cpu_checkpointing=true")
-    highest = cfg.tuning.max_stage
-    if world_size > 1:
-        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
-    if zero.offload_optimizer.device is Device.none:
-        words.append(f"zero=stage{max(zero.stage, 2)}_offload")
-    if zero.offload_param.device is Device.none and highest == 3:
-        words.append("zero=stage3_offload")
-    if cfg.tuning.method is TuningMethod.full:
-        from toolkit.plan.search import with_bf16_states
-
-        words += ["precision.optimizer_states=bf16"] if with_bf16_states(cfg) else []
-        words.append("tuning=lora")
-    return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
+        measured = (before, memory.highest(), limit)
+        raise out_of_memory.explained(cfg, doing, measured, plan, sections, error) from None

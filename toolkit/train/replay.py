@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, intact
 from toolkit.config import files
 from toolkit.distributed import watchdog
 from toolkit.launch.environment import Ranks
@@ -29,7 +29,7 @@ def replay_overrides(run: Path, step: int, ranks: Ranks) -> list[str]:
     checkpoints = directory.published_checkpoints(run / "checkpoints")
     checkpoint = next((path for path in checkpoints if directory.step_of(path) < step), None)
     if checkpoint is not None:
-        saved_world_size = directory.read_run_state(checkpoint).world_size
+        saved_world_size = intact.read_run_state(checkpoint).world_size
         if saved_world_size != ranks.world_size:
             raise ConfigError(
                 "{checkpoint} was saved by {before} ranks, and here are {now}, which round differently. Start as many: "

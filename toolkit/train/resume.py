@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import secrets
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import directory, intact, state_files
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr
@@ -19,7 +19,7 @@ def resumed_state(cfg: schema.RunConfig, new: directory.RunState, checkpoint: Pa
     metrics.jsonl in `folder`. ConfigError if the run would compute something else than the saved one, CheckpointError
     if its states cannot be loaded in this layout. For rank 0 only.
     """
-    state, changed = directory.read_run_state(checkpoint), list[str]()
+    state, changed = intact.read_run_state(checkpoint), list[str]()
     if state.is_foreign:
         _check_foreign(checkpoint, cfg.optim.name)
     else:
@@ -46,7 +46,7 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
             folder=checkpoint,
             name=optimizer.value,
         )
-    say(directory.foreign_text(checkpoint))
+    say(intact.foreign_text(checkpoint))
 
 
 def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ def resume_from(
     """Load a checkpoint into engine and random generators; `state`: what `resumed_state` returned of it. With another
     number of ranks or another `parallel` the generators are seeded by run.seed, step and data rank. A collective.
     """
-    saved = directory.read_run_state(checkpoint)
+    saved = intact.read_run_state(checkpoint)
     checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)
     if saved.world_size == ranks.world_size and saved.config.get("parallel") == load.to_dict(cfg)["parallel"]:

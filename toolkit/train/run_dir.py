@@ -1,4 +1,4 @@
-"""The run directory: chosen, locked and resumed by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE)."""
+"""The run directory: chosen and locked by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE)."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from typing import Any
 
 from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
-from toolkit.config import load, paths
+from toolkit.config import load
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import watchdog
 from toolkit.launch import ancestors, environment
-from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say
+from toolkit.messages import CheckpointError, RunFolderError, joined
 from toolkit.train import run_lock
 
 NEVER, AUTO, MUST = "never", "auto", "must"
@@ -48,145 +48,29 @@ class RunSource:
     """Verified; None starts over."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LockedRunDir:
-    """A run directory that this process has locked."""
-
-    folder: Path
-    checkpoint: Path | None
-    """That `resume` names."""
-    is_new: bool
-
-
 def choose_run_dir(cfg: RunConfig) -> RunSource:
     """Choose the run directory, make or lock it, put aside what an unfinished start left in it, and record the start;
     return it with the checkpoint to resume from. Raises RunFolderError (finished, in use, cannot be made),
     RepeatedDeath, CheckpointError (nothing to resume), ConfigError (`resume`). For rank 0 only.
     """
-    locked = _create_or_lock(cfg)
-    folder, checkpoint = locked.folder, locked.checkpoint
-    if locked.is_new:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _config_digest(cfg))
-        return RunSource(folder, checkpoint)
-    if checkpoint is None:
-        checkpoint = resumable_checkpoint(folder, must_exist=cfg.resume == MUST)
-    directory.discard_unfinished(folder / "checkpoints")
-    _prepare_to_resume(folder, checkpoint, _config_digest(cfg))
+    if not cfg.run.name and cfg.resume in (NEVER, AUTO):
+        return begin_new(cfg)
+    from toolkit.train import existing_run
+
+    return existing_run.choose(cfg)
+
+
+def begin_new(cfg: RunConfig, checkpoint: Path | None = None, step: int = 0) -> RunSource:
+    """Make and lock a new run directory, whose run starts from another one's checkpoint of that step, or from none."""
+    folder = create_run_dir(cfg)
+    run_lock.lock_run_dir(folder)
+    record_start(folder, step, config_digest(cfg))
     return RunSource(folder, checkpoint)
 
 
-def _create_or_lock(cfg: RunConfig) -> _LockedRunDir:
-    """Lock the existing directory that `run.name` or `resume` means, or make and lock a new one."""
-    named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
-    is_path = cfg.resume not in (NEVER, AUTO, MUST)
-    if named is not None and is_path and _was_started_with(named, cfg):
-        _lock_to_resume(named)
-        say(
-            "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
-            "another run.name.",
-            folder=named,
-            path=cfg.resume,
-        )
-        has_saved = bool(directory.published_checkpoints(named / "checkpoints"))
-        return _LockedRunDir(named, None if has_saved else _resolve_checkpoint(Path(cfg.resume)), is_new=False)
-    checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
-    if checkpoint is not None:
-        resumes = checkpoint.parent.parent == named
-    else:  # a directory that is no run is an error
-        is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
-        resumes = is_run and cfg.resume != NEVER
-    if named is not None and resumes:
-        _lock_to_resume(named)
-        return _LockedRunDir(named, checkpoint, is_new=False)
-    if cfg.resume == MUST:
-        raise CheckpointError(
-            "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
-        )
-    folder = create_run_dir(cfg)
-    run_lock.lock_run_dir(folder)
-    return _LockedRunDir(folder, checkpoint, is_new=True)
-
-
-def _was_started_with(folder: Path, cfg: RunConfig) -> bool:
-    """Whether the last start of a run had this config: the same command, and nothing edited in its recipe."""
-    starts = read_rows(folder / "logs" / STARTS, OSError)
-    return bool(starts) and starts[-1].get("config") == _config_digest(cfg)
-
-
-def _config_digest(cfg: RunConfig) -> str:
+def config_digest(cfg: RunConfig) -> str:
     """Return 16 hexadecimal digits that identify a config, for starts.jsonl."""
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
-
-
-def resumable_checkpoint(folder: Path, *, must_exist: bool = False) -> Path | None:
-    """Return the newest checkpoint of a run directory whose files all match their checksums. If it never saved one,
-    return None, or raise CheckpointError with `must_exist`; CheckpointError too if it saved some and none is intact.
-    """
-    checkpoints = folder / "checkpoints"
-    checkpoint = directory.newest_intact(checkpoints)
-    were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
-    if checkpoint is None and (were_there or must_exist):
-        raise CheckpointError(
-            "{folder} holds no intact checkpoint. To start over, choose another run.name.", folder=checkpoints
-        )
-    # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
-    if checkpoint is None and (folder / "config.yaml").exists():
-        say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=folder)
-    return checkpoint
-
-
-def _resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `resume=PATH` means: the path itself, or the newest one of a run directory."""
-    path = path.absolute()
-    if paths.is_exported(path):
-        raise ConfigError(paths.not_resumable(path))
-    if (path / directory.MANIFEST).is_file():
-        if wrong := directory.manifest_problems(path):
-            raise CheckpointError(
-                "the checkpoint {folder} is damaged: {reason}.", folder=path, reason=clauses(wrong[:3])
-            )
-        return path
-    checkpoint = directory.newest_intact(path / "checkpoints") if path.is_dir() else None
-    if checkpoint is None:
-        raise ConfigError(paths.not_resumable(path))
-    return checkpoint
-
-
-def _lock_to_resume(folder: Path) -> None:
-    """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
-    disk.check_no_symlinks(folder, RunFolderError)
-    if (folder / "DONE").exists():
-        raise RunFolderError(
-            "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
-            "further, set model.path={folder}/export as well, or tuning.adapter={folder}/export for an adapter.",
-            folder=folder,
-        )
-    run_lock.lock_run_dir(folder)
-    stop = folder / STOP
-    # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.
-    if stop.exists() and not environment.restart_number():
-        stop.unlink(missing_ok=True)
-        say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
-
-
-def _prepare_to_resume(folder: Path, checkpoint: Path | None, config_digest: str) -> None:
-    """Record the start in an existing run directory, and rename what the resumed run would overwrite, except for what
-    `set_aside_settings` renames once nothing prevents it any more.
-    """
-    try:
-        if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
-            directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, config_digest)
-        if (folder / "FAILED").exists():
-            (folder / "FAILED").rename(disk.unused_path(folder / "logs" / "FAILED"))
-        for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
-            shutil.rmtree(path)
-        if checkpoint is None and (folder / "base").exists():  # the random model of another config, maybe
-            (folder / "base").rename(disk.unused_path(folder / "base.replaced"))
-    except OSError as error:
-        raise RunFolderError(
-            "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error
-        ) from error
 
 
 def create_run_dir(cfg: RunConfig) -> Path:
@@ -360,17 +244,20 @@ def record_start(folder: Path, step: int, config_digest: str = "") -> None:
     """Append this start to logs/starts.jsonl, before anything else changes. `step`: that of the checkpoint it resumes
     from, 0 without one. RepeatedDeath if restarts get no further.
     """
-    restart = environment.restart_number()
-    if restart:
-        check_repeated_death(folder, step)
-    logs = folder / "logs"
+    restart, logs, reached = environment.restart_number(), folder / "logs", 0
+    if (logs / STARTS).exists():
+        from toolkit.train import existing_run
+
+        if restart:
+            existing_run.check_repeated_death(folder, step)
+        reached = existing_run.reached_step(folder)
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
         "config": config_digest,
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
-        "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
+        "reached_step": reached,
         "command": ancestors.typed_command(),
         "world_size": environment.detect(os.environ).world_size,
         "host": socket.gethostname(),
@@ -382,40 +269,6 @@ def record_start(folder: Path, step: int, config_digest: str = "") -> None:
     for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
     environment.report_status(folder=str(folder))
-
-
-def check_repeated_death(folder: Path, step: int) -> None:
-    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time."""
-    rows = read_rows(folder / "logs" / STARTS, OSError)
-    if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
-        raise RepeatedDeath(
-            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "
-            "between (the last is of step {step}): another start would end there too. {logs} says why; after that the "
-            "same command resumes the run.",
-            folder=folder,
-            before=rows[-1]["reached_step"],
-            now=reached_step(folder),
-            step=step,
-            logs=folder / "logs",
-        )
-
-
-def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 if there is none; its files are not verified."""
-    checkpoints = directory.published_checkpoints(folder / "checkpoints")
-    return directory.step_of(checkpoints[0]) if checkpoints else 0
-
-
-def reached_step(folder: Path) -> int:
-    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats."""
-    logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
-    beat_step = max((int(beat["step"]) for beat in beats), default=0)
-    in_step = (watchdog.STEP, watchdog.DATA)
-    # After the logged step a rank evaluated or saved; else the next one had begun, of which nothing is written.
-    if beat_step > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
-        return beat_step
-    return logged + 1
 
 
 def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:

@@ -2,8 +2,7 @@
 
 Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, so that an exported JSON trains the same, but for a
 warm-up that begins above 0 (warmup_min_ratio): DeepSpeed 0.19.8's cosine takes the first step at 0, and its linear one
-falls to the warm-up's lowest rate, ours to 0. polynomial, inverse_sqrt and wsd equal transformers' (5.23,
-optimization.py) with that first rate in the place of its 0.
+falls to the warm-up's lowest rate, ours to 0. More of them are in more_schedules.py.
 """
 
 import math
@@ -13,14 +12,12 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
-from toolkit.engine.ds_config import ratio_of_steps, warmup_start_ratio, warmup_steps
+from toolkit.engine.ds_config import warmup_start_ratio, warmup_steps
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
 _ENDLESS = (schema.ScheduleName.constant, schema.ScheduleName.inverse_sqrt)
 """Schedules that are the same whatever the number of steps."""
-_TIMESCALE = 10_000
-"""Timescale (steps) of inverse_sqrt without warm-up, as in transformers."""
 FEWEST_STEPS = 50
 """Optimizer steps below which fine-tuning changes a model little, whatever the learning rate."""
 _LOOKED_AT = 1000
@@ -41,7 +38,9 @@ def learning_rate(
     at least 2 steps. Without warm-up, which DeepSpeed lacks, the schedule starts at the `peak`.
     """
     if schedule.name not in _OF_DEEPSPEED:
-        return peak * _as_transformers(schedule, done, total_steps, warmup_steps)
+        from toolkit.train.more_schedules import share_of_peak
+
+        return peak * share_of_peak(schedule, done, total_steps, warmup_steps)
     if warmup_steps == 0:
         return peak * _decay(schedule, done, max(1, total_steps))
     warmup, index = max(2, warmup_steps), done - 1
@@ -72,40 +71,6 @@ def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
         half = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * half)
     return 1.0
-
-
-def _as_transformers(schedule: schema.ScheduleConfig, step: float, total_steps: int, warmup_steps: int) -> float:
-    """Return the rate at a step from 0, as a share of the peak, of inverse_sqrt, polynomial and wsd (transformers)."""
-    floor = schedule.min_lr_ratio
-    if step < warmup_steps:
-        lowest = warmup_start_ratio(schedule, warmup_steps)
-        return lowest + (1.0 - lowest) * step / warmup_steps
-    if schedule.name is schema.ScheduleName.inverse_sqrt:
-        timescale = schedule.timescale or warmup_steps or _TIMESCALE
-        return 1.0 / math.sqrt((step + timescale - warmup_steps) / timescale)
-    if schedule.name is schema.ScheduleName.polynomial:
-        left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
-        return floor + (1.0 - floor) * max(0.0, left) ** schedule.power
-    begin = _decay_begin(schedule, total_steps, warmup_steps)
-    if step < begin:
-        return 1.0
-    if step >= total_steps:
-        return floor
-    progress = (step - begin) / (total_steps - begin)
-    falls = {
-        schema.Decay.linear: 1.0 - progress,
-        schema.Decay.cosine: (1.0 + math.cos(math.pi * progress)) / 2,
-        schema.Decay.sqrt: 1.0 - math.sqrt(progress),
-    }
-    return floor + (1.0 - floor) * falls[schedule.decay_type]
-
-
-def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps: int) -> int:
-    """Return the step at which the rate begins to decay: of wsd after warm-up and plateau; of other schedules 0."""
-    if schedule.name is not schema.ScheduleName.wsd:
-        return 0
-    decay_steps = schedule.decay_steps or ratio_of_steps(schedule.decay_ratio, total_steps)
-    return max(warmup_steps, total_steps - decay_steps)
 
 
 class Schedule:
@@ -159,10 +124,12 @@ class Schedule:
         left, self._steps_left = max(1, self._steps_left), self._steps_left - 1
         if self.position < warmup_steps and left > warmup_steps - self.position:
             return 1
-        decay_begin = _decay_begin(schedule, total_steps, warmup_steps)
-        if self.position < decay_begin:  # the flat part takes the steps that the decay leaves
-            left_for_flat = left - (total_steps - decay_begin)
-            return (decay_begin - self.position) / max(1, left_for_flat)
+        if schedule.name is schema.ScheduleName.wsd:
+            from toolkit.train.more_schedules import decay_begin
+
+            begin = decay_begin(schedule, total_steps, warmup_steps)
+            if self.position < begin:  # the flat part takes the steps that the decay leaves
+                return (begin - self.position) / max(1, left - (total_steps - begin))
         return max(0.0, total_steps - self.position) / left
 
     def state_dict(self) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.checkpoint import directory
 from toolkit.config import mesh, native_ops, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.launch.environment import Ranks
@@ -41,10 +42,7 @@ def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> sche
         return cfg
     rank_cfg, reason = native_ops.resolve_optimizer(cfg)
     choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
-    checkpoint = source.checkpoint
-    saved_optim = process_group.on_rank0(
-        lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {}
-    )
+    saved_optim = process_group.on_rank0(lambda: _saved_optim(source.checkpoint))
     # A rank without a compiler decides for all, and a resumed run keeps what it began with.
     is_torch = any(is_torch for is_torch, _ in choices) or saved_optim.get("torch") is True
     reason = next((reason for choice, reason in choices if choice == is_torch), tr("as before"))
@@ -52,6 +50,15 @@ def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> sche
         optimizer = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=optimizer, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
+
+
+def _saved_optim(checkpoint: Path | None) -> dict[str, Any]:
+    """Return the section `optim` of the run that saved a checkpoint, {} without one."""
+    if checkpoint is None:
+        return {}
+    from toolkit.checkpoint import intact
+
+    return dict(intact.read_run_state(checkpoint).config.get("optim", {}))
 
 
 def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig:

@@ -15,7 +15,7 @@ states: training resumes after its step, with the learning rate that the recipe 
 
 from pathlib import Path
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import intact
 from toolkit.command_line import named_arguments
 from toolkit.messages import ConfigError, tr
 
@@ -37,4 +37,4 @@ def run(words: list[str]) -> None:
         state = convert.convert(source, temporary)
     print(tr("wrote {folder}.", folder=output))
     if state.is_foreign:
-        print(directory.foreign_text(output))
+        print(intact.foreign_text(output))

@@ -45,7 +45,7 @@ def run(words: list[str]) -> None:
     from toolkit.evaluate.servable import resolve_servable
     from toolkit.extras import serving
     from toolkit.models import load, trainable
-    from toolkit.models.chat import load_chat_encoder
+    from toolkit.models.tokenizer_files import load_chat_encoder
     from toolkit.tasks.language_data import build_encoder
 
     transformers.utils.logging.disable_progress_bar()

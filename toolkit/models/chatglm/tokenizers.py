@@ -20,7 +20,7 @@ from toolkit.config.schema import Family
 from toolkit.messages import ModelError
 from toolkit.models import directory, old_names
 from toolkit.models.chatglm import formats
-from toolkit.models.directory import named_family
+from toolkit.models.chatglm.official_files import named_family
 
 _COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", formats.SOP, formats.EOP]
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]

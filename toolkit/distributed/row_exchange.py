@@ -1,0 +1,78 @@
+"""Rows of tensors that ranks gather, or exchange with each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.distributed.process_group import gather
+
+
+def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Return the rows of all ranks, those of rank 0 first, on every rank. A collective.
+
+    For what is no mean, such as F1 or AUC; of a mean it is enough to sum numerator and denominator (`sum_over_ranks`).
+
+    Args:
+        values: by name, `[n, ...]`; n may differ between ranks and be 0, all else is the same on all that have rows.
+        device: where the backend needs its tensors: the rank's GPU for nccl, the CPU for gloo.
+
+    Returns:
+        By name `[N, ...]` on the CPU, N rows in all.
+
+    Raises:
+        ValueError: on every rank: ranks give other names, types or shapes.
+    """
+    names = gather(
+        {name: (len(described), str(described.dtype), tuple(described.shape[1:])) for name, described in values.items()}
+    )
+    if any(set(described) != set(names[0]) for described in names):
+        raise ValueError(f"ranks gather other metrics: {[sorted(described) for described in names]}")
+    return {
+        name: _gather_tensors(values[name], [described[name] for described in names], device) for name in sorted(values)
+    }
+
+
+def _gather_tensors(
+    value: torch.Tensor, kinds: list[tuple[int, str, tuple[int, ...]]], device: torch.device | str
+) -> torch.Tensor:
+    """Return the rows of all ranks of one metric; `kinds`: of each rank number of rows, type, and shape of a row."""
+    filled = {(dtype, shape) for count, dtype, shape in kinds if count}
+    if len(filled) > 1:
+        raise ValueError(f"ranks gather other shapes or types: {kinds}")
+    if len(kinds) == 1 or not filled:
+        return value.detach().cpu()
+    [(name, shape)] = filled
+    dtype = getattr(torch, name.removeprefix("torch."))
+    # As bytes: not every backend knows every type (gloo: bool and bfloat16). all_gather wants one length of all ranks.
+    longest, width = max(count for count, *_ in kinds), torch.Size(shape).numel() * dtype.itemsize
+    padded = torch.zeros(longest, width, dtype=torch.uint8, device=device)
+    if len(value):
+        padded[: len(value)] = value.detach().to(device).contiguous().reshape(len(value), -1).view(torch.uint8)
+    parts = [torch.empty_like(padded) for _ in kinds]
+    dist.all_gather(parts, padded)
+    rows = torch.cat([part[:count] for part, (count, *_) in zip(parts, kinds, strict=True)]).cpu()
+    return rows.contiguous().view(dtype).reshape(-1, *shape)
+
+
+def exchange_rows(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, came: list[int] | None = None
+) -> torch.Tensor:
+    """Send `sent[i]` rows of a tensor to rank i of a group, one rank's after another's, and return the `came[i]` rows
+    that came from each (without numbers: equally many). The gradient is exchanged the other way round.
+    """
+    return _Exchange.apply(rows, group, sent, came)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any, sent: Any, came: Any) -> torch.Tensor:
+        ctx.given = group, came, sent
+        received = rows.new_empty(len(rows) if came is None else sum(came), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), came, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchange_rows(gradients[0], *ctx.given), None, None, None

@@ -1,0 +1,77 @@
+"""What is said of a run whose memory ends before step 1: what it took, what the plan had said, and what helps."""
+
+import socket
+
+from toolkit.config import mesh
+from toolkit.config.devices import device_here
+from toolkit.config.schema import Device, RunConfig, TuningMethod
+from toolkit.distributed.process_group import rank, world_size
+from toolkit.engine.memory import shown
+from toolkit.messages import OutOfMemory, tr
+from toolkit.plan import layouts
+from toolkit.train.dry_run import RunPlan
+
+
+def explained(
+    cfg: RunConfig,
+    doing: str,
+    measured: tuple[int, int, int],
+    plan: RunPlan | None,
+    sections: tuple[str, ...],
+    error: Exception,
+) -> OutOfMemory:
+    """Return the error for a run that is out of memory, with overrides that help.
+
+    Args:
+        measured: bytes before what was done, at most until it failed, and those that may be used (0: unknown).
+        sections: beginnings of the overrides that are told.
+    """
+    before, highest, limit = measured
+    lines = [
+        tr(
+            "out of memory before the first step, on rank {rank} ({host}): {doing}.",
+            rank=rank(),
+            host=socket.gethostname(),
+            doing=doing,
+        ),
+        tr(
+            "  measured: {before} before it, {peak} at most until it failed, {limit} may be used.",
+            before=shown(before),
+            peak=shown(highest),
+            limit=shown(limit) if limit else "?",
+        ),
+        *(layouts.memory_table(plan.layout) if plan else []),
+        tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
+        tr("What helps, the cheapest first; each can be pasted behind the command:"),
+        *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),
+    ]
+    return OutOfMemory("\n".join(lines))
+
+
+def remedies(cfg: RunConfig, world_size: int) -> list[str]:
+    """Return overrides with which a run takes less memory than with `cfg`, the one that costs least speed first."""
+    words = []
+    micro, zero = mesh.micro_rows(cfg), cfg.zero
+    smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
+    if smaller:
+        words.append(f"batch.micro_per_gpu={smaller[-1]}")
+    recompute = cfg.train.activation_checkpointing
+    if not recompute.enabled:
+        words.append("train.activation_checkpointing.enabled=true")
+    if smaller[:-1]:
+        words.append("batch.micro_per_gpu=1")
+    if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
+        words.append("train.activation_checkpointing.cpu_checkpointing=true")
+    highest = cfg.tuning.max_stage
+    if world_size > 1:
+        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
+    if zero.offload_optimizer.device is Device.none:
+        words.append(f"zero=stage{max(zero.stage, 2)}_offload")
+    if zero.offload_param.device is Device.none and highest == 3:
+        words.append("zero=stage3_offload")
+    if cfg.tuning.method is TuningMethod.full:
+        from toolkit.plan.search import with_bf16_states
+
+        words += ["precision.optimizer_states=bf16"] if with_bf16_states(cfg) else []
+        words.append("tuning=lora")
+    return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
