@@ -16,8 +16,8 @@ from tests.unit.speaker import write_random
 from toolkit import disk
 from toolkit.cli import main
 from toolkit.config.load import load
+from toolkit.data.detection import detect_format
 from toolkit.data.first_rows import check_sources
-from toolkit.data.formats import detect_format
 from toolkit.data.readers import blocks
 from toolkit.data.sources import files_of
 from toolkit.extras.board import Board, application
