@@ -9,7 +9,8 @@ import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
 from toolkit.data.detection import detect_format
-from toolkit.data.formats import Conversation, RowReader, mark_trained, turns
+from toolkit.data.formats import Conversation, RowReader, mark_trained
+from toolkit.data.too_long import turns
 from toolkit.messages import RowError, set_language
 
 

@@ -1,7 +1,7 @@
 """What a row of a data file becomes: a conversation, its turns, and which of its messages are trained."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -39,21 +39,6 @@ class Conversation:
     def is_text(self) -> bool:
         """Whether this is a plain text."""
         return bool(self.messages) and self.messages[0]["role"] == TEXT
-
-
-def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """Return the system messages at the beginning, and the turns after them: each a user's messages and the replies."""
-    start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    parts: list[list[Message]] = []
-    for message in messages[start:]:
-        if message["role"] == "user" or not parts:
-            # Several messages of the user in a row are one turn.
-            if parts and parts[-1][-1]["role"] == "user":
-                parts[-1].append(message)
-                continue
-            parts.append([])
-        parts[-1].append(message)
-    return list(messages[:start]), parts
 
 
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
