@@ -28,7 +28,8 @@ from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
 from toolkit.plan.division import tensor_parallel_bytes, tensor_part
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import shapes_of_config, with_tuning
+from toolkit.plan.model_config import shapes_of_config
+from toolkit.plan.outline import with_tuning
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {

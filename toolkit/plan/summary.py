@@ -1,5 +1,6 @@
 """A plan as text and as JSON: the recipe's layout, all others, the fastest, and notes on uncertainty. No torch."""
 
+import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
@@ -10,12 +11,13 @@ from toolkit.config.dotted_keys import get_value
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.config.schema import Device, Fp8, Init, RunConfig, StateDtype
 from toolkit.messages import joined, listed, tr
+from toolkit.plan.division import load_of_busiest_rank
 from toolkit.plan.kernels import describe_assumed
 from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
-from toolkit.plan.lookup import config_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
-from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
+from toolkit.plan.model_config import config_of
+from toolkit.plan.outline import MIXTURES, Outline, elements_used_by_token, layer_of
 from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, overrides, recommended
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
@@ -307,3 +309,23 @@ def layout_table(title: str, layouts: Iterable[tuple[str, Layout]], best: Layout
     ]
     heads = [title, tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
     return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
+
+
+def active_parameters_line(outline: Outline) -> list[str]:
+    """Return a line about active parameters in a list, [] if the model has no experts, or they are not known."""
+    sizes, shapes = outline.sizes, outline.shapes
+    if "chosen" not in sizes:
+        return []
+    inner = sum(
+        elements_used_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0
+    )
+    text = tr(
+        "Mixture of experts: {active} of {total} parameters are active per token, {inner} of those in layers ({chosen} "
+        "of {count} routed experts in each).",
+        active=f"{outline.num_active:,}",
+        total=f"{outline.num_parameters:,}",
+        inner=f"{inner:,}",
+        chosen=sizes["chosen"],
+        count=sizes["experts"],
+    )
+    return [text]

@@ -32,7 +32,7 @@ from toolkit.config import devices, dotted_keys, files, load, native_ops, schema
 from toolkit.launch.variables import EXPORTED_PREFIXES
 from toolkit.messages import ConfigError, ToolkitError
 from toolkit.plan import kernels
-from toolkit.plan.lookup import config_of
+from toolkit.plan.model_config import config_of
 
 _DISK_BLOCK = 1 << 22
 _DISK_BLOCKS = 64
