@@ -17,7 +17,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.load import load
 from toolkit.config.paths import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
-from toolkit.data import readers as files_module, sources
+from toolkit.data import data_paths, readers as files_module, sources
 from toolkit.data.detection import columns_for
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.messages import DataError
@@ -325,7 +325,7 @@ def test_an_empty_file_among_others_is_skipped(tmp_path: Path, capsys: pytest.Ca
     written(tmp_path, b'{"prompt": "p", "response": "r"}\n', "b.jsonl")
     for path in (tmp_path, tmp_path / "*.jsonl"):
         source = SourceConfig(path=str(path))
-        assert [file.name for file in sources.files_of(source)] == ["b.jsonl"]
+        assert [file.name for file in data_paths.files_of(source)] == ["b.jsonl"]
     assert capsys.readouterr().out == f"WARNING: The data file '{tmp_path}/a.jsonl' is empty: it is skipped.\n"
 
 

@@ -15,7 +15,7 @@ import pyte
 import pytest
 from rich.text import Text
 
-from toolkit import terminal
+from toolkit import live_view, terminal
 from toolkit.messages import say, set_language, set_main_rank, warn
 from toolkit.tables import text_width
 from toolkit.track.metrics import Progress
@@ -70,8 +70,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     terminal.set_display("auto")  # as a training session does
     yield
     terminal.set_display("auto")
-    terminal._shown.clear()
-    terminal._follow()
+    live_view._shown.clear()
+    live_view._follow()
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_chinese_and_other_ranks(screen: Terminal) -> None:
 
 def test_a_view_that_fails_ends_nothing(screen: Terminal) -> None:
     with redirect_stdout(screen):
-        with terminal.showing(lambda: 1 / 0):
+        with live_view.showing(lambda: 1 / 0):
             say("a line")
             wait_for(lambda: "ZeroDivisionError" in screen.shows())
         assert screen.shows() == "a line"
@@ -260,7 +260,7 @@ def test_long_lines_can_be_copied_whole_and_stderr_stays_where_it_goes(
     screen: Terminal, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = "toolkit generate " + "x" * 2 * COLUMNS
-    with redirect_stdout(screen), terminal.showing(lambda: "view"):
+    with redirect_stdout(screen), live_view.showing(lambda: "view"):
         say(command)
         sys.stderr.write("an error\n")
         wait_for(lambda: "view" in screen.shows())

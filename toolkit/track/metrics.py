@@ -157,7 +157,9 @@ class Progress:
         """Begin to count time and to show the live view: called before the session's first step."""
         self.started = time.monotonic()
         if self.is_live:
-            self._stack.enter_context(terminal.showing(self._render))
+            from toolkit.live_view import showing
+
+            self._stack.enter_context(showing(self._render))
 
     def advance(self) -> None:
         """Count one step, at the first one calling `on_first_step`."""
