@@ -11,17 +11,17 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.config.load import load
-from toolkit.config.mesh import (
+from toolkit.config.mesh import accumulation
+from toolkit.config.rules import check_rules
+from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
+from toolkit.config.tensor_split import (
     FAMILIES,
     Split,
-    accumulation,
     check_split,
     part_shape,
     partition_config,
     split_of,
 )
-from toolkit.config.rules import check_rules
-from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
 from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.messages import ConfigError, ModelError
 from toolkit.plan.outline import HEAD, Outline, Shapes, is_routed, layer_of
 from toolkit.plan.tuning_targets import SCORE
@@ -123,10 +123,10 @@ def tensor_part(outline: Outline, size: int) -> Outline:
     if size == 1:
         return outline
     sizes = outline.sizes
-    mesh.check_split(
+    tensor_split.check_split(
         {"heads": sizes["heads"], "key_heads": sizes["keys"] // sizes["head_size"], "inner": sizes["inner"]}, size
     )
-    shapes = {name: mesh.part_shape(name, shape, size) for name, shape in outline.shapes.items()}
+    shapes = {name: tensor_split.part_shape(name, shape, size) for name, shape in outline.shapes.items()}
     divided = {name: sizes[name] // size for name in ("heads", "keys", "inner")}
     return replace(outline, shapes=shapes, sizes=sizes | divided)
 
@@ -178,9 +178,9 @@ def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomp
     """
     if size == 1:
         return 0.0, 0
-    kinds = {name: mesh.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
+    kinds = {name: tensor_split.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
     # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank.
-    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is mesh.Split.columns]
-    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, mesh.Split.columns)]
+    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is tensor_split.Split.columns]
+    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, tensor_split.Split.columns)]
     widths = [*columns, *others, *(columns if recomputes else ())]
     return sum(widths) / outline.sizes["hidden"] * 2 * (size - 1) / size * states_bytes, len(widths)
