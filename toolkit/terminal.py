@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -113,13 +113,6 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
         yield advance
     finally:
         ended.set()
-
-
-def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", **how: bool) -> list[str]:
-    """Return the lines of a table, see tables.py, which a run that prints none does not import."""
-    from toolkit import tables
-
-    return tables.text_table(heads, rows, indent, **how)
 
 
 def clock(seconds: float) -> str:

@@ -411,6 +411,8 @@ def explain_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        from toolkit.plan.summary import memory_table
+
         lines = [
             tr(
                 "out of memory before the first step, on rank {rank} ({host}): {doing}.",
@@ -424,7 +426,7 @@ def explain_out_of_memory(
                 peak=shown(memory.highest()),
                 limit=shown(limit) if limit else "?",
             ),
-            *(layouts.memory_table(plan.layout) if plan else []),
+            *(memory_table(plan.layout) if plan else []),
             tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
             *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),
