@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import RunConfig, TrainOn
-from toolkit.data.formats import Conversation, mark_trained, turns
+from toolkit.data.formats import Conversation, mark_trained
 from toolkit.data.sources import read_conversations
+from toolkit.data.too_long import turns
 from toolkit.messages import RowError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.formats import FamilyChatEncoder

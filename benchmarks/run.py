@@ -16,7 +16,7 @@ from toolkit.command_line import named_arguments, positive_int
 from toolkit.config.load import to_yaml
 from toolkit.distributed.exits import run_guarded
 from toolkit.messages import ConfigError, Problems, say, tr
-from toolkit.terminal import text_table
+from toolkit.tables import text_table
 
 Measure = Callable[[Arguments, list[str], int, Path], dict[str, Any]]
 """Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""

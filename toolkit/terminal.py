@@ -7,12 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from toolkit import messages
-from toolkit.messages import say, tr, write_to_stdout
+from toolkit.messages import say, tr
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -28,8 +28,8 @@ BYTES = "B"
 
 _display = "auto"
 _is_session = False
-_shown: list[Callable[[], Any]] = []
-_live: "Live | None" = None
+live: "Live | None" = None
+"""What live_view.py draws, while there is something to show."""
 
 
 def set_display(display: str) -> None:
@@ -44,84 +44,28 @@ def is_live() -> bool:
     """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads."""
     if _display != "auto":
         return _display == "live"
-    is_watched = _stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    is_watched = stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return is_watched and not any(os.environ.get(name) for name in SCHEDULERS)
 
 
-def _stream() -> TextIO:
+def stream() -> TextIO:
     """Return where the live view is drawn."""
     return sys.stdout if _is_session else sys.stderr
 
 
-def _write_above(line: str) -> None:
-    """Write a line above the live view; the terminal wraps it, so that it can be copied whole."""
-    from rich.text import Text
-
-    live = _live
-    if live is None:  # it has just ended, in another thread
-        write_to_stdout(line)
-        return
-    with live._lock:  # else its thread may draw between what erases a view and what draws it anew (rich 15.0)
-        live.console.print(Text(line), soft_wrap=True)
-
-
 def _tell(line: str) -> None:
     """Print a line about a phase: as a message in a training session, else to stderr, as stdout may carry answers."""
-    if _is_session or _live is not None:
+    if _is_session or live is not None:
         say(line)
     else:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
-@contextmanager
-def showing(view: Callable[[], Any]) -> Iterator[None]:
-    """Keep a view at the bottom of the terminal; lines that are printed go above it.
-    `view` returns what rich shows; it is called several times a second.
-    """
-    _shown.append(view)
-    _follow()
-    try:
-        yield
-    finally:
-        _shown.remove(view)
-        _follow()
-
-
 def show_cursor() -> None:
     """Give the terminal its cursor back: for a process that is about to end without unwinding."""
-    if _live is not None:
+    if live is not None:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25h")
-
-
-def _made(view: Callable[[], Any]) -> Any:
-    """Return what a view shows; what goes wrong in it must not end a run."""
-    try:
-        return view()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _follow() -> None:
-    """Start the live view if there is something to show and it does not run, or stop it if there is nothing more."""
-    global _live
-    if _shown and _live is None:
-        from rich.console import Console, Group
-        from rich.live import Live
-
-        _live = Live(
-            get_renderable=lambda: Group(*map(_made, _shown)),
-            # `display=live` also where rich itself would not see a terminal.
-            console=Console(file=_stream(), force_terminal=True),
-            transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # a file that gets stderr goes on getting it
-        )
-        _live.start()
-        messages.console.write = _write_above
-    elif not _shown and _live is not None:
-        messages.console.write = write_to_stdout
-        live, _live = _live, None
-        live.stop()
 
 
 @contextmanager
@@ -133,26 +77,16 @@ def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int]
         yield lambda more: None
         return
     started = time.monotonic()
-    with _bar(title, total, unit) if is_live() else _lines(title, total, unit) as advance:
+    shown = _lines(title, total, unit)
+    if is_live():
+        from toolkit.live_view import progress_bar
+
+        shown = progress_bar(title, total, unit)
+    with shown as advance:
         yield advance
     seconds = time.monotonic() - started
     if seconds >= WORTH_TELLING_S:
         _tell(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
-
-
-@contextmanager
-def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a `phase` in the live view at the bottom of the terminal."""
-    from rich import progress as parts
-    from rich.text import Text
-
-    count = (parts.DownloadColumn(),) if unit == BYTES else (parts.MofNCompleteColumn(), parts.TextColumn(unit))
-    counted = (parts.BarColumn(), *count, parts.TimeRemainingColumn()) if total else ()
-    title_column = parts.TextColumn("{task.description}")
-    progress = parts.Progress(parts.SpinnerColumn(), title_column, *counted, parts.TimeElapsedColumn())
-    task = progress.add_task(Text(title).markup, total=total or None)
-    with showing(progress.get_renderable):
-        yield lambda more: progress.update(task, advance=more)
 
 
 @contextmanager
@@ -179,13 +113,6 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
         yield advance
     finally:
         ended.set()
-
-
-def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", **how: bool) -> list[str]:
-    """Return the lines of a table, see tables.py, which a run that prints none does not import."""
-    from toolkit import tables
-
-    return tables.text_table(heads, rows, indent, **how)
 
 
 def clock(seconds: float) -> str:

@@ -20,10 +20,11 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import CheckpointError, ConfigError
 from toolkit.plan.layouts import evaluate_layout
-from toolkit.plan.lookup import outline_of, published_models
-from toolkit.plan.machine import parse_machine
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import shapes_of_config, with_tuning
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.outline import with_tuning
+from toolkit.plan.planned_machine import parse_machine
 from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed
 from toolkit.plan.summary import plan_lines

@@ -17,7 +17,7 @@ from toolkit.config.load import load
 from toolkit.config.mesh import model_ranks
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RowFormat, RunConfig, TuningMethod
-from toolkit.data.sources import files_of
+from toolkit.data.data_paths import files_of
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import set_language

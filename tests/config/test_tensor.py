@@ -11,24 +11,25 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.config.load import load
-from toolkit.config.mesh import (
+from toolkit.config.mesh import accumulation
+from toolkit.config.rules import check_rules
+from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
+from toolkit.config.tensor_split import (
     FAMILIES,
     Split,
-    accumulation,
     check_split,
     part_shape,
     partition_config,
     split_of,
 )
-from toolkit.config.rules import check_rules
-from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
 from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
 from toolkit.plan.division import tensor_parallel_bytes, tensor_part
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import shapes_of_config, with_tuning
+from toolkit.plan.model_config import shapes_of_config
+from toolkit.plan.outline import with_tuning
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {

@@ -9,7 +9,7 @@ from pages import ROOT, blocks, chinese
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.formats import detect_format
+from toolkit.data.detection import detect_format
 from toolkit.data.labeled_formats import ClassReader, LabelReader, MarginReader, PairReader, TextPairReader
 from toolkit.data.rows import parse_line, parse_row
 from toolkit.data.sources import read_conversations

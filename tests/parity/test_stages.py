@@ -11,7 +11,8 @@ import torch
 import transformers
 from official import write
 
-from toolkit.config.mesh import FAMILIES, Mesh
+from toolkit.config.mesh import Mesh
+from toolkit.config.tensor_split import FAMILIES
 from toolkit.layouts.pipeline import keep_only, part_names, stage_bounds, stage_parameters
 from toolkit.messages import ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration

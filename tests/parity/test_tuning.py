@@ -31,7 +31,8 @@ from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.lora_init import BUFFERS, as_plain_state
 from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import trained_names
-from toolkit.plan.outline import shapes_of_config, with_tuning as plan
+from toolkit.plan.model_config import shapes_of_config
+from toolkit.plan.outline import with_tuning as plan
 
 LORA = TuningMethod.lora
 

@@ -14,8 +14,9 @@ from toolkit.config.schema import RunConfig
 from toolkit.messages import ConfigError
 from toolkit.plan.calibration import calibrate
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.machine import Machine, parse_machine
+from toolkit.plan.machine import Machine
 from toolkit.plan.outline import Outline
+from toolkit.plan.planned_machine import parse_machine
 from toolkit.plan.speed import Rates, rates_of
 
 BEGIN = f"""#!{sys.executable}

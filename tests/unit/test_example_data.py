@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import RowFormat, SourceConfig
-from toolkit.data.formats import Conversation, RowReader, detect_format
-from toolkit.data.readers import block_bytes, blocks, first_row, rows_of
+from toolkit.data.data_paths import files_of
+from toolkit.data.detection import detect_format, first_row
+from toolkit.data.formats import Conversation, RowReader
+from toolkit.data.readers import block_bytes, blocks, rows_of
 from toolkit.data.rows import as_object, parse_row
-from toolkit.data.sources import files_of
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
 LANGUAGES = ("en", "zh")

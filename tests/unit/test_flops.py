@@ -17,8 +17,8 @@ from toolkit.engine.recompute import _with_input_gradient
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.lora import inject_lora
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
-from toolkit.plan.lookup import published_models
-from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, shapes_of_config, with_tuning
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, with_tuning
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
-from toolkit.data.formats import Conversation, RowReader, detect_format, mark_trained, turns
+from toolkit.data.detection import detect_format
+from toolkit.data.formats import Conversation, RowReader, mark_trained
+from toolkit.data.too_long import turns
 from toolkit.messages import RowError, set_language
 
 

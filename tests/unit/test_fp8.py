@@ -15,7 +15,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import Fp8
 from toolkit.layouts import fp8
 from toolkit.messages import ConfigError
-from toolkit.plan import machine
+from toolkit.plan import planned_machine
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
 from toolkit.train import startup
@@ -254,7 +254,7 @@ def test_older_gpus_are_refused_before_data_are_prepared(
     gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a plan, and on the ranks themselves, as nvidia-smi names their GPUs."""
-    monkeypatch.setattr(machine, "this_machine", lambda: machine.parse_machine(gpus, 1, ""))
+    monkeypatch.setattr(planned_machine, "this_machine", lambda: planned_machine.parse_machine(gpus, 1, ""))
     monkeypatch.setattr(startup, "set_environment", lambda *_: None)
     is_old, words = "A100" in gpus, ["recipe=chatglm", "precision=fp8"]
     assert (main(["plan", *words, f"gpus={gpus}"]) == 2) is is_old

@@ -13,13 +13,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.speaker import write_random
-from toolkit import disk
+from toolkit import file_patterns
 from toolkit.cli import main
 from toolkit.config.load import load
+from toolkit.data.data_paths import files_of
+from toolkit.data.detection import detect_format
 from toolkit.data.first_rows import check_sources
-from toolkit.data.formats import detect_format
 from toolkit.data.readers import blocks
-from toolkit.data.sources import files_of
 from toolkit.extras.board import Board, application
 from toolkit.launch.variables import variables_of_files
 from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Problems, RowError, filled, printable, tr
@@ -93,16 +93,16 @@ def test_patterns_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text("x")
     for name, target in {"a/up": "..", "a/here": ".", "a/b/top": "../.."}.items():
         (tmp_path / name).symlink_to(target)
-    found = {path.relative_to(tmp_path).as_posix() for path in disk.matching(f"{tmp_path}/**/*.jsonl")}
+    found = {path.relative_to(tmp_path).as_posix() for path in file_patterns.matching(f"{tmp_path}/**/*.jsonl")}
     assert found == {"a/b/one.jsonl", "a/two.jsonl"}
     monkeypatch.chdir(tmp_path)
-    assert disk.matching("a/*/*.jsonl") == [Path("a/b/one.jsonl")]
-    assert disk.matching("fo?r.[tx]*") == [Path("four.txt")]
-    assert disk.matching("a/.h*/**") == [Path("a/.hidden/three.jsonl")]
+    assert file_patterns.matching("a/*/*.jsonl") == [Path("a/b/one.jsonl")]
+    assert file_patterns.matching("fo?r.[tx]*") == [Path("four.txt")]
+    assert file_patterns.matching("a/.h*/**") == [Path("a/.hidden/three.jsonl")]
     with monkeypatch.context() as gone:  # links in /proc are, while they are looked at
         gone.setattr(os.path, "realpath", lambda path: os.readlink(f"{path}/gone"))
-        assert disk.matching("a/*/*.jsonl") == []
-    monkeypatch.setattr(disk, "_MOST_ENTRIES", 5)
+        assert file_patterns.matching("a/*/*.jsonl") == []
+    monkeypatch.setattr(file_patterns, "_MOST_ENTRIES", 5)
     data = load(["recipe=quickstart"]).cfg.data
     for pattern in ("**/*", "."):
         data.sources[0].path, data.sources[0].format = pattern, data.sources[0].format.auto

@@ -8,7 +8,8 @@ import pytest
 from toolkit.cli import main
 from toolkit.config import native_ops
 from toolkit.messages import ConfigError
-from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
+from toolkit.plan.machine import find_gpu, known_gpus
+from toolkit.plan.planned_machine import parse_machine
 from toolkit.train import startup
 
 

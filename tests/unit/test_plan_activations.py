@@ -13,8 +13,8 @@ from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.outline import _LENGTH, _saved, outline, saved_by_layer
 from toolkit.plan.activations import Rows, activation_bytes, layer_activation_bytes
 from toolkit.plan.flops import formula
-from toolkit.plan.lookup import published_models
-from toolkit.plan.outline import flop_sizes, shapes_of_config, with_tuning
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.outline import flop_sizes, with_tuning
 
 ROWS, LENGTH = 2, 24
 SIZES: dict[str, Any] = {"hidden_size": 96, "vocab_size": 200, "num_attention_heads": 6}

@@ -16,13 +16,13 @@ from toolkit.models.adapter_settings import misplaced_by_peft
 from toolkit.models.chat import fit_tokenizer
 from toolkit.models.outline import outline as measured
 from toolkit.plan.activations import Rows, expert_activation_bytes, layer_activation_bytes
-from toolkit.plan.division import expert_parallel_bytes, expert_part
+from toolkit.plan.division import BUSIEST, expert_parallel_bytes, expert_part
 from toolkit.plan.flops import formula
 from toolkit.plan.layouts import evaluate_layout
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import plan_host, plan_rank
-from toolkit.plan.outline import BUSIEST, Outline, is_routed, with_tuning
+from toolkit.plan.outline import Outline, is_routed, with_tuning
+from toolkit.plan.planned_machine import parse_machine
 from toolkit.plan.search import expert_sizes, fastest, layouts, overrides
 from toolkit.plan.speed import Rates, assumed, step_time
 from toolkit.plan.summary import plan_json, plan_lines

@@ -19,10 +19,12 @@ from toolkit.config.mesh import micro_sizes
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
 from toolkit.plan.layouts import evaluate_layout
-from toolkit.plan.lookup import outline_of, published_models
-from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
+from toolkit.plan.lookup import outline_of
+from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
-from toolkit.plan.outline import Outline, shapes_of_config, with_tuning
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.outline import Outline, with_tuning
+from toolkit.plan.planned_machine import parse_bytes, parse_machine
 from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
 from toolkit.plan.summary import plan_json, plan_lines

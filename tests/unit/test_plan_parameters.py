@@ -15,8 +15,9 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.load import model_class, transformers_config
 from toolkit.models.trainable import untrained_prefixes
 from toolkit.plan.flops import formula
-from toolkit.plan.lookup import outline_of, published_models
-from toolkit.plan.outline import active_parameters_line, shapes_of_config
+from toolkit.plan.lookup import outline_of
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.summary import active_parameters_line
 
 COMMON = {
     "hidden_size": 48,

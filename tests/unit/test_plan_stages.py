@@ -12,9 +12,9 @@ from toolkit.config.load import load
 from toolkit.layouts.pipeline import stage_parameters
 from toolkit.messages import ModelError
 from toolkit.plan.division import balance_stages, stage_outlines
-from toolkit.plan.lookup import published_models
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import Outline, shapes_of_config, with_tuning
+from toolkit.plan.model_config import published_models, shapes_of_config
+from toolkit.plan.outline import Outline, with_tuning
 
 WORDS = [
     "recipe=zero1",

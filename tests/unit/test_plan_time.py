@@ -10,7 +10,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.plan import speed
 from toolkit.plan.layouts import layout_numbers
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.machine import Machine, parse_machine
+from toolkit.plan.machine import Machine
+from toolkit.plan.planned_machine import parse_machine
 from toolkit.plan.search import layouts
 from toolkit.plan.speed import Rates, StepTime, assumed, step_time
 

@@ -27,10 +27,10 @@ from toolkit.config.schema import (
 from toolkit.data import preview
 from toolkit.data.formats import RowReader
 from toolkit.data.labeled_formats import LabelReader, PairReader
+from toolkit.data.mismatched import MismatchedCache
 from toolkit.data.packing import plan_sequences
 from toolkit.data.plans import PackingPlan
 from toolkit.data.prefixes import share_prompts
-from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
 from toolkit.models import loss_kernels

@@ -17,8 +17,8 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.load import load
 from toolkit.config.paths import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
-from toolkit.data import readers as files_module, sources
-from toolkit.data.rows import columns_for
+from toolkit.data import data_paths, readers as files_module, sources
+from toolkit.data.detection import columns_for
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.messages import DataError
 
@@ -326,7 +326,7 @@ def test_an_empty_file_among_others_is_skipped(tmp_path: Path, capsys: pytest.Ca
     written(tmp_path, b'{"prompt": "p", "response": "r"}\n', "b.jsonl")
     for path in (tmp_path, tmp_path / "*.jsonl"):
         source = SourceConfig(path=str(path))
-        assert [file.name for file in sources.files_of(source)] == ["b.jsonl"]
+        assert [file.name for file in data_paths.files_of(source)] == ["b.jsonl"]
     assert capsys.readouterr().out == f"WARNING: The data file '{tmp_path}/a.jsonl' is empty: it is skipped.\n"
 
 
@@ -635,7 +635,7 @@ def test_long_lines_and_line_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result, _ = prepared(tmp_path, SourceConfig(path=str(path)))
     assert len(result.train) == 4
     assert result.report.dropped == {"longer than data.max_length = 1024": 1}
-    monkeypatch.setattr(files_module, "_LARGEST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(files_module, "LARGEST_LINE_BYTES", 1 << 20)
     with pytest.raises(DataError, match=r"d\.jsonl:3: a line of more than 1 MiB"):
         list(files_module.blocks(path, 1 << 20))
 

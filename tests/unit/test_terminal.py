@@ -15,9 +15,9 @@ import pyte
 import pytest
 from rich.text import Text
 
-from toolkit import terminal
+from toolkit import live_view, terminal
 from toolkit.messages import say, set_language, set_main_rank, warn
-from toolkit.tables import text_width
+from toolkit.tables import text_table, text_width
 from toolkit.track.metrics import Progress
 from toolkit.train.startup import LastingStdout, pass_on_warnings
 
@@ -70,8 +70,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     terminal.set_display("auto")  # as a training session does
     yield
     terminal.set_display("auto")
-    terminal._shown.clear()
-    terminal._follow()
+    live_view._shown.clear()
+    live_view._follow()
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_chinese_and_other_ranks(screen: Terminal) -> None:
 
 def test_a_view_that_fails_ends_nothing(screen: Terminal) -> None:
     with redirect_stdout(screen):
-        with terminal.showing(lambda: 1 / 0):
+        with live_view.showing(lambda: 1 / 0):
             say("a line")
             wait_for(lambda: "ZeroDivisionError" in screen.shows())
         assert screen.shows() == "a line"
@@ -260,7 +260,7 @@ def test_long_lines_can_be_copied_whole_and_stderr_stays_where_it_goes(
     screen: Terminal, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = "toolkit generate " + "x" * 2 * COLUMNS
-    with redirect_stdout(screen), terminal.showing(lambda: "view"):
+    with redirect_stdout(screen), live_view.showing(lambda: "view"):
         say(command)
         sys.stderr.write("an error\n")
         wait_for(lambda: "view" in screen.shows())
@@ -297,15 +297,15 @@ def test_the_time_left_after_going_back(capsys: pytest.CaptureFixture[str], monk
 def test_tables_end_without_blanks_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = ("model", "where", "what it is")
     rows = [("qwen3_8b", "Qwen/Qwen3-8B", "a model of eight billion parameters"), ("a", "b", "模型，共八十亿参数" * 4)]
-    wide = terminal.text_table(heads, rows, texts=True)
+    wide = text_table(heads, rows, texts=True)
     assert len(wide) == 3 and all(line == line.rstrip() for line in wide) and max(map(text_width, wide)) > 60
     for columns in (60, 40, 20):
         with redirect_stdout(Terminal()):
             monkeypatch.setenv("COLUMNS", str(columns))
-            lines = terminal.text_table(heads, rows, texts=True)
+            lines = text_table(heads, rows, texts=True)
         assert max(map(text_width, lines)) <= columns and all(line == line.rstrip() for line in lines)
         assert "".join(lines).replace(" ", "").count("参数") == 4 and not any(
             line.lstrip().startswith("，") for line in lines
         )
         assert "".join("".join(lines).split()).endswith("".join(rows[1][2].split()))
-    assert terminal.text_table(("", "n"), [("a", "1"), ("b", "22")]) == ["      n", "  a   1", "  b  22"]
+    assert text_table(("", "n"), [("a", "1"), ("b", "22")]) == ["      n", "  a   1", "  b  22"]

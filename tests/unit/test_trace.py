@@ -13,9 +13,9 @@ from tests.unit import traced
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.extras.trace import TOLERANCE, difference
+from toolkit.plan.division import BUSIEST
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import BUSIEST
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.checkpoint.directory import CHECKSUMS, FRAGMENTS, read_header
 from toolkit.checkpoint.fragments import BLOCK, DTYPES, WEIGHT, Part, view_bytes
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError, reason_of
 
@@ -119,7 +119,7 @@ class Fragments:
         is_same = turned == self.facts[name].get("turned", False)
         if is_same and part[1] == self.facts[name]["parts"]:
             return self._range(name, state, position, length, part[0])
-        if is_same and mesh.split_of(name) is mesh.Split.rows:
+        if is_same and tensor_split.split_of(name) is tensor_split.Split.rows:
             return self._across_parts(name, state, position, length, part)
         full_tensor = process_group.take_part(name, self.whole(name, state), *part)
         full_tensor = full_tensor.t() if turned else full_tensor
@@ -143,7 +143,7 @@ class Fragments:
     def whole(self, name: str, state: str = WEIGHT) -> torch.Tensor:
         """Return a complete parameter, or a state of it, in its shape, joined from all tensor-parallel parts."""
         facts = self.facts[name]
-        shape = mesh.part_shape(name, tuple(facts["shape"]), facts["parts"])
+        shape = tensor_split.part_shape(name, tuple(facts["shape"]), facts["parts"])
         if facts.get("turned"):
             return self._range(name, state, 0, math.prod(shape), 0).view(shape[::-1]).t().contiguous()
         parts = [self._range(name, state, 0, math.prod(shape), part).view(shape) for part in range(facts["parts"])]

@@ -2,11 +2,11 @@
 
 import re
 
-from toolkit import terminal
 from toolkit.cli import COMMANDS
 from toolkit.config import data_forms, key_texts
 from toolkit.config.files import conf_folder
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, listed, shortened, tr
+from toolkit.tables import text_table
 
 ALL = ("keys", "key", "config")
 """Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
@@ -34,7 +34,7 @@ def help_of_keys(words: list[str]) -> str:
     parts = [_of_key(key) for key in named]
     for section in inside:
         rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
-        table = terminal.text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
+        table = text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
         parts.append("\n".join([tr("{place}: ", place=section.name) + section.about, *table]))
     choices = listed(*(path.stem for path in sorted((conf_folder() / name).glob("*.yaml"))))
     parts += [tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices)] if choices else []
@@ -68,7 +68,7 @@ def _groups() -> str:
     """Return all groups, each with its purpose, and where the list of all keys is."""
     top, *sections = key_texts.sections()
     rows = [(section.name, section.about) for section in sections]
-    lines = terminal.text_table((tr("group"), tr("what it is for")), rows, texts=True)
+    lines = text_table((tr("group"), tr("what it is for")), rows, texts=True)
     lines += ["", tr("Keys outside of groups: {keys}.", keys=listed(*(key.name for key in top.keys)))]
     return "\n".join(
         [*lines, tr("One group or key: toolkit help keys NAME, such as optim or optim.lr. All of them: docs/config.md")]

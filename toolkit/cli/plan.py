@@ -34,8 +34,9 @@ from toolkit.messages import ModelError, Problems, say, warn
 from toolkit.models.quantized import check_readable
 from toolkit.plan import calibration, speed
 from toolkit.plan.layouts import evaluate_layout
-from toolkit.plan.lookup import outline_of, published_models
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
+from toolkit.plan.model_config import published_models
 from toolkit.plan.search import layouts
 from toolkit.plan.summary import plan_json, plan_lines
 

@@ -9,9 +9,10 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from toolkit import command_line, terminal
+from toolkit import command_line
 from toolkit.config.files import known_recipes
 from toolkit.messages import ConfigError, current_language, joined, say, tr
+from toolkit.tables import text_table
 
 _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 """Comments that Hydra and editors read."""
@@ -21,7 +22,7 @@ def run(words: list[str]) -> None:
     values = command_line.named_arguments(words, required=(), optional=(), usage="toolkit recipes", bare="text")
     rows: list[tuple[str, ...]] = [(name, about(path)) for name, path in known_recipes().items()]
     rows = with_text(rows, values.get("text", ""), "toolkit recipes")
-    say("\n".join(terminal.text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
+    say("\n".join(text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
 
 
 def with_text(rows: list[tuple[str, ...]], text: str, command: str) -> list[tuple[str, ...]]:

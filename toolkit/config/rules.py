@@ -252,9 +252,13 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "of 4, because half of a head is rotated in pairs.",
             size=shape.hidden_size // shape.num_heads,
         )
+    if size == 1:
+        return
+    from toolkit.config.tensor_split import check_split
+
     sizes = {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}
     try:
-        mesh.check_split(sizes, size)
+        check_split(sizes, size)
     except ConfigError as error:
         yield loaded.about("parallel.tensor", str(error))
 

@@ -8,7 +8,24 @@ _WIDE = "“”„‘’＂＇｛｝［］：，、"
 """Characters that stand for those of JSON in texts, and that input methods and word processors write."""
 
 
-def row_error(error: json.JSONDecodeError) -> RowError:
+def json_error(error: ValueError | RecursionError) -> RowError:
+    """Return the RowError that explains an error of parsing JSON; its positions count from 1 within the line."""
+    if isinstance(error, UnicodeDecodeError):
+        content, start = error.object, error.start
+        return RowError(
+            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in GBK, convert it with "
+            "`iconv -f GB18030 -t UTF-8`",
+            byte=f"{content[start]:02x}",
+            position=start - content.rfind(b"\n", 0, start),
+        )
+    if isinstance(error, json.JSONDecodeError):
+        return _syntax_error(error)
+    if isinstance(error, RecursionError):
+        return RowError(tr("the JSON is nested too deeply. Correct or remove the row"))
+    return RowError("broken JSON: {reason}. Correct or remove the row", reason=error)
+
+
+def _syntax_error(error: json.JSONDecodeError) -> RowError:
     """Return the RowError that explains an error of parsing JSON; its column counts from 1 within the line."""
     before, rest, column = error.doc[: error.pos].rstrip(), error.doc[error.pos :], error.colno
     if rest.strip() == "," and before[-1:] == "}":

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.files import is_remote
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, RunConfig, SourceConfig
+from toolkit.data.data_paths import files_of
 from toolkit.data.formats import reader_of
 from toolkit.data.readers import DataFile, blocks, first_rows_of, place_of, rows_of, with_format
 from toolkit.data.rows import parse_row
-from toolkit.data.sources import files_of, local_files
+from toolkit.data.sources import local_files
 from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, listed, tr
 from toolkit.sample_types import ChatEncoder
 

@@ -7,8 +7,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, NoReturn
 
+from toolkit.data.broken_json import json_error
 from toolkit.data.readers import CHUNK_BYTES, MEMBER
-from toolkit.data.rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER, json_error
+from toolkit.data.rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER
 from toolkit.messages import DataError
 
 _AFTER_ROWS = re.compile(rf"\s*(?:,\s*{MEMBER}\s*)*\}}")

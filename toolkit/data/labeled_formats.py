@@ -12,12 +12,12 @@ from toolkit.data.formats import (
     LIST_FIELDS,
     PAIR_FIELDS,
     PREFERENCE_KEYS,
-    ROLES,
     Conversation,
     RowReader,
     check_trainable,
     plain_message,
 )
+from toolkit.data.message_lists import ROLES
 from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, quoted_keys, required_text
 from toolkit.messages import RowError, tr
 from toolkit.sample_types import TEXT, Message

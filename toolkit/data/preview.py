@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit import secrets, terminal
+from toolkit import secrets
 from toolkit.config import mesh, objective, schema
 from toolkit.data import sampler, sources, store, tokenize
 from toolkit.data.plans import PackingPlan
 from toolkit.messages import DataError, printable, tr
+from toolkit.tables import text_table
 
 _BAR = 40
 
@@ -161,7 +162,7 @@ def count_lines(
     filled = padding_line(cfg, packing, cache, plan)
     labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())
     return [
-        *terminal.text_table(heads, rows),
+        *text_table(heads, rows),
         *(
             [tr("Held out for validation: {count} {unit}.", count=f"{held_out // size:,}", unit=heads[3])]
             * bool(held_out)

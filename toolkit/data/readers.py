@@ -1,13 +1,12 @@
 """The rows of data files, in blocks, with line (or row) numbers. No file is held as a whole."""
 
 import codecs
-import csv
 import io
 import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,8 +15,8 @@ from typing import IO, Any, NamedTuple
 
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import ROW_FIELDS, RowFormat
-from toolkit.data.formats import Conversation, detect_format, reader_of
-from toolkit.data.rows import first_repeated, is_conversation, parse_line, parse_row
+from toolkit.data.formats import Conversation, reader_of
+from toolkit.data.rows import is_conversation, parse_row
 from toolkit.messages import DataError, RowError, reading, reason_of, tr
 
 BOM = b"\xef\xbb\xbf"
@@ -30,17 +29,12 @@ _BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{MEMBER}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\
 
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_LARGEST_LINE_BYTES = 1 << 28
-_MOST_UNPACKED = 200
-"""Times its packed size that a file may unpack to; texts and even repeated rows reach 3 to 100."""
-_UNPACKED_OF_ANY_FILE_BYTES = 64 << 20
+LARGEST_LINE_BYTES = 1 << 28
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCKS = 2048
 _ROWS_PER_BLOCK = 2048
 
 FIELDS = {field for fields in ROW_FIELDS.values() for field in fields}
-
-csv.field_size_limit(_LARGEST_LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +112,9 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
     """Return the file with the format that its first row shows; None if no row can be parsed, DataError if unknown."""
     if file.row_format is not RowFormat.auto:
         return file
-    try:
-        line, row = first_row(block)
-    except RowError:
-        return None
-    if not isinstance(row, dict):
-        # Not an object: the row's own complaint is the clearest.
-        return replace(file, row_format=RowFormat.prompt_response)
-    try:
-        row_format = detect_format(row, file.columns)
-    except RowError as error:  # the whole file is meant, so skipping rows would not help
-        raise DataError("{place}: {reason}.", place=f"{file.path}:{line}", reason=error) from None
-    return replace(file, row_format=row_format)
+    from toolkit.data.detection import with_detected_format
+
+    return with_detected_format(file, block)
 
 
 def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
@@ -183,7 +168,9 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         item = 0
         _check_start(file.peek(4096)[:4096], path)
         if name.endswith((".csv", ".tsv")):
-            rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
+            from toolkit.data.csv_files import csv_rows
+
+            rows = csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
         elif (start := start_of_row_list(file, path, {*FIELDS, *columns})) is not None:
             from toolkit.data.json_lists import JsonListReader
 
@@ -221,23 +208,13 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
         return None
     if "\n" not in match[0].strip():
         with open_data_file(path) as (again, _):
-            line = again.readline(_LARGEST_LINE_BYTES)
+            line = again.readline(LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 is_row = not row.keys().isdisjoint(columns) or any(map(is_conversation, row.values()))
                 if is_row or again.read(CHUNK_BYTES).strip():  # rows, one per line
                     return None
     return match.end()
-
-
-def _delimiter(file: io.BufferedReader, usual: str) -> str:
-    """Return a CSV file's column separator: `usual`, unless the first line contains another one and not this."""
-    first = file.peek(4096)[:65536].removeprefix(BOM).decode("utf-8", "replace").partition("\n")[0].strip()
-    counts = dict.fromkeys((usual, ",", ";", "\t", "|"), 1)
-    for mark in counts:
-        with suppress(csv.Error):  # a lone carriage return, of which the reader of the rows says so with its line
-            counts[mark] = len(next(csv.reader([first], delimiter=mark), ()))
-    return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
 
 
 @contextmanager
@@ -251,35 +228,12 @@ def open_data_file(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
             if codec is None:
                 yield raw, raw
             else:
-                import pyarrow
+                from toolkit.data.unpacking import unpacked
 
-                with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
-                    yield io.BufferedReader(_Unpacked(unpacked, path), 1 << 20), raw
+                with unpacked(raw, path, codec) as content:
+                    yield content, raw
     except OSError as error:
         raise DataError("Cannot read '{path}': {reason}.", path=path, reason=reason_of(error)) from error
-
-
-class _Unpacked(io.RawIOBase):
-    """The decompressed content of a file; a DataError once it exceeds what a real data file expands to ("zip bomb")."""
-
-    def __init__(self, stream: Any, path: Path) -> None:
-        self.stream, self.path = stream, path
-        self.left = max(_UNPACKED_OF_ANY_FILE_BYTES, _MOST_UNPACKED * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read decompressed bytes into `buffer` and count them; a DataError above the limit, against a "zip bomb"."""
-        count: int = self.stream.readinto(buffer)
-        self.left -= count
-        if self.left < 0:
-            raise DataError(
-                "'{path}' unpacks to more than {times} times its size. If that is really your data, unpack it.",
-                path=self.path,
-                times=_MOST_UNPACKED,
-            )
-        return count
 
 
 def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_bytes: int) -> Iterator[Block]:
@@ -290,16 +244,16 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
     lines: list[bytes] = []
     size, first, number, at_end = 0, 1, 0, False
     while not at_end:
-        line = file.readline(_LARGEST_LINE_BYTES)
+        line = file.readline(LARGEST_LINE_BYTES)
         at_end = not line
         number += 1
-        if len(line) == _LARGEST_LINE_BYTES and not line.endswith(b"\n"):
+        if len(line) == LARGEST_LINE_BYTES and not line.endswith(b"\n"):
             raise DataError(
                 "{path}:{line}: a line of more than {size} MiB. A file holds one {{…}} per line, or one list "
                 "[{{…}}, …].",
                 path=path,
                 line=number,
-                size=_LARGEST_LINE_BYTES >> 20,
+                size=LARGEST_LINE_BYTES >> 20,
             )
         if is_blank := line == b"\n":  # with those that follow it: a file may hold millions
             ahead = file.peek()
@@ -313,34 +267,6 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
             if content.strip():  # the lines of a blank block would be looked at one by one
                 yield Block(first, content, raw.tell())
             lines, size, first = [], 0, number + 1
-
-
-def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
-    """Yield (line number, row as a dict by the header's names) of a CSV file; a DataError if it is broken."""
-    read = 0  # lines so far; a quoted value may take several
-
-    def lines() -> Iterator[str]:
-        nonlocal read
-        for content in file:
-            read += 1
-            # A byte that is not UTF-8 becomes half of a character, which is refused row by row.
-            yield (content.removeprefix(BOM) if read == 1 else content).decode("utf-8", "surrogateescape")
-
-    reader = csv.DictReader(lines(), delimiter=delimiter, strict=True)
-    line = 1
-    try:
-        names = list(reader.fieldnames or ())
-        if len(set(names)) != len(names):
-            twice = first_repeated(names)
-            raise DataError("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice)
-        line = read
-        for row in reader:
-            yield line + 1, row
-            line = read
-    except csv.Error as error:
-        raise DataError(
-            "{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error
-        ) from None
 
 
 def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
@@ -358,23 +284,3 @@ def place_of(path: Path, block: Block, offset: int, ordinal: int) -> str:
     """Return "file:line" of a row of a block; of an item of a JSON array also its number, as one line may hold all."""
     place = f"{path}:{block.first + offset}"
     return f"{place} {tr('(item {number})', number=f'{block.first_item + ordinal:,}')}" if block.first_item else place
-
-
-def first_row(block: Block) -> tuple[int, object]:
-    """Return (line number, row) of the first row of a block that is an object, else of the first that can be parsed; a
-    RowError if none can.
-    """
-    failure: RowError | None = None
-    other: tuple[int, object] | None = None
-    for offset, row in rows_of(block):
-        try:
-            value = parse_line(row) if isinstance(row, bytes) else row
-        except RowError as error:
-            failure = failure or error
-            continue
-        if isinstance(value, dict):
-            return block.first + offset, value
-        other = other or (block.first + offset, value)
-    if other:
-        return other
-    raise failure or RowError(tr("no key at all"))

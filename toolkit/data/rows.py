@@ -5,8 +5,7 @@ would take or lose in silence is an error of that row.
 import difflib
 import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from toolkit.messages import RowError, current_language, listed, tr
@@ -30,7 +29,7 @@ def parse_line(line: bytes) -> object:
     try:
         value = DECODER.decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise json_error(error) from None
+        raise _json_error(error) from None
     if _HALF.search(line):
         check_characters(value)
     return value
@@ -55,7 +54,7 @@ def check_characters(value: object) -> None:
             around=around,
         ) from None
     except RecursionError as error:
-        raise json_error(error) from None
+        raise _json_error(error) from None
 
 
 def _check_size(size: int) -> None:
@@ -86,28 +85,16 @@ DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_w
 LENIENT_DECODER = json.JSONDecoder(parse_int=str)  # Python reads no integer of more than 4,300 digits
 
 
+def _json_error(error: ValueError | RecursionError) -> RowError:
+    """Return the RowError that explains an error of parsing JSON."""
+    from toolkit.data.broken_json import json_error  # read in errors alone
+
+    return json_error(error)
+
+
 def first_repeated(names: Sequence[str]) -> str:
     """Return the first name that occurs more than once; there must be one."""
     return next(name for name in names if names.count(name) > 1)
-
-
-def json_error(error: ValueError | RecursionError) -> RowError:
-    """Return the RowError that explains an error of parsing JSON; its positions count from 1 within the line."""
-    if isinstance(error, UnicodeDecodeError):
-        content, start = error.object, error.start
-        return RowError(
-            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in GBK, convert it with "
-            "`iconv -f GB18030 -t UTF-8`",
-            byte=f"{content[start]:02x}",
-            position=start - content.rfind(b"\n", 0, start),
-        )
-    if isinstance(error, json.JSONDecodeError):
-        from toolkit.data.broken_json import row_error
-
-        return row_error(error)
-    if isinstance(error, RecursionError):
-        return RowError(tr("the JSON is nested too deeply. Correct or remove the row"))
-    return RowError("broken JSON: {reason}. Correct or remove the row", reason=error)
 
 
 def as_object(row: object) -> dict[str, Any]:
@@ -119,73 +106,6 @@ def as_object(row: object) -> dict[str, Any]:
     raise RowError(
         'the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=kind_of(row)
     )
-
-
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-
-
-def reasoning_of(item: Mapping[str, Any], key: str) -> str:
-    """Return the reasoning text of a message under a key, "" if it is absent, null or blank; RowError if no text."""
-    value = item.get(key)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return ""
-    return required_text(item, key)
-
-
-def call_id(item: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return {key: id} of a tool call, {} if it has none: some chat templates render the id."""
-    value = item.get(key)
-    return {key: value} if isinstance(value, str) and value else {}
-
-
-def listed_tools(value: object, key: str) -> list[Any] | None:
-    """Return a row's tool definitions (a list or its JSON) in OpenAI's form, None if none; `key` is for messages."""
-    value = parsed_json(value)
-    if value in (None, "", []):
-        return None
-    value = [parsed_json(tool) for tool in value] if isinstance(value, list) else value
-    if not isinstance(value, list):
-        raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=kind_of(value))
-    if wrong := [tool for tool in value if not isinstance(tool, dict)]:
-        raise RowError("'{key}' holds {kind}, which is no tool", key=key, kind=kind_of(wrong[0]))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-
-
-def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
-    """Return a row's `history`, a list or its JSON, as (question, answer) pairs; null, "" and [] mean none."""
-    history = parsed_json(history)
-    if history in (None, [], ""):
-        return []
-    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
-    if not isinstance(history, list):
-        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=kind_of(history), mend=mend)
-    pairs = []
-    for number, pair in enumerate(history, start=1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend)
-        for text in pair:
-            if not isinstance(text, str) or not text.strip():
-                raise RowError(
-                    "item {number} of '{key}' holds {kind}. {mend}",
-                    number=number,
-                    key=key,
-                    kind=kind_of(text),
-                    mend=mend,
-                )
-        pairs.append((pair[0], pair[1]))
-    return pairs
-
-
-def result_text(value: object) -> str:
-    """Return a tool's result as text: a text as it is, a list of text parts joined, anything else as JSON."""
-    if value is None:
-        return ""
-    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        parts = [{key: held for key, held in part.items() if held not in (None, "", [], {})} for part in value]
-        texts = [part.get("text", part.get("value", "")) for part in parts]
-        if all(isinstance(text, str) and len(part) == 1 + bool(text) for text, part in zip(texts, parts, strict=True)):
-            return "".join(texts)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parsed_json(value: object) -> object:
@@ -265,68 +185,7 @@ def kind_of(value: object) -> str:
     return tr("a list") if isinstance(value, list) else tr("an object")
 
 
-_WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
-
-
-def columns_for(row: Mapping[str, Any]) -> str:
-    """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
-    from toolkit.config.suggest import COLUMNS_MEANT  # read in errors alone
-
-    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    texts = [key for key, value in row.items() if isinstance(value, str)]
-    texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
-    by_name = {
-        field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
-    }
-    unnamed = iter([key for key in texts if key not in by_name.values()])
-    columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
-    if lists:
-        columns = {"messages": lists[0]}
-    elif len(texts) == 1:
-        columns = {"text": texts[0]}
-    quoted = {key: key if _WORD.fullmatch(key) else json.dumps(key, ensure_ascii=False) for key in columns.values()}
-    return shlex.quote(f"columns={{{', '.join(f'{field}: {quoted[key]}' for field, key in columns.items())}}}")
-
-
 def quoted_keys(row: Mapping[str, Any]) -> str:
     """Return the keys of a row, quoted, for an error message: at most eight, of 40 characters each."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
     return listed(*names, *["…"] * (len(row) > 8)) or tr("no keys at all")
-
-
-METADATA = frozenset(
-    {
-        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
-        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
-        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
-        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
-        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
-        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
-    }
-)
-"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
-
-
-def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
-    """Yield the keys of a message, content part or tool call that are not among `read`. RowError if such a key holds
-    text, a list or an object, which would be lost; or in an answer a number or boolean, which may be a loss flag.
-    """
-    for key, value in item.items():
-        if key in read:
-            continue
-        if is_answer and isinstance(value, bool | int | float) and key not in METADATA:
-            raise RowError(
-                "the key '{key}' is {value}, and nothing here reads it. If it says whether the message is trained, "
-                "name it: `columns: {{loss: {key}}}`; else remove it",
-                key=key[:40],
-                value=kind_of(value),
-            )
-        has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
-        if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
-            raise RowError(
-                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "
-                "assistant's reasoning into its 'reasoning_content', calls into its 'tool_calls', tools into the row's "
-                "'tools', or remove the key",
-                key=key[:40],
-            )
-        yield key

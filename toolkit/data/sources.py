@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.config.files import DATA_SUFFIXES, PACKED_SUFFIXES, TABLE_SUFFIXES, is_remote, located
+from toolkit.config.files import is_remote
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import Conversation
-from toolkit.data.readers import DataFile, uncompressed_name, usable_rows
-from toolkit.disk import matching, sha256, walk, write_atomically
-from toolkit.messages import DataError, listed, reading, reason_of, tr
+from toolkit.data.readers import DataFile, usable_rows
+from toolkit.disk import sha256, write_atomically
+from toolkit.messages import DataError, reading, tr
 
 _SETTLED_S = 2.0
 
@@ -36,6 +35,8 @@ def locate_source(source: SourceConfig, number: int, cache_dir: Path, *, streami
 
         paths = files_of_url(source.path)
     else:
+        from toolkit.data.data_paths import files_of
+
         paths = files_of(source)
     return [DataFile(path, number, row_format, dict(source.columns), source.max_samples) for path in paths]
 
@@ -61,62 +62,6 @@ def local_files(data: DataConfig) -> list[DataFile]:
 def _numbered_sources(data: DataConfig) -> list[tuple[SourceConfig, int]]:
     """Return (source, its number) of all sources, validation after training."""
     return [(source, number) for number, source in enumerate([*data.sources, *data.validation])]
-
-
-def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
-    path = Path(located(source.path))
-    if os.path.isdir(path):
-        from toolkit.data.hub_datasets import files_saved_by_datasets
-
-        files = files_saved_by_datasets(path, source.split) or _data_files_below(path)
-        if not files:
-            raise DataError(
-                "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
-                path=path,
-                suffixes=listed(*DATA_SUFFIXES),
-            )
-    elif os.path.isfile(path):  # not the method of paths, which raises of a name that is too long
-        files = [path]
-    else:
-        files = sorted(matching(source.path))
-        if not files or not source.path:
-            raise DataError(
-                "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
-                "data.validation.",
-                path=source.path,
-                folder=Path.cwd(),
-            )
-    for file in files:
-        suffixes = file.suffixes[-2:]
-        if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
-            raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
-    usual = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
-    if strange := [file for file in files if not file.stat().st_size or file.suffix.lower() not in usual]:
-        from toolkit.data import foreign_files
-
-        for file in strange:
-            foreign_files.check_is_json(file)
-        files = foreign_files.without_empty(files)
-    return files
-
-
-def _data_files_below(folder: Path) -> list[Path]:
-    """Return the files with a data suffix below a directory, sorted; links are followed, hidden files skipped."""
-
-    def raise_error(error: OSError) -> None:
-        raise DataError("Cannot read '{path}': {reason}.", path=error.filename, reason=reason_of(error)) from error
-
-    def is_visible(path: Path) -> bool:
-        return not path.name.startswith(".")
-
-    walked = walk(folder, str(folder), is_visible, raise_error)
-    paths = (directory / name for directory, names in walked for name in names)
-    files = [path for path in paths if is_visible(path) and uncompressed_name(path.name).endswith(DATA_SUFFIXES)]
-    for path in files:
-        if not os.path.exists(path):
-            raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
-    return sorted(path for path in files if os.path.isfile(path))
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:

@@ -23,10 +23,10 @@ from toolkit import children
 from toolkit.config.objective import data_unit
 from toolkit.config.schema import RowFormat, RunConfig, TooLong
 from toolkit.data import readers
-from toolkit.data.formats import Conversation, RowReader, mark_trained, reader_of, turns
+from toolkit.data.formats import Conversation, RowReader, mark_trained, reader_of
 from toolkit.data.rows import parse_row
 from toolkit.messages import DataError, RowError, current_language, tr
-from toolkit.sample_types import ChatEncoder, Encoded, Message
+from toolkit.sample_types import ChatEncoder, Encoded
 
 CODE_VERSION = 8
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
@@ -399,106 +399,23 @@ class PartBuilder:
         else:
             counts.longer += counts.is_first("longer", row)
             counts.longest = max(counts.longest, length)
-            if self.too_long is TooLong.split:
-                return self._split(conversation, encoded, row, counts)
-            samples = self._truncated(conversation, encoded, counts) if self.too_long is TooLong.truncate else []
+            samples = []
+            if self.too_long in (TooLong.split, TooLong.truncate):
+                from toolkit.data.too_long import Shortener
+
+                shortener = Shortener(self.encoder, self.limit)
+                if self.too_long is TooLong.split:
+                    return shortener.split(conversation, encoded, row, counts)
+                samples = shortener.truncated(conversation, encoded, counts)
             if not samples:
                 counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []
         if conversation.is_input_only and samples:
             return samples
-        usable = [sample for sample in map(_trainable, samples) if sample]
+        usable = [sample for sample in map(trainable, samples) if sample]
         if not usable:
             counts.drop(tr("no token the loss covers"), row)
         return usable
-
-    def _truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
-        """Return [sample] shortened to `data.max_length`: without its oldest turns, and where the newest turn alone is
-        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left.
-        """
-        (ids, trained), turns_dropped = encoded, 0
-        if conversation.is_input_only:
-            end = self.encoder.after_text if conversation.is_text else ()
-            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
-        elif not conversation.is_text:
-            system, parts = turns(conversation.messages)
-            num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
-            if newest is None and len(parts) > 1:
-                newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
-            ids, trained = newest or encoded
-            turns_dropped = len(parts) - max(num_turns, 1)
-        is_cut = conversation.is_input_only or len(ids) > self.limit
-        ids, trained = ids[: self.limit], trained[: self.limit]
-        if not any(trained):
-            return []
-        counts.truncated += 1
-        counts.turns_dropped += turns_dropped
-        counts.cut += is_cut
-        return [(ids, trained)]
-
-    def _most_turns(
-        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], from_end: bool = False
-    ) -> tuple[int, Encoded | None]:
-        """Return (how many of the turns `parts` fit into `data.max_length` after the system messages, their encoding or
-        None if not even one fits), counted from the first turn or from the last. By bisection, as encoding is slow.
-        """
-        low, high, best = 0, len(parts), None
-        while low < high:
-            middle = (low + high + 1) // 2
-            chosen = parts[len(parts) - middle :] if from_end else parts[:middle]
-            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
-            if len(encoded[0]) <= self.limit:
-                low, best = middle, encoded
-            else:
-                high = middle - 1
-        return low, best
-
-    def _split(
-        self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
-    ) -> list[Encoded]:
-        """Return the samples into which a conversation that is too long is split; each trained token is trained in one
-        of them. Where answers cannot be trained apart, only the newest turns that fit.
-        """
-        system, parts = turns(conversation.messages)
-        earlier = chain.from_iterable(parts[:-1])
-        if conversation.is_text:
-            samples = self._windows(encoded)
-        elif self.encoder.only_last or not any(m.get("loss", m["role"] == "assistant") for m in earlier):
-            newest = self._most_turns(conversation, system, parts, from_end=True)[1]
-            samples = iter([newest]) if newest else self._windows(encoded)
-        else:
-            samples = self._turn_windows(conversation)
-        usable = [sample for sample in map(_trainable, samples) if sample]
-        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in usable):
-            counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
-        counts.split += len(usable) > 1
-        return usable
-
-    def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
-        """Yield samples that together hold all turns of a conversation, each as many whole turns as fit into
-        `data.max_length`; a turn that is too long alone is cut into windows of tokens.
-        """
-        system, rest = turns(conversation.messages)
-        while rest:
-            count, window = self._most_turns(conversation, system, rest)
-            if window is None:
-                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
-            else:
-                yield window
-            rest = rest[max(count, 1) :]
-
-    def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
-        """Yield pieces of a sample of at most `data.max_length` tokens, cut after an answer where one ends; none if the
-        encoder's samples cannot be cut. Each begins with the last token of the piece before, to predict the next from.
-        """
-        ids, trained = encoded
-        start = 0
-        while self.encoder.can_cut and start < len(ids) - 1:
-            stop = start + self.limit
-            if stop < len(ids):
-                stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
-            yield _with_first_untrained(ids[start:stop], trained[start:stop])
-            start = stop - 1
 
 
 def _complete_groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
@@ -518,13 +435,13 @@ def _label_index(label: str, labels: list[str]) -> int:
     return labels.index(label)
 
 
-def _trainable(encoded: Encoded) -> Encoded | None:
+def trainable(encoded: Encoded) -> Encoded | None:
     """Return the sample with its first token untrained, or None if then no token of it is trained."""
-    ids, trained = _with_first_untrained(*encoded)
+    ids, trained = with_first_untrained(*encoded)
     return (ids, trained) if any(trained) else None
 
 
-def _with_first_untrained(ids: list[int], trained: list[bool]) -> Encoded:
+def with_first_untrained(ids: list[int], trained: list[bool]) -> Encoded:
     """Return (ids, mask) with the first token untrained: no token before it could predict it."""
     if trained and trained[0]:
         trained = [False, *trained[1:]]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import children, messages
-from toolkit.config import mesh, schema
+from toolkit.config import schema
 from toolkit.messages import system_text
 
 T = TypeVar("T")
@@ -228,7 +228,12 @@ def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the complete parameter, even if this rank has a part of it or it is packed in 4 bits."""
     packed = getattr(parameter, "quant_state", None)
     shape = tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
-    return mesh.part_shape(name, shape, part_of(parameter)[1], back=True)
+    count = part_of(parameter)[1]
+    if count == 1:
+        return shape
+    from toolkit.config.tensor_split import part_shape
+
+    return part_shape(name, shape, count, back=True)
 
 
 def gather_parts(name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -244,12 +249,16 @@ def gather_parts(name: str, parameter: torch.Tensor) -> torch.Tensor:
 
 def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a parameter, or a stored buffer, from what the ranks of a tensor group have of it, in their order."""
-    split = mesh.split_of(name)
-    if split is None or len(parts) == 1:  # one part is not copied: it may be a view of a mapped file
+    if len(parts) == 1:  # it is not copied: it may be a view of a mapped file
         return parts[0]
-    if split in mesh.AXES:
-        return torch.cat(list(parts), dim=mesh.AXES[split])
-    if split is mesh.Split.pairs:
+    from toolkit.config.tensor_split import AXES, Split, split_of
+
+    split = split_of(name)
+    if split is None:
+        return parts[0]
+    if split in AXES:
+        return torch.cat(list(parts), dim=AXES[split])
+    if split is Split.pairs:
         above, below = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*above, *below])
     return torch.cat(list(parts))
@@ -257,9 +266,13 @@ def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def take_part(name: str, tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:
     """Return what rank `number` of a tensor group of `count` has of a parameter: `join_parts` backwards."""
-    split = mesh.split_of(name)
-    if split is None or count == 1:
+    if count == 1:
         return tensor
-    if split is mesh.Split.pairs:
+    from toolkit.config.tensor_split import AXES, Split, split_of
+
+    split = split_of(name)
+    if split is None:
+        return tensor
+    if split is Split.pairs:
         return torch.cat([half.chunk(count)[number] for half in tensor.chunk(2)])
-    return tensor.chunk(count, dim=mesh.AXES.get(split, 0))[number]
+    return tensor.chunk(count, dim=AXES.get(split, 0))[number]

@@ -158,7 +158,9 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
         _copy_section(ds, cfg, "activation_checkpointing", *unset)
     if cfg.parallel.tensor > 1:
         _copy_keys(ds, cfg, "tensor_parallel.autotp_size")
-        for name, value in mesh.partition_config().items():
+        from toolkit.config.tensor_split import partition_config
+
+        for name, value in partition_config().items():
             ds.put(f"tensor_parallel.partition_config.{name}", value, tr("= how parameters of these names are split"))
     if cfg.compile.deepcompile:
         _copy_keys(ds, cfg, "compile.deepcompile")

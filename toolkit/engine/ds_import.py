@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import messages
-from toolkit.config import dotted_keys, load, mesh, rule_tables, schema
+from toolkit.config import dotted_keys, load, mesh, rule_tables, schema, tensor_split
 from toolkit.config.files import LARGEST_FILE_BYTES
 from toolkit.engine import ds_config, ds_keys
 from toolkit.messages import ConfigError, Problems, file_bytes, joined, parsed_json, reason_of, tr, type_name
@@ -221,7 +221,7 @@ def import_json(
     for key in ds.values:
         if ds.has(key) and key in ds_config.SAME and key not in (BATCH, MICRO):  # for these see `_import_batch`
             ds.assign(ds_config.SAME[key], max(1, ds.values[key]) if key == AUTOTP else ds.values[key], key)
-    for name, ours in mesh.partition_config().items():
+    for name, ours in tensor_split.partition_config().items():
         key = f"tensor_parallel.partition_config.{name}"
         if ds.has(key) and ds.values[key] != ours:
             raise ds.error(key, "{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from toolkit.config import files, paths, schema
-from toolkit.data import formats, readers, rows, sources
+from toolkit.data import data_paths, formats, readers, rows
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.evaluate import checks
@@ -66,7 +66,7 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
     """
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
-    files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in sources.files_of(source)]
+    files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in data_paths.files_of(source)]
     for _, file, block in readers.read_blocks(files):
         if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
@@ -339,7 +339,7 @@ def _with_file_identities(
         for path in sorted(folder.rglob("*"))
         if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
     }
-    inputs = {str(path): sha256(path) for path in sources.files_of(source)}
+    inputs = {str(path): sha256(path) for path in data_paths.files_of(source)}
     identified: dict[str, Any] = json.loads(json.dumps({**settings, "input": inputs, "weights": weights}))
     return identified
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.messages import ModelError, tr
 from toolkit.models.record import has_adapter
 
-FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
+FAMILIES = tuple(kind for kind in tensor_split.FAMILIES if kind != "chatglm")
 """Model types for which a test shows that two ranks give the same answers as one; DeepSpeed 0.19.8 splits others too,
 some of them wrongly."""
 

@@ -34,7 +34,8 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan import memory
 from toolkit.plan.flops import Work, causal_pairs, formula
-from toolkit.plan.lookup import config_of, outline_of
+from toolkit.plan.lookup import outline_of
+from toolkit.plan.model_config import config_of
 from toolkit.plan.outline import Outline
 from toolkit.plan.speed import Rates
 from toolkit.sample_types import Batch

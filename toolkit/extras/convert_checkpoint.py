@@ -23,7 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit import disk
 from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, intact, state_files
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.messages import CheckpointError, ConfigError, clauses
 
 # All classes that these files name besides tensors and plain values (measured); only their fields are set.
@@ -171,10 +171,10 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
         module = module or saved["module"]
         tensors = module if layers else saved["module"]
         for name, shape, position, values, numbers in _saved_slices(files, part, saved, prefix):
-            count = parts if not layers and mesh.split_of(name) else 1
+            count = parts if not layers and tensor_split.split_of(name) else 1
             if count == 1 and owners.setdefault(name, part) != part:
                 continue  # what all parts have, the first has saved
-            shapes[name] = mesh.part_shape(name, shape, count, back=True)
+            shapes[name] = tensor_split.part_shape(name, shape, count, back=True)
             lengths[name] += len(values[fragments.WEIGHT])
             which = (part, count) if count > 1 else (0, 1)
             yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, which, values, numbers)

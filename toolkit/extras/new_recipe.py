@@ -30,10 +30,13 @@ from toolkit.data.tokenize import percent
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
 from toolkit.plan import speed
-from toolkit.plan.layouts import Layout, gib
-from toolkit.plan.lookup import config_of, outline_of
-from toolkit.plan.machine import GIB, Machine, find_gpu, parse_machine, this_machine
+from toolkit.plan.layouts import Layout
+from toolkit.plan.lookup import outline_of
+from toolkit.plan.machine import GIB, Machine, find_gpu
+from toolkit.plan.model_config import config_of
+from toolkit.plan.planned_machine import parse_machine, this_machine
 from toolkit.plan.search import fastest, layouts, overrides
+from toolkit.plan.summary import gib
 from toolkit.train.schedule import FEWEST_STEPS
 
 METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)

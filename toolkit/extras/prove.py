@@ -18,6 +18,7 @@ from toolkit.extras import sweep as sweeping
 from toolkit.extras.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
+from toolkit.tables import text_table
 
 _PROVE_ARGUMENTS = ("steps", "sweep", "output", "max_length")
 STEPS = 8
@@ -263,7 +264,7 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
     resumed = _resume(proof, job)
     titles = {"losses": tr("losses"), "norms": tr("gradient norms"), "logits": tr("logits of the export")}
     say("")
-    for line in terminal.text_table(
+    for line in text_table(
         (tr("of {steps} steps", steps=steps), tr("deviates by"), tr("rounding alone"), tr("allowed"), ""),
         [
             (

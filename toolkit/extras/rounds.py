@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit import children, disk, secrets, terminal
+from toolkit import children, disk, secrets
 from toolkit.config import devices
 from toolkit.config.files import quoted
 from toolkit.config.schema import Family, Init, RunConfig, TaskKind
@@ -32,6 +32,7 @@ from toolkit.evaluate import rewards
 from toolkit.extras.sweep import LAUNCH, TOOLKIT, digest
 from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
+from toolkit.tables import text_table
 
 FILE = "rounds.json"
 
@@ -307,4 +308,4 @@ def _table(record: dict[str, Any], rounds: int) -> list[str]:
             for figure in figures
         ]
         rows.append([name, *cells])
-    return terminal.text_table(heads, rows)
+    return text_table(heads, rows)

@@ -29,7 +29,7 @@ from toolkit.models.save import MODEL_DIR
 from toolkit.report.run import SCORES, is_run, is_worked_on
 from toolkit.report.scores import score_table
 from toolkit.secrets import learn_from
-from toolkit.terminal import text_table
+from toolkit.tables import text_table
 from toolkit.track import backends, queue
 from toolkit.train.run_dir import read_rows
 

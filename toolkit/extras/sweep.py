@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import arguments, children, command_line, disk, messages, secrets, terminal
+from toolkit import arguments, children, command_line, disk, messages, secrets
 from toolkit.config import files, load, schema
 from toolkit.config.suggest import keys_meant, option_meant
 from toolkit.config.sweep_axes import Axis, grid, split_axes
@@ -23,6 +23,7 @@ from toolkit.disk import json_lines
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import say, tr
 from toolkit.report.run import runs_of
+from toolkit.tables import text_table
 
 FILE = "sweep.json"
 STUDY = "optuna.log"
@@ -556,7 +557,7 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = schema.EVAL_LO
                 text = (sweep.run_dir(job) / "FAILED").read_text(encoding="utf-8", errors="replace")
                 errors.append(f"  {job.name}: {' '.join(text.split())[:200]}")
     say("")
-    for line in terminal.text_table((*heads, tr("tokens/s"), tr("directory")), rows):
+    for line in text_table((*heads, tr("tokens/s"), tr("directory")), rows):
         say(line)
     for line in [tr("Errors:"), *errors] if errors else []:
         say(line)

@@ -12,6 +12,7 @@ from toolkit.config import rule_tables, schema
 from toolkit.messages import ConfigError, current_language, say, tr
 from toolkit.plan import layouts
 from toolkit.plan.machine import GIB, Machine
+from toolkit.tables import text_table
 
 _LIMIT_S = 3600.0
 _TRACEABLE_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
@@ -105,7 +106,7 @@ def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[st
         )
     ]
     head = [tr("GiB per rank"), tr("planned"), tr("traced"), tr("planned / traced")]
-    for line in terminal.text_table(head, rows, indent=""):
+    for line in text_table(head, rows, indent=""):
         say(line)
     if abs(ratio - 1) > TOLERANCE:
         say("The plan differs by more than {percent} %: trust the trace.", percent=f"{100 * TOLERANCE:.0f}")

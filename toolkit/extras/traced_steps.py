@@ -29,8 +29,8 @@ from toolkit.messages import set_language
 from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.record import record_of
+from toolkit.plan.division import load_of_busiest_rank
 from toolkit.plan.lookup import outline_of
-from toolkit.plan.outline import load_of_busiest_rank
 from toolkit.sample_types import Batch, with_targets
 from toolkit.tasks import language
 from toolkit.train import schedule

@@ -18,10 +18,11 @@ from toolkit.messages import ConfigError, DataError, Problems, say, tr, warn
 from toolkit.models import quantized
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan import kernels
-from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
-from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import Outline, active_parameters_line
+from toolkit.plan.machine import GIB, Machine
+from toolkit.plan.outline import Outline, rank_part
+from toolkit.plan.planned_machine import check_precision, parse_bytes, parse_machine, this_machine
+from toolkit.plan.summary import active_parameters_line
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, make_schedule, warn_of_short_run
 
 if TYPE_CHECKING:  # tokenizers take seconds to import

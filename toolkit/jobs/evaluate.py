@@ -7,7 +7,6 @@ from pathlib import Path
 
 import transformers
 
-from toolkit import terminal
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data import loader
@@ -16,6 +15,7 @@ from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import DataError, say, tr
 from toolkit.models import load
+from toolkit.tables import text_table
 from toolkit.tasks import language_data, language_evaluation
 
 
@@ -82,4 +82,4 @@ def _table_of_figures(figures: dict[str, float]) -> list[str]:
         if "/" not in name:
             cells = [shown(figures.get(key)) for key in (name, *(f"{name}/{source}" for source in sources))]
             rows.append([name.removeprefix("eval_"), *cells])
-    return terminal.text_table(["", tr("all"), *sources], rows)
+    return text_table(["", tr("all"), *sources], rows)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config import mesh, schema
+from toolkit.config import schema, tensor_split
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 from toolkit.models import adapters, fine_tuning, head_outputs, loss, probe, structure
@@ -38,13 +38,13 @@ Found = TypeVar("Found")
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     """Return the names of the modules that stages of a (perhaps empty) model are made of, in the order of computing."""
     kind, embedding = model.config.model_type, model.get_input_embeddings()
-    if kind not in mesh.FAMILIES:
+    if kind not in tensor_split.FAMILIES:
         raise ModelError(
             "parallel.pipeline = {stages} is not supported for model type {kind}, which is not known to be a plain "
             "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
             stages=num_stages,
             kind=kind,
-            known=", ".join(mesh.FAMILIES),
+            known=", ".join(tensor_split.FAMILIES),
         )
     names = {part: name for name, part in model.named_modules()}
     norms = [

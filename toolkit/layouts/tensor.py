@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import for_split_stage, tensor_ranks
 
@@ -48,7 +48,7 @@ class _SplitDora(DoraLinearLayer):
     with the matrix itself where there is dropout.
     """
 
-    split: mesh.Split
+    split: tensor_split.Split
 
     @torch.no_grad()
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
@@ -60,7 +60,7 @@ class _SplitDora(DoraLinearLayer):
         self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
     ) -> torch.Tensor:
         norm = torch.linalg.vector_norm(weight + scaling * lora_weight, dim=1, dtype=torch.float32)
-        if self.split is mesh.Split.columns:
+        if self.split is tensor_split.Split.columns:
             squares = norm.square()
             torch.distributed.all_reduce(squares, group=process_group.tensor_group())
             norm = squares.sqrt()
@@ -78,14 +78,14 @@ class _SplitDora(DoraLinearLayer):
 
 def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
     """Split what DoRA has beside a split matrix: a number for each of its rows."""
-    magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), mesh.split_of(f"{name}.base_layer.weight")
+    magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), tensor_split.split_of(f"{name}.base_layer.weight")
     if split is None:
         return
     for adapter, magnitude in list(magnitudes.items()):
         part: Any = _SplitDora(magnitude.fan_in_fan_out)
         rank_and_size = process_group.tensor_rank(), process_group.tensor_group_size()
         part.split, part.weight = split, magnitude.weight
-        if split is not mesh.Split.columns:
+        if split is not tensor_split.Split.columns:
             own_rows = process_group.take_part(
                 f"{name}.lora_magnitude_vector.{adapter}.weight", magnitude.weight.data, *rank_and_size
             )
@@ -103,7 +103,7 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     """
     from bitsandbytes import functional, nn
 
-    split, group = mesh.split_of(name), process_group.tensor_group()
+    split, group = tensor_split.split_of(name), process_group.tensor_group()
     if split is None:
         return layer
     weight, rank, size = layer.weight, process_group.tensor_rank(), process_group.tensor_group_size()
@@ -118,7 +118,7 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     part.weight.quant_state.dtype = weight.quant_state.dtype
     part.weight.tensor_model_parallel = True
     bias = layer.bias
-    if split is mesh.Split.columns:
+    if split is tensor_split.Split.columns:
 
         def add_up(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
             output = layers.RowParallel.apply(group, output, False)
@@ -186,9 +186,9 @@ def check_split(model: PreTrainedModel, size: int) -> None:
     """Check that a model's layers can be split over so many ranks; a ConfigError if not."""
     config = model.config
     numbers = {"model_type": config.model_type}
-    if config.model_type in mesh.FAMILIES:
+    if config.model_type in tensor_split.FAMILIES:
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
         numbers |= {"heads": heads, "key_heads": key_heads, "inner": inner}
-    mesh.check_split(numbers, size)
+    tensor_split.check_split(numbers, size)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from toolkit.config import mesh
+from toolkit.config import tensor_split
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 
@@ -43,12 +43,12 @@ def expert_matrix_names(model: PreTrainedModel) -> set[str]:
 
 def is_stacked(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter holds a matrix of each routed expert of a layer, or of this rank's experts."""
-    return bool(re.match(mesh.EXPERTS, name)) and len(process_group.full_shape(name, parameter)) == 3
+    return bool(re.match(tensor_split.EXPERTS, name)) and len(process_group.full_shape(name, parameter)) == 3
 
 
 def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routed experts by name, biases included."""
-    return {name: parameter for name, parameter in model.named_parameters() if re.match(mesh.EXPERTS, name)}
+    return {name: parameter for name, parameter in model.named_parameters() if re.match(tensor_split.EXPERTS, name)}
 
 
 def mark_as_divided(parameter: nn.Parameter, group: str) -> nn.Parameter:

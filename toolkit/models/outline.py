@@ -19,7 +19,7 @@ from toolkit.messages import ModelError
 from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
 from toolkit.models.trainable import untrained_prefixes
-from toolkit.plan.lookup import NO_MODEL
+from toolkit.plan.model_config import NO_MODEL
 from toolkit.plan.outline import TOWERS, WITHOUT_ATTENTION, flop_sizes
 from toolkit.plan.tuning_targets import ALL_LINEAR
 

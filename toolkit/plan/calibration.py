@@ -14,8 +14,9 @@ from toolkit.config import devices, load, schema
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.lookup import write_cache
-from toolkit.plan.machine import Machine, this_machine
+from toolkit.plan.machine import Machine
 from toolkit.plan.outline import Outline
+from toolkit.plan.planned_machine import this_machine
 from toolkit.plan.speed import rates_file
 
 _PATIENCE_S = 300

@@ -5,10 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from toolkit.config import mesh, schema
+from toolkit.config import tensor_split
 from toolkit.messages import ConfigError, ModelError
-from toolkit.plan.outline import HEAD, Outline, Shapes, is_routed, layer_of, load_of_busiest_rank
+from toolkit.plan.outline import HEAD, Outline, Shapes, is_routed, layer_of
 from toolkit.plan.tuning_targets import SCORE
+
+BUSIEST = 1.5
+"""Assumed, not measured: rows of the busiest rank, as a multiple of the mean, if experts are divided over ranks."""
+
+
+def load_of_busiest_rank(capacity: float) -> float:
+    """Return `BUSIEST`, limited by `model.expert_capacity` (0: no limit)."""
+    return min(BUSIEST, capacity or BUSIEST)
 
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
@@ -115,10 +123,10 @@ def tensor_part(outline: Outline, size: int) -> Outline:
     if size == 1:
         return outline
     sizes = outline.sizes
-    mesh.check_split(
+    tensor_split.check_split(
         {"heads": sizes["heads"], "key_heads": sizes["keys"] // sizes["head_size"], "inner": sizes["inner"]}, size
     )
-    shapes = {name: mesh.part_shape(name, shape, size) for name, shape in outline.shapes.items()}
+    shapes = {name: tensor_split.part_shape(name, shape, size) for name, shape in outline.shapes.items()}
     divided = {name: sizes[name] // size for name in ("heads", "keys", "inner")}
     return replace(outline, shapes=shapes, sizes=sizes | divided)
 
@@ -143,21 +151,6 @@ def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
     # These experts get the tokens of `size` ranks, so that the cost per rank does not change.
     sizes = outline.sizes | {"experts": outline.sizes.get("experts", 0) // size, "expert_ranks": size}
     return replace(outline, shapes=outline.shapes | parts, sizes=sizes, received=load_of_busiest_rank(capacity))
-
-
-def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
-    """Return a rank's part of a model, or of a pipeline stage, before ZeRO divides it."""
-    return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert, cfg.model.expert_capacity)
-
-
-def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
-    """Return (number of parameters, of trained ones, ranks that ZeRO divides them over) of two groups: parameters that
-    all `ranks` share, and routed experts, which only some ranks share.
-    """
-    size = part.sizes.get("expert_ranks", 1)
-    routed = {name for name in part.shapes if size > 1 and is_routed(name)}
-    groups = ((part.shapes.keys() - routed, ranks), (routed, ranks // size))
-    return [(part.count(names), part.count(names & part.trained), over) for names, over in groups]
 
 
 def expert_parallel_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tuple[float, int]:
@@ -185,9 +178,9 @@ def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomp
     """
     if size == 1:
         return 0.0, 0
-    kinds = {name: mesh.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
+    kinds = {name: tensor_split.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
     # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank.
-    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is mesh.Split.columns]
-    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, mesh.Split.columns)]
+    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is tensor_split.Split.columns]
+    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, tensor_split.Split.columns)]
     widths = [*columns, *others, *(columns if recomputes else ())]
     return sum(widths) / outline.sizes["hidden"] * 2 * (size - 1) / size * states_bytes, len(widths)

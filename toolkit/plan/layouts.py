@@ -1,18 +1,15 @@
-"""One layout of a run, and the memory and time that it takes, as numbers and as a table. No torch."""
+"""One layout of a run, and the memory and time that it takes. No torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.config.schema import Device, RunConfig
-from toolkit.messages import listed, read_table, tr, translated
-from toolkit.plan.machine import GIB, Machine
+from toolkit.messages import listed, tr
+from toolkit.plan.machine import Machine
 from toolkit.plan.memory import Parts, RankMemory, plan_host, plan_rank
 from toolkit.plan.outline import Outline
 from toolkit.plan.speed import Rates, StepTime, step_time
-from toolkit.terminal import text_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,37 +86,3 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
         "tokens_per_s": time.tokens_per_s if time.is_known else None,
         "fits": layout.fits,
     }
-
-
-def memory_table(layout: Layout) -> list[str]:
-    """Return the bytes of one rank by kind and phase, in GiB."""
-    lines = bytes_table(tr("GiB per rank"), layout.memory.device)
-    if peaks := layout.memory.stages:
-        shown = ", ".join(gib(peak) for peak in peaks)
-        lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=shown))
-    return lines
-
-
-def bytes_table(title: str, phases: Mapping[str, Parts]) -> list[str]:
-    """Return bytes by kind and phase as a table, in GiB."""
-    words = kind_names()
-    kinds = [kind for kind in words if any(parts.get(kind) for parts in phases.values())]
-    rows = [[words[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
-    rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return text_table([title, *(words[phase] for phase in phases)], rows, indent="")
-
-
-_kinds = cache(partial(read_table, "plan/kinds.yaml"))
-
-
-def kind_names() -> dict[str, str]:
-    """Return phase or kind of memory -> its name in the user's language."""
-    return {kind: translated(text) for kind, text in _kinds().items()}
-
-
-def gib(size: float) -> str:
-    """Return bytes in GiB with three significant digits, or four decimals below 0.1."""
-    value = size / GIB
-    if 0 < value < 0.1:
-        return f"{value:.4f}"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -12,10 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from toolkit.config import mesh, objective, rule_tables, schema
-from toolkit.plan import division
 from toolkit.plan.activations import Rows, activation_bytes, expert_activation_bytes, layer_activation_bytes
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.outline import TRAINED_ROWS, Outline, is_routed, layer_of
+from toolkit.plan.outline import TRAINED_ROWS, Outline, is_routed, layer_of, rank_part, zero_groups
 
 CHUNK_BYTES = 128 * 2**20
 """Bytes of the float32 logits of a chunk: the constant in models/loss.py, as a test checks."""
@@ -81,12 +80,14 @@ class RankMemory:
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; on CPUs host memory is in `device`."""
     if (stages := cfg.parallel.pipeline) == 1:
-        return _RankPlanner(division.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
+        return RankPlanner(rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
+    from toolkit.plan.division import stage_outlines
+
     # Stages alternate forward and backward passes; earlier stages wait longer for their first backward pass.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
-    parts = (division.rank_part(part, cfg) for part in division.stage_outlines(outline, stages))
+    parts = (rank_part(part, cfg) for part in stage_outlines(outline, stages))
     ranks = [
-        _RankPlanner(part, cfg, world_size, on_cpu, in_flight).memory()
+        RankPlanner(part, cfg, world_size, on_cpu, in_flight).memory()
         for part, in_flight in zip(parts, held, strict=True)
     ]
     peaks = tuple(rank.peak(rank.worst) for rank in ranks)
@@ -116,7 +117,7 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     )
 
 
-class _RankPlanner:
+class RankPlanner:
     """Computes the memory of one rank, by kind and phase. `outline`: its part of the model; `world`: number of ranks;
     `in_flight`: micro-batches whose activations it holds at once, several in a pipeline stage.
     """
@@ -126,7 +127,7 @@ class _RankPlanner:
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
         self.ranks = world // (cfg.parallel.pipeline * cfg.parallel.tensor)  # N, with equal parameters
         # What ZeRO leaves a rank: trained parameters of each of its groups, all parameters, and trained ones.
-        groups = division.zero_groups(outline, self.ranks)
+        groups = zero_groups(outline, self.ranks)
         self.own_groups = [-(-trained // over) for _, trained, over in groups]
         self.own_all, self.own_trained = sum(-(-size // over) for size, _, over in groups), sum(self.own_groups)
         self.weight = WIDTHS[cfg.precision.dtype]
@@ -317,63 +318,11 @@ class _RankPlanner:
 
     def host(self) -> Parts:
         """Return the bytes of host memory for offloaded states, by kind."""
-        zero, part = self.cfg.zero, self.own_trained
-        parts: Counter[str] = Counter()
-        if zero.offload_optimizer.device is schema.Device.cpu:
-            parts["optimizer"] = int((self.master + self.states) * part)
-        elif zero.offload_optimizer.device is schema.Device.nvme:
-            parts["optimizer"] = 4 * self.tile * zero.offload_optimizer.buffer_count
-        if self.offloads:
-            parts["gradients"] = (4 + self.grad) * part if zero.stage == 3 else (4 + 2 * self.weight) * part
-            if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
-                chosen = 2 * self.weight * int(self.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
-                parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
-            if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
-                parts["gradients"] += 4 * self.tile
-        if zero.offload_param.device is schema.Device.cpu:
-            parts["weights"] = self.weight * self.own_all
-        elif zero.offload_param.device is schema.Device.nvme:
-            parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
-        if self.offloads_inputs:  # each in a page-locked block
-            block = self.layer_input() + _rounding_bytes(1, self.layer_input())
-            parts["layer inputs"] = block * self.outline.sizes["layers"] * self.in_flight
-        parts.update({} if self.on_cpu else self.page_locked())
-        return {kind: count for kind, count in parts.items() if count}
+        if not (self.offloads or self.offloads_inputs or self.cfg.zero.offload_param.device is not schema.Device.none):
+            return {}
+        from toolkit.plan.offloaded import offloaded_bytes
 
-    def page_locked(self) -> Parts:
-        """Return the bytes by which pinned blocks are larger than their content: torch 2.13 rounds each up to a power
-        of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
-
-        DeepSpeed 0.19.8 pins, below stage 3, for each parameter group (one is assumed) master weights, their gradients
-        and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients,
-        those of a tile, each offloaded weight, and then all trained ones (stage3.py).
-        """
-        zero, weight, own_numbers = self.cfg.zero, self.weight, self.own_trained
-        sizes = {name: math.prod(shape) for name, shape in self.outline.shapes.items()}
-        trained, parts = [size for name, size in sizes.items() if name in self.outline.trained], Counter[str]()
-        if self.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
-            parts["optimizer"] = _rounding_bytes(4, *self.own_groups)
-            accumulated = _rounding_bytes(weight, *trained) * own_numbers // max(self.trained, 1)
-            parts["gradients"] = parts["optimizer"] + _rounding_bytes(weight, *self.own_groups) + accumulated
-        elif self.offloads and zero.offload_optimizer.pin_memory:
-            tiles = [0]
-            for size in map(self.part, trained):
-                tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
-            tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
-            is_there = zero.offload_optimizer.device is schema.Device.cpu
-            parts["gradients"] = _rounding_bytes(self.grad, own_numbers) + (
-                _rounding_bytes(4, *tiles) if is_there else 0
-            )
-        if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
-            parts["weights"] = weight * own_numbers + _rounding_bytes(
-                weight, own_numbers, *map(self.part, sizes.values())
-            )
-        return parts
-
-
-def _rounding_bytes(width: int, *sizes: int) -> int:
-    """Return the bytes by which blocks grow, each of so many elements of `width` bytes, as powers of two."""
-    return sum((1 << (width * size - 1).bit_length()) - width * size for size in sizes if size)
+        return offloaded_bytes(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +343,7 @@ class _StageMemory:
     """During the optimizer's update."""
 
 
-def _stage0(rank: _RankPlanner) -> _StageMemory:
+def _stage0(rank: RankPlanner) -> _StageMemory:
     """Weights w P, states s X, gradients w X; half precision: (4 + s) X, and 8 X while gradients become float32."""
     weight, trained = rank.weight, rank.trained
     states = int(((4 if rank.is_half else 0) + rank.states) * trained)
@@ -408,7 +357,7 @@ def _stage0(rank: _RankPlanner) -> _StageMemory:
     )
 
 
-def _stage1(rank: _RankPlanner) -> _StageMemory:
+def _stage1(rank: RankPlanner) -> _StageMemory:
     """Weights w P, states (m + s) X / N, gradients w X, and w X / N of them reduced.
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
@@ -433,7 +382,7 @@ def _stage1(rank: _RankPlanner) -> _StageMemory:
     )
 
 
-def _stage2(rank: _RankPlanner) -> _StageMemory:
+def _stage2(rank: RankPlanner) -> _StageMemory:
     """Weights w P, states (m + s) X / N, gradients g X / N."""
     cfg, weight, part = rank.cfg, rank.weight, rank.own_trained
     is_bf16, bucket = rank.sums_in_fp32, weight * rank.bucket
@@ -464,7 +413,7 @@ def _stage2(rank: _RankPlanner) -> _StageMemory:
     )
 
 
-def _stage3(rank: _RankPlanner) -> _StageMemory:
+def _stage3(rank: RankPlanner) -> _StageMemory:
     """Weights w P / N, states (m + s) X / N, gradients g X / N; and the layers that are gathered."""
     zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
@@ -488,7 +437,7 @@ def _stage3(rank: _RankPlanner) -> _StageMemory:
 _STAGES = (_stage0, _stage1, _stage2, _stage3)
 
 
-def _at_rest_below_3(rank: _RankPlanner) -> Parts:
+def _at_rest_below_3(rank: RankPlanner) -> Parts:
     """Return the bytes of stages 1 and 2 between two steps."""
     if not rank.offloads:
         return {"weights": rank.weights(), "optimizer": int((rank.master + rank.states) * rank.own_trained)}
@@ -499,7 +448,7 @@ def _at_rest_below_3(rank: _RankPlanner) -> Parts:
     return parts
 
 
-def _before_states(rank: _RankPlanner, at_rest: Parts, is_flattened: bool = True) -> Parts:
+def _before_states(rank: RankPlanner, at_rest: Parts, is_flattened: bool = True) -> Parts:
     """Return the bytes before the optimizer's states exist, with a copy of the weights if they are flattened."""
     if rank.offloads:
         return at_rest
@@ -545,7 +494,11 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # Weights of a rank in host memory before they are moved to its device; it reads its own experts alone.
-    model_of_rank = division.expert_part(outline, cfg.parallel.expert)
+    model_of_rank = outline
+    if cfg.parallel.expert > 1:
+        from toolkit.plan.division import expert_part
+
+        model_of_rank = expert_part(outline, cfg.parallel.expert)
     weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
         small = quantized_sizes(model_of_rank)  # which are moved one after another

@@ -1,18 +1,14 @@
-"""The outline of a model: names and shapes of its parameters, with those of its fine-tuning method. No torch.
-
-There are formulas for ChatGLM-6B and transformers' GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3.
-"""
+"""The outline of a model: names and shapes of its parameters, with those of its fine-tuning method. No torch."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from toolkit.config import schema
-from toolkit.messages import tr
-from toolkit.plan.tuning_targets import ALL_LINEAR, SCORE, check_matches, default_targets
+from toolkit.plan.tuning_targets import SCORE, check_matches
 
 Shapes = dict[str, tuple[int, ...]]
 Targets = Mapping[str, list[str]]
@@ -25,35 +21,12 @@ TOWERS = "towers."
 """How names begin of what the loss of text gives no gradient, such as towers for images: held, but never trained."""
 TRAINED_ROWS = "token_adapter"
 """In names of rows of an embedding that LoRA trains along (peft's `trainable_token_indices`)."""
-_OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
-_DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 MIXTURES = (
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe"),
 )
 """`model_type` of the mixtures of experts whose FLOPs are known, as a test compares: the routed experts of a layer are
 one tensor, and num_experts_per_tok of them compute a token."""
-
-
-def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
-    """Return parameters and sizes by a config.json, official ChatGLM or transformers; None for an unknown model."""
-    if "inner_hidden_size" in config:
-        return _chatglm_6b_shapes(config)
-    if "padded_vocab_size" in config:
-        is_grouped = config.get("multi_query_attention")
-        return _decoder_shapes(
-            {
-                "model_type": "glm",
-                "vocab_size": config["padded_vocab_size"],
-                "hidden_size": config["hidden_size"],
-                "intermediate_size": config["ffn_hidden_size"],
-                "num_hidden_layers": config["num_layers"],
-                "num_attention_heads": config["num_attention_heads"],
-                "num_key_value_heads": config["multi_query_group_num" if is_grouped else "num_attention_heads"],
-                "head_dim": config["kv_channels"],
-                "attention_bias": bool(config.get("add_qkv_bias", False)),
-            }
-        )
-    return _decoder_shapes(config) if config.get("model_type") in _DENSE else None
 
 
 WITHOUT_ATTENTION = ("conv", "linear_attention", "mlp", "moe", "recurrent")
@@ -91,15 +64,6 @@ def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
     return sizes
 
 
-BUSIEST = 1.5
-"""Assumed, not measured: rows of the busiest rank, as a multiple of the mean, if experts are divided over ranks."""
-
-
-def load_of_busiest_rank(capacity: float) -> float:
-    """Return `BUSIEST`, limited by `model.expert_capacity` (0: no limit)."""
-    return min(BUSIEST, capacity or BUSIEST)
-
-
 def is_routed(name: str) -> bool:
     """Whether a parameter belongs to routed experts, in contrast to shared ones, which see every token."""
     return ".experts." in name
@@ -112,7 +76,7 @@ def elements_used_by_token(name: str, count: int, sizes: Mapping[str, int]) -> i
 
 def shapes_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes, Sizes]:
     """Return shapes and sizes of a random model (`model.init=random`)."""
-    return _decoder_shapes(
+    return decoder_shapes(
         {
             "model_type": "glm",
             "vocab_size": vocab_size,
@@ -126,7 +90,7 @@ def shapes_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes
     )
 
 
-def _decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+def decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     """Return shapes and sizes of transformers' GLM, Llama and their kind."""
     kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
@@ -170,38 +134,6 @@ def _decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     }
 
 
-def _chatglm_6b_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
-    """Return shapes and sizes of ChatGLM-6B."""
-    hidden, inner, layers = config["hidden_size"], config["inner_hidden_size"], config["num_layers"]
-    norms = ("input_layernorm", "post_attention_layernorm")
-    matrices = {
-        "attention.query_key_value": (3 * hidden, hidden),
-        "attention.dense": (hidden, hidden),
-        "mlp.dense_h_to_4h": (inner, hidden),
-        "mlp.dense_4h_to_h": (hidden, inner),
-    }
-    layer: Shapes = {f"{name}.{end}": (hidden,) for name in norms for end in ("weight", "bias")}
-    layer |= {f"{name}.weight": shape for name, shape in matrices.items()}
-    layer |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
-    shapes: Shapes = {"transformer.word_embeddings.weight": (config["vocab_size"], hidden)}
-    shapes |= {f"transformer.layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
-    shapes |= {f"transformer.final_layernorm.{end}": (hidden,) for end in ("weight", "bias")}
-    shapes[HEAD] = (config["vocab_size"], hidden)
-    heads = config["num_attention_heads"]
-    return shapes, {
-        "layers": layers,
-        "hidden": hidden,
-        "inner": inner,
-        "heads": heads,
-        "head_size": hidden // heads,
-        "keys": hidden,
-        # The original's prefix network begins with embeddings of the hidden width.
-        "prefix": hidden,
-        "norms": 2,
-        "rotary": hidden // heads,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Outline:
     """A model's parameters, and which are trained."""
@@ -226,7 +158,7 @@ class Outline:
     @property
     def vocabulary(self) -> tuple[int, int]:
         """Rows and columns of the output layer, which may be the embedding."""
-        matrices = [shape for name, shape in self.shapes.items() if name in _OUTPUT] or [
+        matrices = [shape for name, shape in self.shapes.items() if name in OUTPUT] or [
             shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0
         ]
         return max(matrices)[0], max(matrices)[1]
@@ -234,9 +166,9 @@ class Outline:
     @property
     def trains_head(self) -> bool:
         """Whether the output layer's weight is trained."""
-        tied = not any(name in self.shapes for name in _OUTPUT)
+        tied = not any(name in self.shapes for name in OUTPUT)
         trained_matrices = (name for name in self.trained if TRAINED_ROWS not in name)
-        return any(("embed" in name if tied else name in _OUTPUT) for name in trained_matrices)
+        return any(("embed" in name if tied else name in OUTPUT) for name in trained_matrices)
 
     def largest_layer(self, inside: bool = False) -> int:
         """Return the parameters of the largest layer; unless `inside`, those outside of layers count as one."""
@@ -278,7 +210,9 @@ def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targe
             trained.update(check_matches("tuning.patterns", pattern, shapes))
         return Outline(shapes, frozenset(trained), sizes)
     if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
-        return _with_lora(shapes, sizes, tuning, (targets or {}).get(" ".join(tuning.target_modules), []))
+        from toolkit.plan.lora_outline import with_lora
+
+        return with_lora(shapes, sizes, tuning, (targets or {}).get(" ".join(tuning.target_modules), []))
     if tuning.method is schema.TuningMethod.ptuning_v2:
         added = _prefix_encoder_shapes(sizes, tuning)
     else:
@@ -300,64 +234,6 @@ def _prefix_encoder_shapes(sizes: Sizes, tuning: schema.TuningConfig) -> Shapes:
     }
 
 
-def with_trained_rows(outline: Outline, count: int) -> Outline:
-    """Return the outline of a model with LoRA that also trains so many rows of its embedding and output layer, unless
-    one of these is trained in full.
-    """
-    vocabulary = outline.vocabulary
-    tables = [name for name, shape in outline.shapes.items() if shape == vocabulary and layer_of(name) < 0]
-    if any(name in outline.trained for name in tables):
-        return outline
-    ends = f".{TRAINED_ROWS}.trainable_tokens_delta.default"
-    rows = {name.removesuffix(".weight") + ends: (count, vocabulary[1]) for name in tables}
-    return replace(outline, shapes=outline.shapes | rows, trained=outline.trained | rows.keys())
-
-
-def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:
-    """Return the outline of a model with LoRA in `targets`, or in those of the settings if there are none."""
-    # A head that is tied to the embedding can be a target, though it has no parameter of its own.
-    embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
-    is_tied = bool(embedded) and not any(name in shapes for name in _OUTPUT)
-    named = shapes | {HEAD: embedded[0]} if is_tied else shapes
-    modules = {
-        name.removesuffix(".weight"): shape
-        for name, shape in named.items()
-        if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
-    }
-    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
-    if experts:  # peft mistakes linear layers of these names for experts (adapter_settings.mistaken_for_experts)
-        modules = {name: shape for name, shape in modules.items() if not name.endswith(_EXPERT_LIKE_NAMES)}
-    linear = [name for name in modules if layer_of(name) >= 0]
-    patterns = tuning.target_modules or default_targets("", linear)
-    if not targets and ALL_LINEAR in patterns:
-        targets = linear
-    elif not targets:
-        fitting = modules.keys() | experts.keys()
-        targets = [name for pattern in patterns for name in check_matches("tuning.target_modules", pattern, fitting)]
-    owners = {name.rpartition(".")[0] for name in named}
-    saved = {name for pattern in tuning.save_modules for name in check_matches("tuning.save_modules", pattern, owners)}
-    added: Shapes = {}
-    frozen: Shapes = {}
-    for name in dict.fromkeys(targets):
-        if name in experts:
-            number, out, width = experts[name]
-            added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
-            added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)
-            continue
-        out, width = named[f"{name}.weight"]
-        added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
-        added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
-        if tuning.init in (schema.LoraInit.pissa, schema.LoraInit.olora):
-            frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
-        if tuning.dora:
-            added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
-    for name, shape in named.items():
-        owner, _, end = name.rpartition(".")
-        if owner in saved:  # peft keeps the original too
-            added[f"{owner}.modules_to_save.default.{end}"] = shape
-    return Outline(shapes | added | frozen, frozenset(added), sizes, frozenset(targets))
-
-
 @cache
 def layer_of(name: str) -> int:
     """Return the number of the layer that a parameter is in, -1 for none."""
@@ -366,26 +242,20 @@ def layer_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
-_ROUTERS = (".gate.weight", ".router.weight")
-"""Names of routers' matrices in transformers (5.23), which are no nn.Linear."""
-_EXPERT_LIKE_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
+    """Return a rank's part of a model, or of a pipeline stage, before ZeRO divides it."""
+    if cfg.parallel.tensor == cfg.parallel.expert == 1:
+        return outline
+    from toolkit.plan.division import expert_part, tensor_part
+
+    return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert, cfg.model.expert_capacity)
 
 
-def active_parameters_line(outline: Outline) -> list[str]:
-    """Return a line about active parameters in a list, [] if the model has no experts, or they are not known."""
-    sizes, shapes = outline.sizes, outline.shapes
-    if "chosen" not in sizes:
-        return []
-    inner = sum(
-        elements_used_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0
-    )
-    text = tr(
-        "Mixture of experts: {active} of {total} parameters are active per token, {inner} of those in layers ({chosen} "
-        "of {count} routed experts in each).",
-        active=f"{outline.num_active:,}",
-        total=f"{outline.num_parameters:,}",
-        inner=f"{inner:,}",
-        chosen=sizes["chosen"],
-        count=sizes["experts"],
-    )
-    return [text]
+def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
+    """Return (number of parameters, of trained ones, ranks that ZeRO divides them over) of two groups: parameters that
+    all `ranks` share, and routed experts, which only some ranks share.
+    """
+    size = part.sizes.get("expert_ranks", 1)
+    routed = {name for name in part.shapes if size > 1 and is_routed(name)}
+    groups = ((part.shapes.keys() - routed, ranks), (routed, ranks // size))
+    return [(part.count(names), part.count(names & part.trained), over) for names, over in groups]

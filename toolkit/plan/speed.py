@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.config import mesh, objective, rule_tables, schema
-from toolkit.plan import division, lookup
+from toolkit.plan import lookup
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import WIDTHS, longest_rows
-from toolkit.plan.outline import Outline
+from toolkit.plan.outline import Outline, rank_part, zero_groups
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
@@ -99,7 +99,7 @@ class StepTime:
 
 def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> StepTime:
     """Return an estimate for full rows, all of whose tokens are trained; ring algorithms are assumed."""
-    rows, zero, part = longest_rows(outline, cfg), cfg.zero, division.rank_part(outline, cfg)
+    rows, zero, part = longest_rows(outline, cfg), cfg.zero, rank_part(outline, cfg)
     weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     stages = cfg.parallel.pipeline
     world = machine.world_size // (stages * cfg.parallel.tensor)  # ranks with equal parameters
@@ -115,9 +115,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     # The last pipeline stage begins after as many micro-batches as there are stages before it.
     compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
-    updated = sum(
-        trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in division.zero_groups(part, world)
-    )
+    updated = sum(trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in zero_groups(part, world))
     # Bytes: gradients read; master weights, optimizer states and weights of the run's precision read and written.
     master, states = rule_tables.state_bytes(cfg)
     moved = updated * (3 * master + 2 * states + 2 * weight + _BF16_ADAM_BYTES * rule_tables.has_bf16_states(cfg))
@@ -180,7 +178,7 @@ def _communication(
     world, is_gathered = span // tensor, zero.stage == 3 and rates.gather > 0
     # Seconds to reduce the gradients of a micro-batch to their owners, and to gather all weights once.
     gradients = weights = 0.0
-    for count, trained, ranks in division.zero_groups(part, world):
+    for count, trained, ranks in zero_groups(part, world):
         link = rates.gather if is_gathered else _ring(rates, machine, span, span // ranks)
         gradients += weight * trained / stages * (ranks - 1) / ranks / link
         weights += weight * count / stages * (ranks - 1) / ranks / link
@@ -208,12 +206,17 @@ def _activation_exchange_s(
     outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
 ) -> float:
     """Return the seconds in which a rank sends activations for a micro-batch: layers, experts or rows are divided."""
-    rows, weight, tensor = longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype], cfg.parallel.tensor
-    states, recomputes = rows.tokens * outline.sizes["hidden"] * weight, cfg.train.activation_checkpointing.enabled
+    parallel, rows, weight = cfg.parallel, longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype]
+    tensor, recomputes = parallel.tensor, cfg.train.activation_checkpointing.enabled
+    if tensor == parallel.expert == rows.parts == 1:
+        return 0.0
+    from toolkit.plan import division
+
+    states = rows.tokens * outline.sizes["hidden"] * weight
     sums, num_sums = division.tensor_parallel_bytes(outline, tensor, states, recomputes)
     dispatched, num_dispatched = division.expert_parallel_bytes(part, states, recomputes)
     seconds = sums / _ring(rates, machine, tensor) + (num_sums + num_dispatched) * rates.latency_s
-    seconds += dispatched / _all_to_all(rates, machine, tensor * cfg.parallel.expert)
+    seconds += dispatched / _all_to_all(rates, machine, tensor * parallel.expert)
     if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
         size = part.sizes
         keys = size["keys"] * rows.key_copies(size["keys"] // size["head_size"])

@@ -1,24 +1,27 @@
 """A plan as text and as JSON: the recipe's layout, all others, the fastest, and notes on uncertainty. No torch."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cache, partial
 from typing import Any
 
 from toolkit.config import mesh
 from toolkit.config.dotted_keys import get_value
 from toolkit.config.rule_tables import has_bf16_states
 from toolkit.config.schema import Device, Fp8, Init, RunConfig, StateDtype
-from toolkit.messages import joined, listed, tr
+from toolkit.messages import joined, listed, read_table, tr, translated
+from toolkit.plan.division import load_of_busiest_rank
 from toolkit.plan.kernels import describe_assumed
-from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
-from toolkit.plan.lookup import config_of
-from toolkit.plan.machine import Machine
-from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
-from toolkit.plan.outline import MIXTURES, Outline, active_parameters_line, load_of_busiest_rank
+from toolkit.plan.layouts import Layout, layout_numbers
+from toolkit.plan.machine import GIB, Machine
+from toolkit.plan.memory import Parts, checkpoint_bytes, export_bytes, longest_rows
+from toolkit.plan.model_config import config_of
+from toolkit.plan.outline import MIXTURES, Outline, elements_used_by_token, layer_of
 from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, overrides, recommended
 from toolkit.plan.speed import Rates
-from toolkit.terminal import text_table
+from toolkit.tables import text_table
 
 
 def plan_lines(
@@ -307,3 +310,57 @@ def layout_table(title: str, layouts: Iterable[tuple[str, Layout]], best: Layout
     ]
     heads = [title, tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
     return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
+
+
+def active_parameters_line(outline: Outline) -> list[str]:
+    """Return a line about active parameters in a list, [] if the model has no experts, or they are not known."""
+    sizes, shapes = outline.sizes, outline.shapes
+    if "chosen" not in sizes:
+        return []
+    inner = sum(
+        elements_used_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0
+    )
+    text = tr(
+        "Mixture of experts: {active} of {total} parameters are active per token, {inner} of those in layers ({chosen} "
+        "of {count} routed experts in each).",
+        active=f"{outline.num_active:,}",
+        total=f"{outline.num_parameters:,}",
+        inner=f"{inner:,}",
+        chosen=sizes["chosen"],
+        count=sizes["experts"],
+    )
+    return [text]
+
+
+def memory_table(layout: Layout) -> list[str]:
+    """Return the bytes of one rank by kind and phase, in GiB."""
+    lines = bytes_table(tr("GiB per rank"), layout.memory.device)
+    if peaks := layout.memory.stages:
+        shown = ", ".join(gib(peak) for peak in peaks)
+        lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=shown))
+    return lines
+
+
+def bytes_table(title: str, phases: Mapping[str, Parts]) -> list[str]:
+    """Return bytes by kind and phase as a table, in GiB."""
+    words = kind_names()
+    kinds = [kind for kind in words if any(parts.get(kind) for parts in phases.values())]
+    rows = [[words[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
+    rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
+    return text_table([title, *(words[phase] for phase in phases)], rows, indent="")
+
+
+_kinds = cache(partial(read_table, "plan/kinds.yaml"))
+
+
+def kind_names() -> dict[str, str]:
+    """Return phase or kind of memory -> its name in the user's language."""
+    return {kind: translated(text) for kind, text in _kinds().items()}
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB with three significant digits, or four decimals below 0.1."""
+    value = size / GIB
+    if 0 < value < 0.1:
+        return f"{value:.4f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -14,7 +14,7 @@ from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Layout
 from toolkit.data.plans import PackingPlan, takes_each_once
 from toolkit.data.sources import read_conversations
-from toolkit.data.store import BAD_ROWS, MismatchedCache, TokenizedCache
+from toolkit.data.store import BAD_ROWS, TokenizedCache
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike
 from toolkit.messages import DataError, say, warn
@@ -133,6 +133,8 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
     """Open the tokenized caches, which are built if they do not exist, and plan their rows; without a report."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
     if cfg.preference.loss is schema.PreferenceLoss.kto:
+        from toolkit.data.mismatched import MismatchedCache
+
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, max_samples = cfg.data.packing, cfg.evaluate.max_samples

@@ -153,9 +153,10 @@ class Progress:
         """Begin to count time and to show the live view: called before the session's first step."""
         self.started = time.monotonic()
         if self.is_live:
-            from toolkit.track import live_view
+            from toolkit.live_view import showing
+            from toolkit.track import progress_view
 
-            self._stack.enter_context(terminal.showing(lambda: live_view.render(self)))
+            self._stack.enter_context(showing(lambda: progress_view.render(self)))
 
     def advance(self) -> None:
         """Count one step, at the first one calling `on_first_step`."""

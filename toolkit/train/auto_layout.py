@@ -15,7 +15,7 @@ from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, OutOfMemory, say, tr
-from toolkit.plan import layouts, search, speed
+from toolkit.plan import layouts, search, speed, summary
 from toolkit.plan.lookup import outline_of
 from toolkit.train import run_dir
 from toolkit.train.dry_run import StepMemory, explain_out_of_memory, restore_after, smallest_machine, trial_step
@@ -59,7 +59,7 @@ def choose_layout(
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
             machine=machine.name,
-            usable=layouts.gib(machine.usable_bytes),
+            usable=summary.gib(machine.usable_bytes),
         )
     words = " ".join(search.overrides(cfg, chosen.cfg)) or tr("the recipe as it is")
     say("plan.auto: {words}  ({layout})", words=words, layout=chosen.name)

@@ -8,7 +8,7 @@ from toolkit.config.schema import Device, RunConfig, TuningMethod
 from toolkit.distributed.process_group import rank, world_size
 from toolkit.engine.memory import shown
 from toolkit.messages import OutOfMemory, tr
-from toolkit.plan import layouts
+from toolkit.plan.summary import memory_table
 from toolkit.train.dry_run import RunPlan
 
 
@@ -40,7 +40,7 @@ def explained(
             peak=shown(highest),
             limit=shown(limit) if limit else "?",
         ),
-        *(layouts.memory_table(plan.layout) if plan else []),
+        *(memory_table(plan.layout) if plan else []),
         tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
         tr("What helps, the cheapest first; each can be pasted behind the command:"),
         *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),

@@ -9,7 +9,7 @@ from toolkit.config import files
 from toolkit.distributed import watchdog
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, say, tr
-from toolkit.terminal import text_table
+from toolkit.tables import text_table
 from toolkit.train import bad_steps, deadline, run_dir, run_lock
 from toolkit.train.loop import TrainLoop
 from toolkit.train.step import Samples, StepResult

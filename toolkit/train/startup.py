@@ -15,7 +15,6 @@ from toolkit.config import devices, files, load, mesh, native_ops, requirements,
 from toolkit.launch import allocator, environment
 from toolkit.messages import ConfigError, Problems, say, tr
 from toolkit.models.directory import has_runnable_code
-from toolkit.plan import machine
 from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
@@ -56,8 +55,11 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     if ranks.rank == 0:
         problems.attempt(requirements.check_tracker_packages, arguments.loaded)
     cfg = arguments.loaded.cfg
-    if ranks.local_rank == 0 and devices.on_nvidia() and (here := machine.this_machine()):
-        problems.attempt(machine.check_precision, here.card, cfg.precision)
+    if ranks.local_rank == 0 and devices.on_nvidia():
+        from toolkit.plan.planned_machine import check_precision, this_machine
+
+        if here := this_machine():
+            problems.attempt(check_precision, here.card, cfg.precision)
     problems.raise_all()
     if ranks.launcher != "single" or cfg.launch.num_nodes or cfg.launch.min_nodes or cfg.run.max_restarts:
         from toolkit.launch import deepspeed

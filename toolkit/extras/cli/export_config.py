@@ -23,8 +23,8 @@ from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
-from toolkit.plan.division import rank_part
 from toolkit.plan.lookup import cached_outline
+from toolkit.plan.outline import rank_part
 
 
 def run(words: list[str]) -> None:

@@ -20,11 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import command_line, terminal
+from toolkit import command_line
 from toolkit.cli.recipes import about, with_text
 from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import DataConfig
 from toolkit.messages import ConfigError, joined, printable, say, tr
+from toolkit.tables import text_table
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from toolkit.extras.model_facts import ModelFacts
@@ -51,7 +52,7 @@ def run(words: list[str]) -> int:
     for folder in folders:
         facts.append(facts_of(folder, max_length))
         if "--json" not in words:
-            _print([str(folder), *terminal.text_table(("", ""), _rows(facts[-1]), texts=True)[1:], ""])
+            _print([str(folder), *text_table(("", ""), _rows(facts[-1]), texts=True)[1:], ""])
     if "--json" in words:
         say(json.dumps([asdict(each) for each in facts], ensure_ascii=False, indent=1))
     elif len(facts) > 1:
@@ -73,7 +74,7 @@ def _list_groups(text: str) -> None:
         rows = with_text(rows, text, "toolkit models")
     except ConfigError as error:
         raise ConfigError(joined(tr("there is no directory {path}.", path=text), str(error))) from None
-    say("\n".join(terminal.text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
+    say("\n".join(text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
 
 
 def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
@@ -146,4 +147,4 @@ def _summary(facts: "list[ModelFacts]") -> list[str]:
         tr("quantisation"),
         tr("chat template"),
     )
-    return terminal.text_table(heads, rows, texts=True)
+    return text_table(heads, rows, texts=True)

@@ -32,7 +32,7 @@ from toolkit.config import devices, dotted_keys, files, load, native_ops, schema
 from toolkit.launch.variables import EXPORTED_PREFIXES
 from toolkit.messages import ConfigError, ToolkitError
 from toolkit.plan import kernels
-from toolkit.plan.lookup import config_of
+from toolkit.plan.model_config import config_of
 
 _DISK_BLOCK = 1 << 22
 _DISK_BLOCKS = 64
@@ -226,7 +226,7 @@ def _files(cfg: schema.RunConfig) -> dict[str, Any]:
     """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
     from huggingface_hub import try_to_load_from_cache
 
-    from toolkit.data.sources import files_of
+    from toolkit.data.data_paths import files_of
 
     fingerprints, model = {}, Path(cfg.model.path)
     if files.is_hub_name(cfg.model.path):  # what this machine has of it; the ranks download the rest

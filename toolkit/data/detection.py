@@ -1,0 +1,127 @@
+"""Which format a file's rows have, by the keys of the first one; and what is said of keys that belong to none."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.config.schema import RowFormat
+from toolkit.config.suggest import COLUMNS_MEANT
+from toolkit.data.formats import LIST_FIELDS, PAIR_FIELDS, check_trainable
+from toolkit.data.message_lists import METADATA
+from toolkit.data.readers import Block, DataFile, rows_of
+from toolkit.data.rows import as_object, parse_line, quoted_keys
+from toolkit.messages import DataError, RowError, tr
+
+
+def with_detected_format(file: DataFile, block: Block) -> DataFile | None:
+    """Return the file with the format that the first row of its first block shows; None if no row can be parsed,
+    DataError if the format is unknown.
+    """
+    try:
+        line, row = first_row(block)
+    except RowError:
+        return None
+    if not isinstance(row, dict):
+        # Not an object: the row's own complaint is the clearest.
+        return replace(file, row_format=RowFormat.prompt_response)
+    try:
+        row_format = detect_format(row, file.columns)
+    except RowError as error:  # the whole file is meant, so skipping rows would not help
+        raise DataError("{place}: {reason}.", place=f"{file.path}:{line}", reason=error) from None
+    return replace(file, row_format=row_format)
+
+
+def first_row(block: Block) -> tuple[int, object]:
+    """Return (line number, row) of the first row of a block that is an object, else of the first that can be parsed; a
+    RowError if none can.
+    """
+    failure: RowError | None = None
+    other: tuple[int, object] | None = None
+    for offset, row in rows_of(block):
+        try:
+            value = parse_line(row) if isinstance(row, bytes) else row
+        except RowError as error:
+            failure = failure or error
+            continue
+        if isinstance(value, dict):
+            return block.first + offset, value
+        other = other or (block.first + offset, value)
+    if other:
+        return other
+    raise failure or RowError(tr("no key at all"))
+
+
+def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
+    """Return the format of a file by the keys of its first row, else raise; `columns`: field -> file's key."""
+
+    def has(field: str) -> bool:
+        return columns.get(field, field) in row
+
+    check_trainable(row, columns)
+    if _is_table(row):
+        raise RowError(
+            "a whole table in one object ({keys}), as pandas' to_json() writes it. Write one row per "
+            "line:  to_json(FILE, orient='records', lines=True, force_ascii=False)",
+            keys=quoted_keys(row),
+        )
+    for row_format, field in LIST_FIELDS.items():
+        if has(field):
+            return row_format
+    for complete in (True, False):
+        for row_format, fields in PAIR_FIELDS.items():
+            if all(map(has, fields)) if complete else any(map(has, fields)):
+                return row_format
+    if has("text"):
+        return RowFormat.text
+    as_object(row)  # a CSV's first row may have more fields than names
+    absent = [theirs for theirs in columns.values() if theirs not in row]
+    if absent:
+        raise RowError(
+            "`columns` names '{name}', but the row has {keys}. Write {columns} or the like",
+            name=absent[0],
+            keys=quoted_keys(row),
+            columns=columns_for(row),
+        )
+    raise RowError(
+        "the keys {keys} belong to no known format. Known are prompt, response (history); query, response; "
+        "instruction, output (input, history); conversations; messages; conversation; text. Say which is which: add "
+        "{columns} to the command line",
+        keys=quoted_keys(row),
+        columns=columns_for(row),
+    )
+
+
+def _is_table(row: Mapping[str, object]) -> bool:
+    """Whether a row is a whole table as pandas' to_json() writes it: column -> {row number: value} or a list."""
+    values = list(row.values())
+    if len(row) < 2 or len({type(value) for value in values}) > 1:
+        return False
+    if isinstance(values[0], dict):
+        numbered = [row, *(value for value in values if isinstance(value, dict))]
+        return any(keys and all(str(key).isdecimal() for key in keys) for keys in numbered)
+    lists = [value for value in values if isinstance(value, list)]
+    return bool(lists) and not any(isinstance(item, dict | list) for value in lists for item in value) and any(lists)
+
+
+_WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
+
+
+def columns_for(row: Mapping[str, Any]) -> str:
+    """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
+    by_name = {
+        field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
+    }
+    unnamed = iter([key for key in texts if key not in by_name.values()])
+    columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
+    if lists:
+        columns = {"messages": lists[0]}
+    elif len(texts) == 1:
+        columns = {"text": texts[0]}
+    quoted = {key: key if _WORD.fullmatch(key) else json.dumps(key, ensure_ascii=False) for key in columns.values()}
+    return shlex.quote(f"columns={{{', '.join(f'{field}: {quoted[key]}' for field, key in columns.items())}}}")

@@ -1,0 +1,119 @@
+"""What `data.too_long` makes of a conversation or text that is longer than `data.max_length`."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from toolkit.data.formats import Conversation
+from toolkit.data.tokenize_workers import PartCounts, RowPosition, trainable, with_first_untrained
+from toolkit.messages import tr
+from toolkit.sample_types import ChatEncoder, Encoded, Message
+
+
+def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """Return the system messages at the beginning, and the turns after them: each a user's messages and the replies."""
+    start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    parts: list[list[Message]] = []
+    for message in messages[start:]:
+        if message["role"] == "user" or not parts:
+            # Several messages of the user in a row are one turn.
+            if parts and parts[-1][-1]["role"] == "user":
+                parts[-1].append(message)
+                continue
+            parts.append([])
+        parts[-1].append(message)
+    return list(messages[:start]), parts
+
+
+class Shortener:
+    """Makes samples of at most `limit` tokens of what has more."""
+
+    def __init__(self, encoder: ChatEncoder, limit: int) -> None:
+        self.encoder, self.limit = encoder, limit
+
+    def truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
+        """Return [sample] shortened to `data.max_length`: without its oldest turns, and where the newest turn alone is
+        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left.
+        """
+        (ids, trained), turns_dropped = encoded, 0
+        if conversation.is_input_only:
+            end = self.encoder.after_text if conversation.is_text else ()
+            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
+        elif not conversation.is_text:
+            system, parts = turns(conversation.messages)
+            num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
+            if newest is None and len(parts) > 1:
+                newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
+            ids, trained = newest or encoded
+            turns_dropped = len(parts) - max(num_turns, 1)
+        is_cut = conversation.is_input_only or len(ids) > self.limit
+        ids, trained = ids[: self.limit], trained[: self.limit]
+        if not any(trained):
+            return []
+        counts.truncated += 1
+        counts.turns_dropped += turns_dropped
+        counts.cut += is_cut
+        return [(ids, trained)]
+
+    def _most_turns(
+        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], from_end: bool = False
+    ) -> tuple[int, Encoded | None]:
+        """Return (how many of the turns `parts` fit into `data.max_length` after the system messages, their encoding or
+        None if not even one fits), counted from the first turn or from the last. By bisection, as encoding is slow.
+        """
+        low, high, best = 0, len(parts), None
+        while low < high:
+            middle = (low + high + 1) // 2
+            chosen = parts[len(parts) - middle :] if from_end else parts[:middle]
+            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
+            if len(encoded[0]) <= self.limit:
+                low, best = middle, encoded
+            else:
+                high = middle - 1
+        return low, best
+
+    def split(
+        self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
+    ) -> list[Encoded]:
+        """Return the samples into which a conversation that is too long is split; each trained token is trained in one
+        of them. Where answers cannot be trained apart, only the newest turns that fit.
+        """
+        system, parts = turns(conversation.messages)
+        earlier = chain.from_iterable(parts[:-1])
+        if conversation.is_text:
+            samples = self._windows(encoded)
+        elif self.encoder.only_last or not any(m.get("loss", m["role"] == "assistant") for m in earlier):
+            newest = self._most_turns(conversation, system, parts, from_end=True)[1]
+            samples = iter([newest]) if newest else self._windows(encoded)
+        else:
+            samples = self._turn_windows(conversation)
+        usable = [sample for sample in map(trainable, samples) if sample]
+        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in usable):
+            counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
+        counts.split += len(usable) > 1
+        return usable
+
+    def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
+        """Yield samples that together hold all turns of a conversation, each as many whole turns as fit into
+        `data.max_length`; a turn that is too long alone is cut into windows of tokens.
+        """
+        system, rest = turns(conversation.messages)
+        while rest:
+            count, window = self._most_turns(conversation, system, rest)
+            if window is None:
+                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
+            else:
+                yield window
+            rest = rest[max(count, 1) :]
+
+    def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
+        """Yield pieces of a sample of at most `data.max_length` tokens, cut after an answer where one ends; none if the
+        encoder's samples cannot be cut. Each begins with the last token of the piece before, to predict the next from.
+        """
+        ids, trained = encoded
+        start = 0
+        while self.encoder.can_cut and start < len(ids) - 1:
+            stop = start + self.limit
+            if stop < len(ids):
+                stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
+            yield with_first_untrained(ids[start:stop], trained[start:stop])
+            start = stop - 1

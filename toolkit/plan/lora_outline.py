@@ -1,0 +1,69 @@
+"""The outline of a model with LoRA: which layers get factors of which shapes, and trained rows of added tokens."""
+
+from dataclasses import replace
+
+from toolkit.config import schema
+from toolkit.plan.outline import HEAD, OUTPUT, TRAINED_ROWS, Outline, Shapes, Sizes, layer_of
+from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets
+
+_ROUTERS = (".gate.weight", ".router.weight")
+"""Names of routers' matrices in transformers (5.23), which are no nn.Linear."""
+_EXPERT_LIKE_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+
+
+def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:
+    """Return the outline of a model with LoRA in `targets`, or in those of the settings if there are none."""
+    # A head that is tied to the embedding can be a target, though it has no parameter of its own.
+    embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    is_tied = bool(embedded) and not any(name in shapes for name in OUTPUT)
+    named = shapes | {HEAD: embedded[0]} if is_tied else shapes
+    modules = {
+        name.removesuffix(".weight"): shape
+        for name, shape in named.items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
+    }
+    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    if experts:  # peft mistakes linear layers of these names for experts (adapter_settings.mistaken_for_experts)
+        modules = {name: shape for name, shape in modules.items() if not name.endswith(_EXPERT_LIKE_NAMES)}
+    linear = [name for name in modules if layer_of(name) >= 0]
+    patterns = tuning.target_modules or default_targets("", linear)
+    if not targets and ALL_LINEAR in patterns:
+        targets = linear
+    elif not targets:
+        fitting = modules.keys() | experts.keys()
+        targets = [name for pattern in patterns for name in check_matches("tuning.target_modules", pattern, fitting)]
+    owners = {name.rpartition(".")[0] for name in named}
+    saved = {name for pattern in tuning.save_modules for name in check_matches("tuning.save_modules", pattern, owners)}
+    added: Shapes = {}
+    frozen: Shapes = {}
+    for name in dict.fromkeys(targets):
+        if name in experts:
+            number, out, width = experts[name]
+            added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
+            added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)
+            continue
+        out, width = named[f"{name}.weight"]
+        added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
+        added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
+        if tuning.init in (schema.LoraInit.pissa, schema.LoraInit.olora):
+            frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
+        if tuning.dora:
+            added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
+    for name, shape in named.items():
+        owner, _, end = name.rpartition(".")
+        if owner in saved:  # peft keeps the original too
+            added[f"{owner}.modules_to_save.default.{end}"] = shape
+    return Outline(shapes | added | frozen, frozenset(added), sizes, frozenset(targets))
+
+
+def with_trained_rows(outline: Outline, count: int) -> Outline:
+    """Return the outline of a model with LoRA that also trains so many rows of its embedding and output layer, unless
+    one of these is trained in full.
+    """
+    vocabulary = outline.vocabulary
+    tables = [name for name, shape in outline.shapes.items() if shape == vocabulary and layer_of(name) < 0]
+    if any(name in outline.trained for name in tables):
+        return outline
+    ends = f".{TRAINED_ROWS}.trainable_tokens_delta.default"
+    rows = {name.removesuffix(".weight") + ends: (count, vocabulary[1]) for name in tables}
+    return replace(outline, shapes=outline.shapes | rows, trained=outline.trained | rows.keys())

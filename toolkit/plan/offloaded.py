@@ -1,0 +1,65 @@
+"""Host memory of a rank whose optimizer states, weights or layers' inputs are offloaded. No torch."""
+
+import math
+from collections import Counter
+
+from toolkit.config import schema
+from toolkit.plan.memory import Parts, RankPlanner
+
+
+def offloaded_bytes(rank: RankPlanner) -> Parts:
+    """Return the bytes of host memory for offloaded states, by kind."""
+    zero, part = rank.cfg.zero, rank.own_trained
+    parts: Counter[str] = Counter()
+    if zero.offload_optimizer.device is schema.Device.cpu:
+        parts["optimizer"] = int((rank.master + rank.states) * part)
+    elif zero.offload_optimizer.device is schema.Device.nvme:
+        parts["optimizer"] = 4 * rank.tile * zero.offload_optimizer.buffer_count
+    if rank.offloads:
+        parts["gradients"] = (4 + rank.grad) * part if zero.stage == 3 else (4 + 2 * rank.weight) * part
+        if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
+            chosen = 2 * rank.weight * int(rank.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
+            parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
+        if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
+            parts["gradients"] += 4 * rank.tile
+    if zero.offload_param.device is schema.Device.cpu:
+        parts["weights"] = rank.weight * rank.own_all
+    elif zero.offload_param.device is schema.Device.nvme:
+        parts["weights"] = rank.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
+    if rank.offloads_inputs:  # each in a page-locked block
+        block = rank.layer_input() + _rounding_bytes(1, rank.layer_input())
+        parts["layer inputs"] = block * rank.outline.sizes["layers"] * rank.in_flight
+    parts.update({} if rank.on_cpu else _page_locked(rank))
+    return {kind: count for kind, count in parts.items() if count}
+
+
+def _page_locked(rank: RankPlanner) -> Parts:
+    """Return the bytes by which pinned blocks are larger than their content: torch 2.13 rounds each up to a power
+    of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
+
+    DeepSpeed 0.19.8 pins, below stage 3, for each parameter group (one is assumed) master weights, their gradients
+    and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients,
+    those of a tile, each offloaded weight, and then all trained ones (stage3.py).
+    """
+    zero, weight, own_numbers = rank.cfg.zero, rank.weight, rank.own_trained
+    sizes = {name: math.prod(shape) for name, shape in rank.outline.shapes.items()}
+    trained, parts = [size for name, size in sizes.items() if name in rank.outline.trained], Counter[str]()
+    if rank.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
+        parts["optimizer"] = _rounding_bytes(4, *rank.own_groups)
+        accumulated = _rounding_bytes(weight, *trained) * own_numbers // max(rank.trained, 1)
+        parts["gradients"] = parts["optimizer"] + _rounding_bytes(weight, *rank.own_groups) + accumulated
+    elif rank.offloads and zero.offload_optimizer.pin_memory:
+        tiles = [0]
+        for size in map(rank.part, trained):
+            tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
+        tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
+        is_there = zero.offload_optimizer.device is schema.Device.cpu
+        parts["gradients"] = _rounding_bytes(rank.grad, own_numbers) + (_rounding_bytes(4, *tiles) if is_there else 0)
+    if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
+        parts["weights"] = weight * own_numbers + _rounding_bytes(weight, own_numbers, *map(rank.part, sizes.values()))
+    return parts
+
+
+def _rounding_bytes(width: int, *sizes: int) -> int:
+    """Return the bytes by which blocks grow, each of so many elements of `width` bytes, as powers of two."""
+    return sum((1 << (width * size - 1).bit_length()) - width * size for size in sizes if size)
