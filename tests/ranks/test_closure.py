@@ -7,8 +7,8 @@ from pathlib import Path
 from ranks import run
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_LINES = 113, 29_120
-"""Measured: 113 files, 29,113 lines. An aim is 27,000 lines; what builds a tokenized cache is most of the rest."""
+MOST_FILES, MOST_LINES = 113, 26_200
+"""Measured: 113 files, 26,010 lines. Files are divided by what they serve: their number is a bound, and no aim."""
 
 
 def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
