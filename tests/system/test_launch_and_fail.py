@@ -69,7 +69,7 @@ def test_deepspeed_torchrun_and_python_train_the_same(rows_file: Path, tmp_path:
     assert metrics.read_bytes() == before
 
     # The export answers through the command that was printed.
-    command = ["toolkit", "generate", f"model.path={tmp_path}/runs/by-python/export", "prompt=red"]
+    command = ["toolkit", "generate", f"{tmp_path}/runs/by-python", "prompt=red"]
     answered = run(forked(0, "--module", *command, "max_new_tokens=4"), cwd=tmp_path)
     assert answered.code == 0, answered.output
 

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.config import mesh, native_ops, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.launch.environment import Ranks
-from toolkit.messages import LaunchError, say, tr, user_name, warn
+from toolkit.messages import LaunchError, joined, say, tr, user_name, warn
 from toolkit.train import run_dir
 
 
@@ -77,7 +77,7 @@ def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfi
     if not reason:
         return cfg
     if typed.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
-        warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
+        warn("DeepSpeed's optimizer cannot be built ({reason}): optim.torch=true is used in its place.", reason=reason)
         return replace(cfg, optim=replace(cfg.optim, torch=True))
     name, folder = reason.partition(":")[0], native_ops.extensions_dir()
     if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
@@ -89,12 +89,18 @@ def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfi
             user=user_name(os.geteuid()),
             other=native_ops.without_ops([name]),
         )
-    from toolkit.config import compilers
+    needs, lacking = "", native_ops.lacking_tools([name])
+    if lacking:
+        from toolkit.config import compilers
 
+        needs = tr("It needs: {commands}.", commands=compilers.how_to_install(lacking))
     raise LaunchError(
-        "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
-        "logs/rank_*.log in the run directory.",
-        reason=reason,
-        commands=compilers.how_to_install(compilers.tools_for([name])),
-        other=native_ops.without_ops([name]),
+        joined(
+            tr("DeepSpeed cannot build or load {reason}.", reason=reason),
+            needs,
+            tr(
+                "Do without it: {other}. The whole output is in logs/rank_*.log in the run directory.",
+                other=native_ops.without_ops([name]),
+            ),
+        )
     )

@@ -236,6 +236,8 @@ def _files(cfg: schema.RunConfig) -> dict[str, Any]:
         fingerprints["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
         if files.is_hub_name(cfg.model.path):  # nodes may have other files of the same commit
             fingerprints["model.path"]["hash"] = model.name
+    elif cfg.model.init is schema.Init.pretrained:
+        fingerprints["model.path"] = {"path": cfg.model.path, "is_missing": True}
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
             fingerprints[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))

@@ -177,6 +177,8 @@ def _files(facts: Facts) -> Iterable[Finding]:
         for host, file in files.items():
             if "error" in file:
                 yield Finding("files", ERROR, f"{host}: {label} {file['path']}: {file['error']}")
+        if missing := [host for host, file in files.items() if file.get("is_missing")]:
+            yield finding("model to download", hosts=_few(missing), path=files[missing[0]]["path"])
         usual, others = outliers({host: file["hash"] for host, file in files.items() if "hash" in file})
         for host in others:
             yield finding("other file", host=host, label=label, path=files[host]["path"], usual=usual)
