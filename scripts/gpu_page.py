@@ -45,8 +45,10 @@ def page(files: list[Path], language: int) -> str:
     found, none = newest(files), TEXTS["none"][language]
     lines = [TEXTS["head"][language], "| --- | --- | --- | --- | --- | --- | --- |"]
     for name, texts in PARTS.items():
-        cells = _figures(name, *found[name], language) if name in found else [none, *[""] * 5]
-        lines.append("| " + " | ".join([texts[language], *cells]) + " |")
+        if name in found:
+            lines.append("| " + " | ".join([texts[language], *_figures(name, *found[name], language)]) + " |")
+    if rest := [texts[language] for name, texts in PARTS.items() if name not in found]:
+        lines += ["", TEXTS["rest"][language].format(parts="; ".join(rest))]
     first = [TEXTS["first head"][language], "| --- | --- | --- | --- |"]
     for name, texts in STAGES.items():
         cells = _outcome(*found[name], language) if name in found else [none, "", ""]
