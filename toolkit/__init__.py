@@ -20,7 +20,7 @@ class _NoMlflowForAutotuning(MetaPathFinder):
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Refuse that one module to that one importer."""
+        """Raise ModuleNotFoundError for that one module in that one importer; None lets the other finders look."""
         if name == "mlflow":
             spec = getattr(sys.modules.get("deepspeed.autotuning.autotuner"), "__spec__", None)
             if getattr(spec, "_initializing", False):

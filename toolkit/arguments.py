@@ -40,18 +40,19 @@ def parse(
     options: Sequence[str] = (),
     problems: Problems | None = None,
 ) -> Arguments:
-    """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
+    """Compose the config, translate a DeepSpeed JSON if one is given, choose the language of messages.
     `words` follow the command's name; `names` and `flags` are the command's own `name=value` and `--flag` arguments, of
-    which `world_size=N` beats `world_size`. `options` were taken out of `words`: a misspelt option may mean one.
-    Without `problems` wrong keys and values, and what is wrong with the JSON, are raised as a ConfigError.
+    which `world_size=N` beats `world_size`. `options` were taken out of `words`: a misspelt option may mean one. Wrong
+    keys and values, and what is wrong with the JSON, go to `problems`, or without it are raised as a ConfigError; what
+    is no argument of the command always is.
     """
     errors = Problems() if problems is None else problems
-    typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
-    if typed:
-        set_language(typed[-1])  # errors of the config itself are in the chosen language too
+    languages = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
+    if languages:
+        set_language(languages[-1])  # errors of the config itself are in the chosen language too
     overrides, config_dir, values, own_flags = _separate(words, names, flags, options)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
-    if recipes and not typed and (language := language_of(recipes[-1])):
+    if recipes and not languages and (language := language_of(recipes[-1])):
         set_language(language)
     if "world_size" in values:
         from toolkit.command_line import positive_int
@@ -92,7 +93,8 @@ def _separate(
             values[name] = value
         elif word.startswith("-"):
             # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
-            following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
+            has_value = bool(rest) and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0])
+            following = rest.pop(0) if has_value else ""
             from toolkit.command_line import unknown_option
             from toolkit.config.suggest import keys_meant, option_meant  # its tables are read in errors alone
 
@@ -126,7 +128,7 @@ def named_recipe(word: str, following: str = "", names: Sequence[str] = ()) -> s
 
 
 def _check_equals(word: str, following: str, names: Sequence[str]) -> None:
-    """Raise a ConfigError for a key without `=`, for spaces around `=`, and for a misspelt one of `names`."""
+    """Raise a ConfigError for a key without `=`, spaces around `=`, a misspelt one of `names`; see `named_recipe`."""
     has_value = bool(following) and "=" not in following and not following.startswith("--")
     is_recipe = following in known_recipes() or following.endswith((".yaml", ".yml"))
     if following.startswith("=") or (word.endswith("=") and has_value and (not is_recipe or word == "recipe=")):

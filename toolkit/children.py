@@ -63,14 +63,16 @@ def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[
 
 
 def _tied_to_this(way: str, command: Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Return this file's command line for a command; an error as subprocess's own if there is no such program."""
+    """Return the command line by which this file runs a command: with `way` "tie" it becomes that, with "keep" it stays
+    above it. An error as subprocess's own if there is no such program; `options` are those of `subprocess.Popen`.
+    """
     if not shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), way, str(os.getpid()), *command]
 
 
 def workers(count: int, begin: Callable[..., None] | None = None, *arguments: Any) -> "ProcessPoolExecutor":
-    """Return a pool of new interpreters, each of which calls `begin` first."""
+    """Return a pool of new interpreters, each of which calls `begin(*arguments)` first; they end with this process."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -123,7 +125,7 @@ def call_function(*arguments: Any) -> Any:
 
 
 def copied(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a copy of this process, which must not run other threads that hold locks."""
+    """Return what a function returns in a fork of this process, whose other threads must not hold locks meanwhile."""
     import multiprocessing
 
     with multiprocessing.get_context("fork").Pool(1, _tied, (os.getpid(), None)) as pool:
@@ -148,8 +150,9 @@ def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) ->
 
 
 def ending_with_this(module: str, name: str) -> Callable[..., None]:
-    """Return what calls a function of a module in a process that this one starts, and ends with this one; where it is
-    called the function is looked up, so that this may stand in its place here.
+    """Return a function for a process that this one is to start: it calls the function `name` of a module there, and
+    lets that process end with this one. The name is looked up only there, so that here the result may replace what has
+    this name.
     """
     return partial(_tied, os.getpid(), _imported, module, name)
 
@@ -178,20 +181,20 @@ def _run_as_subreaper(command: Sequence[str]) -> int:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    asked: list[int] = []
+    signals: list[int] = []
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, ask)
+        signal.signal(number, note)
     child = start(command)
-    while child.poll() is None and not asked:
+    while child.poll() is None and not signals:
         time.sleep(_POLL_S)
     _end_all(child)
-    if asked:
-        return 128 + asked[0]
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if signals:
+        return 128 + signals[0]
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode  # as shells have it: -9 is 137
 
 
 def _end_all(child: "subprocess.Popen[Any]") -> None:
@@ -218,11 +221,12 @@ def _end_all(child: "subprocess.Popen[Any]") -> None:
 
 
 def _below(root: int) -> set[int]:
-    """Return the processes below one, without those that have ended and been noticed."""
+    """Return the ids of all processes below `root`, those included that have ended but not been waited for."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError, IndexError, ValueError):
+                # "pid (name) state parent …", where the name may hold anything.
                 text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
                 parents[int(folder.name)] = int(text.rpartition(")")[2].split()[1])
     below: set[int] = set()

@@ -15,9 +15,9 @@ _MAX_DIGITS = 18
 def named_arguments(
     words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
-    """Return the `name=value` arguments of a command that takes no recipe, without `language=`, which is obeyed.
-    `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
-    directory above its name may hold a =, as that of a sweep's run does.
+    """Return the arguments, name -> value, of a command that takes no recipe, without `language=`, which is obeyed.
+    ConfigError for one that is unknown, or `required` and missing: then `usage`, an example, is shown. The value of
+    `bare`, such as a path, may stand alone: a directory above its name may hold a =, as that of a sweep's run does.
     """
     values: dict[str, str] = {}
     names = [*required, *optional]
@@ -50,9 +50,9 @@ def unknown_option(
     meant: Callable[[str], Sequence[str]] = lambda _: (),
     written: Callable[[str, str], str] = lambda *_: "",
 ) -> ConfigError:
-    """Return the error about `--name value`, or `--name=value`, with the option or the `key=value` to write.
-    `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means,
-    and `written` what to write for another program's name and value, "" where a key that is meant takes the value.
+    """Return the error about an option, `--name value` or `--name=value`, with what to write. `following` is the next
+    word, `names` are the command's own `name=value` arguments, `options` its options. `meant` gives the keys that a
+    name means, `written` what to write for another program's name and value, "" if a key that is meant takes the value.
     """
     from toolkit.launch.deepspeed import OPTIONS, OTHER_NAMES  # read in errors alone
 
@@ -60,6 +60,7 @@ def unknown_option(
     name, value = name.replace("-", "_"), value or following
     of_launcher = OTHER_NAMES.get(name, f"--{name}")
     keys = [name] if name in names else [] if of_launcher in options else meant(name)
+    # Name -> option as it is typed: config_dir -> "--config-dir DIR".
     spelled = {re.sub(r"\W.*", "", option.lstrip("-").replace("-", "_")): option for option in (*options, "--help")}
     is_own = name in names or of_launcher in (*options, *OPTIONS)
     if advice := "" if is_own else written(name, value):
@@ -78,7 +79,7 @@ def unknown_option(
 
 
 def positive_int(values: dict[str, str], name: str) -> int | None:
-    """Return an argument as a positive integer, None if it was not given."""
+    """Return an argument as a positive integer, None if it was not given; ConfigError if it is none."""
     if name not in values:
         return None
     text = values[name]
@@ -109,23 +110,21 @@ def _is_whole(text: str) -> bool:
 
 
 def number(values: dict[str, str], name: str, default: float, most: float = math.inf) -> float:
-    """Return an argument as a number from 0 to `most`, the default if it was not given."""
+    """Return an argument as a number from 0 to `most`, the default if it was not given; ConfigError if it is none."""
     text = values.get(name, str(default))
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (0 <= value <= most and value < math.inf):
-        raise ConfigError(
-            tr("{name} = {text} is not a number from 0.", name=name, text=text)
-            if most == math.inf
-            else tr("{name} = {text} is not a number from 0 to {most}.", name=name, text=text, most=f"{most:g}")
-        )
+        if most == math.inf:
+            raise ConfigError("{name} = {text} is not a number from 0.", name=name, text=text)
+        raise ConfigError("{name} = {text} is not a number from 0 to {most}.", name=name, text=text, most=f"{most:g}")
     return value
 
 
 def one_of(values: dict[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return an argument that is one of the known values, the first of them if it was not given."""
+    """Return an argument's value, the first of `choices` if it was not given; ConfigError if it is none of them."""
     value = values.get(name, choices[0])
     if value not in choices:
         raise ConfigError(

@@ -41,7 +41,7 @@ _PASSING = (
 
 
 def pickled_code(file: Path, error: pickle.UnpicklingError) -> str:
-    """Return the error about a pickle that wants to run code, which torch has not done."""
+    """Return the message about a file that torch has refused (`error`), as unpickling it would run code."""
     # Of torch's long advice, which suggests the very thing that must not be done, the sentence that names the code.
     lines = str(error).strip().splitlines()
     reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
@@ -91,19 +91,19 @@ def sha256(path: Path) -> str:
 
 
 def unused_path(path: Path) -> Path:
-    """Return the path, or the first with a number before its ending that nothing has."""
-    number, free = 1, path
-    while free.exists():
+    """Return the path if nothing has it, else the first free one of name-2.json, name-3.json and so on."""
+    number, candidate = 1, path
+    while candidate.exists():
         number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free
+        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return candidate
 
 
 def set_permissions(path: Path) -> None:
     """Give a file or directory the mode that the umask leaves: temporary ones, and safetensors, come out private."""
     mode = path.stat().st_mode
-    asked = 0o777 if stat.S_ISDIR(mode) else 0o666
-    path.chmod(asked & ~umask() | mode & stat.S_ISGID)  # a folder keeps handing its group on
+    widest = 0o777 if stat.S_ISDIR(mode) else 0o666
+    path.chmod(widest & ~umask() | mode & stat.S_ISGID)  # a folder keeps handing its group on
 
 
 def umask() -> int:
@@ -119,8 +119,8 @@ def umask() -> int:
 
 
 def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
-    """Return whether the lock on a file was granted, and whether its file system has locks at all: without, it always
-    is. The lock ends when the file is closed, or this process ends. OSError if the file system fails.
+    """Return whether the lock on a file was granted, and whether its file system has locks at all. If it has none, the
+    lock counts as granted. It ends when the file is closed, or this process ends. OSError if the file system fails.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,9 +142,9 @@ def lock_or_warn(file: IO[str] | IO[bytes], path: Path) -> bool:
 
 
 def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
-    """Refuse a folder in which writing would follow a symbolic link of somebody else to wherever that leads.
-    This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold. `folder` need
-    not exist. `names`: what in it is ours; None is all. The error, of the kind `error`, names the link and its owner.
+    """Raise `error` for a folder in which writing would follow a symbolic link of another user (but root) to wherever
+    that leads. Looked at are the folder, which need not exist, what it holds (`names` of it; None: all), and what is in
+    the folders among that.
     """
 
     def check(path: Path) -> None:
@@ -177,7 +177,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                 while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                    pass
+                    pass  # up to its end
                 yield None
             elif line.strip():
                 value = None

@@ -18,7 +18,7 @@ def walk(
 ) -> Iterator[tuple[Path, list[str]]]:
     """Yield a directory and each one below it that `enter` accepts, with the names of the files in it. Links are
     followed, but each directory comes once, as links to one above would never end. DataError if there are too many
-    entries: a link may lead to the whole disk. `shown`: the path as the user wrote it.
+    entries: a link may lead to the whole disk. `shown`: the path as the user wrote it; `onerror`: as of `os.walk`.
     """
     seen: set[str] = set()
     count = 0
@@ -48,18 +48,22 @@ def matching(pattern: str) -> list[Path]:
     if first is None:
         return []
     folder, wanted = Path(*parts[:first]), parts[first:]
+    # Of several ** in a row, which mean the same as one, the last.
     wanted = tuple(part for index, part in enumerate(wanted) if wanted[index : index + 2] != ("**", "**"))
 
     @cache
-    def fits(left: tuple[str, ...], names: tuple[str, ...], is_folder: bool) -> bool:
-        """Whether names are what parts of the pattern mean; of a directory, whether something in it may be."""
-        if not left or not names:
-            return (is_folder and not names and bool(left)) or (not names and set(left) <= {"**"})
-        is_shown = names[0][0] != "."
-        if left[0] == "**":
-            return fits(left[1:], names, is_folder) or (is_shown and fits(left, names[1:], is_folder))
-        is_same = fnmatch.fnmatchcase(names[0], left[0]) and (is_shown or left[0][0] == ".")
-        return is_same and fits(left[1:], names[1:], is_folder)
+    def fits(pattern_parts: tuple[str, ...], names: tuple[str, ...], is_folder: bool) -> bool:
+        """Whether a path with these names is what parts of the pattern mean; of a folder, whether one in it may be."""
+        if not names:
+            return set(pattern_parts) <= {"**"} or is_folder
+        if not pattern_parts:
+            return False
+        first, is_shown = pattern_parts[0], names[0][0] != "."
+        if first == "**":  # no name, or this one and those that follow
+            without = fits(pattern_parts[1:], names, is_folder)
+            return without or (is_shown and fits(pattern_parts, names[1:], is_folder))
+        is_same = fnmatch.fnmatchcase(names[0], first) and (is_shown or first[0] == ".")
+        return is_same and fits(pattern_parts[1:], names[1:], is_folder)
 
     walked = walk(folder, pattern, lambda path: fits(wanted, path.parts[len(folder.parts) :], True))
     files: list[Path] = []

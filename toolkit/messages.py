@@ -32,9 +32,7 @@ _logger = logging.getLogger("toolkit")
 
 
 def set_language(language: str) -> None:
-    """Choose the language of all later messages.
-    "" is the locale's: LC_ALL, LC_MESSAGES, LANG in that order.
-    """
+    """Choose the language of all later messages. "" is the locale's: LC_ALL, LC_MESSAGES, LANG in that order."""
     global _language
     _language = language
 
@@ -80,11 +78,13 @@ _SINGULAR = {None: "", " are": " is", " have": " has", " were": " was"}
 
 def _fill(english: str, values: dict[str, object]) -> str:
     """Return a message in the user's language with its values, without secrets and control characters."""
-    ones = [name for name, value in values.items() if str(value) == "1"]  # what they count is singular
-    text = _COUNTED.sub(
-        lambda match: f"{{{match[1]}}} {match[2]}{_SINGULAR[match[3]]}" if match[1] in ones else match[0],
-        translated(english),
-    )
+    names_of_one = [name for name, value in values.items() if str(value) == "1"]
+
+    def counted(match: re.Match[str]) -> str:  # "{count} files are" becomes "{count} file is"
+        is_one = match[1] in names_of_one
+        return f"{{{match[1]}}} {match[2]}{_SINGULAR[match[3]]}" if is_one else match[0]
+
+    text = _COUNTED.sub(counted, translated(english))
     return hide(printable(text.format(**{name: _bounded(value) for name, value in values.items()})))
 
 
@@ -413,17 +413,17 @@ class Problems:
             self.attempt(keep, rule)
 
     def add(self, error: ToolkitError) -> None:
-        """Keep an error, unless it is known already or follows from a value that is wrong anyway; see `settle`."""
+        """Keep an error, or its parts, unless known already or due to a value that is wrong anyway: `settle`."""
         self.more += error.more
         for part in error.parts or (error,):
             text = str(part)
             if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
                 continue
             unplaced = _PLACE.sub("", text)
-            same = next((index for index, error in enumerate(self.errors) if str(error) == unplaced != text), None)
+            earlier = [index for index, known in enumerate(self.errors) if str(known) == unplaced != text]
             self._texts |= {text, unplaced}
-            if same is not None:  # found before where its line was not known
-                self.errors[same] = part
+            if earlier:  # the same error, found where its line was not known
+                self.errors[earlier[0]] = part
             elif len(self.errors) < MOST:
                 self.errors.append(part)
             else:
@@ -517,7 +517,7 @@ def reason_of(problem: BaseException) -> str:
 
 
 def system_text(error: OSError) -> str:
-    """Return what to say of a system's error: the file, and whose it is where this user may not use it."""
+    """Return what to say of a system's error: file and reason, and if access is denied, whose the file is."""
     if error.filename is None:
         return str(error)
     file, reason = os.fsdecode(error.filename), error.strerror or ""
@@ -560,9 +560,9 @@ def file_bytes(file: Path, most: int = LARGEST_JSON_BYTES) -> bytes:
 
 
 def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any:
-    """Return what JSON of any origin says; ValueError if it is none, nests too deeply, or has a number that is none or
-    endless. `once`: a key may not stand twice in an object; `nan`: NaN may be in it, as where no loss is known yet.
-    Infinity is a number: configs of models have it.
+    """Return what JSON of any origin says; ValueError if it is none or nests too deeply. `once`: a key that stands
+    twice in an object is an error too; `nan`: NaN may be in it, as where no loss is known yet. Infinity always may:
+    configs of models have it.
     """
 
     def constant(name: str) -> float:
@@ -570,22 +570,21 @@ def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any
             raise ValueError(tr("{value} is no number", value=name))
         return float(name)
 
-    def pairs(members: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(members)
-        if once and len(made) < len(members):
-            names = [name for name, _ in members]
+    def dict_of_unique(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in members]
+        if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(tr("the key '{key}' stands twice", key=twice))
-        return made
+        return dict(members)
 
     try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs if once else None)
+        return json.loads(text, parse_constant=constant, object_pairs_hook=dict_of_unique if once else None)
     except RecursionError as error:
         raise ValueError(reason_of(error)) from None
 
 
 def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:
-    """Return the JSON object in a file that may come from anywhere: the one reader of such files. See `parsed_json`."""
+    """Return the JSON object in a file from anywhere, or raise `error`: the one reader of such files."""
     with reading(file, error):
         content = file_bytes(file).decode("utf-8-sig")
     try:

@@ -66,13 +66,13 @@ class ChatEncoder(Protocol):
         """Changes whenever any ids or mask could change."""
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
+        """Return ids and mask of one conversation whose last message is the assistant's. RowError if that fails."""
         ...
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
-        """Return the conversation as several, if the template renders earlier answers otherwise in later turns, so that
-        each answer is trained as it is generated; mostly [messages] itself. Or raise a RowError. `encode_many` is
-        faster for these lists than for copies of them: they may carry what was rendered here.
+        """Return the conversations in which the answers are trained: mostly [messages] itself; several if the template
+        renders earlier answers otherwise in later turns, so that each answer is trained as it is generated. RowError if
+        it cannot be rendered. Give these lists, not copies, to `encode_many`: they may carry their rendering.
         """
         ...
 

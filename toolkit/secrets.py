@@ -91,10 +91,10 @@ def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
         spans = [match.span() for match in _FORMS.finditer(value)]
         spans += [match.span() for secret in secrets for match in re.finditer(re.escape(secret), value)]
-        shown, end = "", 0
-        for begin, last in sorted(spans):
-            if begin >= end:  # not within the span before it: of two that overlap, all is one MASK
-                shown += value[end:begin] + MASK
+        shown, end = "", 0  # of the text up to `end`
+        for start, last in sorted(spans):
+            if start >= end:  # not within the span before it: of two that overlap, all is one MASK
+                shown += value[end:start] + MASK
             end = max(end, last)
         shown = _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
         return _WORD.sub(rf"\1{MASK}", shown)

@@ -15,18 +15,20 @@ _PARTS = re.compile(r"[\u2e80-\uffff][，。；：、）]*|[^\s\u2e80-\uffff]+[�
 def text_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False
 ) -> list[str]:
-    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`. On a
-    terminal that is narrower, `texts` are wrapped.
+    """Return the lines of a table. The first column is text, to the left; the others are numbers, to the right, unless
+    all are `texts`, which are wrapped on a terminal that is narrower. `indent`: what each line begins with.
     """
-    listed = [list(heads), *map(list, rows)]
-    widths = [max(text_width(row[column]) for row in listed) for column in range(len(heads))]
+    all_rows = [list(heads), *map(list, rows)]
+    widths = [max(text_width(row[column]) for row in all_rows) for column in range(len(heads))]
     room = shutil.get_terminal_size().columns if texts and sys.stdout.isatty() else 0
     if room and len(indent) + sum(widths) + 2 * len(widths) - 2 > room:
-        return _wrapped_table(listed, widths, indent, room)
-    return [
-        indent + "  ".join(_padded(*cell, left=texts or not column) for column, cell in enumerate(cells)).rstrip()
-        for cells in (zip(row, widths, strict=True) for row in listed)
-    ]
+        return _wrapped_table(all_rows, widths, indent, room)
+    lines = []
+    for row in all_rows:
+        numbered = enumerate(zip(row, widths, strict=True))
+        cells = [_padded(text, width, left=texts or column == 0) for column, (text, width) in numbered]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return lines
 
 
 def text_width(text: str) -> int:
@@ -44,7 +46,7 @@ def _wrapped_table(rows: Sequence[Sequence[str]], widths: Sequence[int], indent:
     """Return the lines of a table of texts: the columns that fit stand side by side, the last wrapped if there is room
     for it; what does not fit follows on lines of its own, indented. `room`: the terminal's columns.
     """
-    taken, count = len(indent), 0
+    taken, count = len(indent), 0  # columns of the terminal; columns of the table that stand side by side
     for width in widths[:-1]:
         if taken + width + 2 > room:
             break
@@ -57,8 +59,10 @@ def _wrapped_table(rows: Sequence[Sequence[str]], widths: Sequence[int], indent:
             head, *more = _wrapped(row[-1], room - taken)
             lines += [(first + head).rstrip(), *(" " * taken + line for line in more)]
             continue
-        lines += [first.rstrip()] if count else []
-        below = indent + "    " * bool(count)
+        below = indent
+        if count:
+            lines.append(first.rstrip())
+            below += "    "
         lines += [below + line for cell in filter(None, row[count:]) for line in _wrapped(cell, room - len(below))]
     return lines
 

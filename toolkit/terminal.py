@@ -70,8 +70,8 @@ def show_cursor() -> None:
 
 @contextmanager
 def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show on the main rank how far the body has got; yield a function that it calls with how much more is done.
-    `total`: how much there is, 0 if unknown; `unit`: of what, translated, or BYTES.
+    """Show on the main rank how far the body has got, under a title; yield a function that it calls with how much more
+    is done. `total`: how much there is, 0 if unknown; `unit`: of what, translated, or BYTES.
     """
     if not messages.is_main_rank():
         yield lambda more: None

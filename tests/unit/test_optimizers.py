@@ -241,6 +241,8 @@ def test_stochastic_rounding_is_exact_on_average() -> None:
     assert ((rounded.double().mean(0) / exact.double() - 1).abs() < 2**-8 * 5 / 20_000**0.5).all()
     kept = torch.tensor([1.0, -0.5, 0.0, math.inf, -math.inf, math.nan])
     assert torch.equal(round_stochastically(kept.clone(), generator).nan_to_num(5), kept.nan_to_num(5))
+    nan_of_cuda = torch.full((100,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(nan_of_cuda, generator).isnan().all()
 
 
 def test_small_updates_are_not_lost_in_bf16() -> None:

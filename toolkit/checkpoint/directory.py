@@ -212,9 +212,10 @@ def members_of(path: Path) -> list[tuple[str, int, int, int]]:
             file.seek(data + begin)
             checksums = struct.unpack(f"<{(end - begin) // 8}q", file.read(end - begin))
         names = [name for name in header if name not in ("__metadata__", CHECKSUMS)]
+        # From where the data begin; the header is what precedes it.
         ranges = [(-data, 0), *(header[name]["data_offsets"] for name in names)]
         members = zip(["header", *names], ranges, checksums, strict=True)
-        return [(name, data + begin, end - begin, checksum) for name, (begin, end), checksum in members]
+        return [(name, data + first, last - first, checksum) for name, (first, last), checksum in members]
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise OSError(f"{path.name}: {error}") from None
 

@@ -67,9 +67,9 @@ class FlatTensor:
         return self.is_transposed and piece.parameter.dim() == 2
 
     def piece_in_states(self, piece: Piece) -> Piece:
-        """Return the piece of the same parameter that the states hold."""
-        begin = self.full_offsets.get(id(piece.parameter))
-        return piece if begin is None else Piece(piece.parameter, 0, begin, piece.parameter.numel())
+        """Return what the states hold of a piece's parameter: the same piece, or all of it; see `full_offsets`."""
+        offset = self.full_offsets.get(id(piece.parameter))
+        return piece if offset is None else Piece(piece.parameter, 0, offset, piece.parameter.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class StoredTensors:
 
 
 def flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[FlatTensor]:
-    """Yield this rank's flat tensors. One on NVMe is in memory until the next is yielded; with `changes`, which means
-    that the caller changes it, it is written back then.
+    """Yield this rank's flat tensors. One on NVMe is in memory until the next is yielded. `changes`: whether the caller
+    changes their values, which are then written back where they came from.
     """
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
@@ -122,7 +122,9 @@ def flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> It
 
 
 def _rank_partitions(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[FlatTensor]:
-    """Yield this rank's partition of each parameter group; `order`: its parameters, and their offsets in all of it."""
+    """Yield this rank's partition, of `flats`, of each parameter group; `order`: the group's parameters, and their
+    offsets in the flat tensor that the partitions of all ranks make up.
+    """
     for flat, group, (parameters, offsets) in zip(flats, optimizer.real_dp_process_group, order, strict=True):
         begin = distributed.get_rank(group) * flat.numel()
         yield FlatTensor(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
@@ -179,54 +181,64 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
     """
     names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-    is_first = process_group.tensor_rank() == 0
-
-    def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank saves its part of a parameter. A tensor group's first rank saves what all have."""
-        return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
-
-    fragments = list(_buffer_fragments(held)) if is_first and rank == 0 else []
+    fragments = list(_buffer_fragments(held)) if process_group.tensor_rank() == 0 and rank == 0 else []
     is_factored = has_factored_states(engine)
     for flat in flat_tensors(engine):
         states = _classify_states(flat, is_factored)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
-            piece = _rank_share(piece, rank, size) if flat.shared else piece
-            if is_own(name, piece.parameter):
-                piece_in_states = flat.piece_in_states(piece)
-                begin = piece_in_states.offset + piece.position - piece_in_states.position
-                values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
-                values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.elementwise.items()}
-                fragment = _fragment(name, piece.parameter, piece.position, values, states.numbers)
-                if flat.is_transposed:
-                    from toolkit.checkpoint.zenflow_state import add_to_fragment
-
-                    fragment.turned = flat.turned(piece)
-                    add_to_fragment(engine.optimizer, fragment, piece)
-                if flat.has_8_bits:
-                    block, fragment.phase = divmod(piece.offset, BLOCK)
-                    end = -(-(piece.offset + piece.length) // BLOCK)
-                    fragment.scales = {
-                        name: tensor[block:end] for name, tensor in states.others.items() if name in SCALES
-                    }
-                elif is_factored and rank == 0:
-                    fragment.bound = states.others
-                fragments.append(fragment)
+            if _is_saved_here(held, name, piece.parameter):
+                share = _rank_share(piece, rank, size) if flat.shared else piece
+                fragments.append(_trained_fragment(engine, flat, share, name, states))
+                if is_factored and rank == 0:
+                    fragments[-1].bound = states.others
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
             fragments = []
-    for name, parameter in held.frozen():
-        if not is_own(name, parameter):
-            continue
-        group = _ranks_with_copies(engine, parameter)
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            piece = _rank_share(Piece(parameter, 0, 0, parameter.numel()), rank, size)
-            value = stretch(parameter, piece.offset, piece.length)
-            value = value.clone() if hasattr(parameter, "ds_id") else value
-        fragments.append(_fragment(name, parameter, piece.position, {WEIGHT: value}, {}))
+    fragments += _frozen_fragments(engine, held)
     if fragments:
         yield content_of(fragments)
+
+
+def _is_saved_here(held: StoredTensors, name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank saves its part of a parameter. A tensor group's first rank saves what all have."""
+    is_first = process_group.tensor_rank() == 0
+    return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
+
+
+def _trained_fragment(
+    engine: deepspeed.DeepSpeedEngine, flat: FlatTensor, piece: Piece, name: str, states: "_States"
+) -> Fragment:
+    """Return the fragment of a trained parameter's piece: its weights in `flat`, and the optimizer's states of them."""
+    piece_in_states = flat.piece_in_states(piece)
+    begin = piece_in_states.offset + piece.position - piece_in_states.position
+    values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
+    values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.elementwise.items()}
+    fragment = _fragment(name, piece.parameter, piece.position, values, states.numbers)
+    if flat.is_transposed:
+        from toolkit.checkpoint.zenflow_state import add_to_fragment
+
+        fragment.turned = flat.turned(piece)
+        add_to_fragment(engine.optimizer, fragment, piece)
+    if flat.has_8_bits:
+        first_block, fragment.phase = divmod(piece.offset, BLOCK)
+        end_block = -(-(piece.offset + piece.length) // BLOCK)
+        fragment.scales = {key: states.others[key][first_block:end_block] for key in SCALES if key in states.others}
+    return fragment
+
+
+def _frozen_fragments(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator[Fragment]:
+    """Yield this rank's share of each frozen parameter. A collective if they are partitioned."""
+    for name, parameter in held.frozen():
+        if not _is_saved_here(held, name, parameter):
+            continue
+        group = _ranks_with_copies(engine, parameter)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            whole = Piece(parameter, 0, 0, parameter.numel())
+            share = _rank_share(whole, distributed.get_rank(group), distributed.get_world_size(group))
+            value = stretch(parameter, share.offset, share.length)
+            value = value.clone() if hasattr(parameter, "ds_id") else value
+        yield _fragment(name, parameter, share.position, {WEIGHT: value}, {})
 
 
 def _ranks_with_copies(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> distributed.ProcessGroup:
@@ -261,12 +273,14 @@ def _classify_states(flat: FlatTensor, is_factored: bool) -> _States:
     states = _States({}, {}, {})
     for state, value in sorted(flat.state.items()):
         if not isinstance(value, torch.Tensor):
-            states.numbers.update({state: float(value)} if isinstance(value, int | float) else {})
+            if isinstance(value, int | float):
+                states.numbers[state] = float(value)
         elif state == "step" or (not is_factored and value.numel() == 1 < flat.tensor.numel()):
             states.numbers[state] = float(value)
         else:
-            is_elementwise = flat.full_offsets or value.numel() == flat.tensor.numel()
-            (states.elementwise if is_elementwise and not is_factored else states.others)[state] = value
+            has_all_elements = flat.full_offsets or value.numel() == flat.tensor.numel()
+            kind = states.elementwise if has_all_elements and not is_factored else states.others
+            kind[state] = value
     return states
 
 
@@ -301,13 +315,14 @@ def dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
 
 def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     """Return an engine's counters as plain values, for `restore.restore_counts`."""
-    scaler, first = dynamic_loss_scaler(engine), engine.basic_optimizer.param_groups[0]
+    scaler, first_group = dynamic_loss_scaler(engine), engine.basic_optimizer.param_groups[0]
     counts = {
+        # ZenFlow's global_steps are its updates of all columns.
         "global_steps": engine.micro_steps if engine.zenflow else engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
-        "group_step": first.get("step"),
+        "group_step": first_group.get("step"),
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
     }
     if engine.zenflow:

@@ -28,6 +28,8 @@ def spread(scales: torch.Tensor, phase: int, length: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Stretch:
+    """Where in a file the numbers of one state of a fragment are; see `Fragment` for the other fields."""
+
     path: Path
     begin: int
     """Byte in the file."""
@@ -46,7 +48,9 @@ class Fragments:
         self.facts: dict[str, dict[str, Any]] = {}
         """Parameter -> shape, dtype, parts, numbers."""
         self._stretches: dict[tuple[str, str, int], list[_Stretch]] = defaultdict(list)
+        """(Parameter, state, number of the part) -> its stretches."""
         self._bound: dict[str, dict[str, tuple[Path, int, torch.dtype, list[int]]]] = defaultdict(dict)
+        """Parameter -> state -> file, first byte, type and shape of a tensor that is no stretch."""
         for path in sorted(folder.glob(f"{FRAGMENTS}*.safetensors")):
             try:
                 self._note(path, *read_header(path))

@@ -81,8 +81,8 @@ _LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin", ".model", ".txt", ".j
 """Endings of what is read when a checkpoint or an export is loaded: such files, and links, must be in the manifest."""
 
 
-def _damaged(path: Path) -> str:
-    """Return a text that names the tensors of a fragments file with a wrong checksum, "" if these cannot be read."""
+def _damaged_tensors(path: Path) -> str:
+    """Return the names of a fragments file's tensors with a wrong checksum, such as " (a, b)"; "" if none is known."""
     wrong = []
     with suppress(OSError), open(path, "rb") as file:
         for name, begin, size, checksum in members_of(path):
@@ -91,7 +91,8 @@ def _damaged(path: Path) -> str:
             while size and (block := file.read(min(size, BLOCK_BYTES))):
                 crc, size = zlib.crc32(block, crc), size - len(block)
             wrong += [name] if size or crc != checksum else []
-    return f" ({', '.join(wrong[:3])}{' …' * (len(wrong) > 3)})" if wrong else ""
+    shown = ", ".join(wrong[:3]) + (" …" if len(wrong) > 3 else "")
+    return f" ({shown})" if wrong else ""
 
 
 _PAUSE_S = 5.0
@@ -111,8 +112,8 @@ def _read(path: Path, read: Callable[[Path], _T]) -> _T:
 
 
 def read_manifest(folder: Path, expected_format: int = FORMAT) -> dict[str, Any]:
-    """Return a checkpoint's manifest; CheckpointError if none can be read, OtherFormat if it is of another format than
-    `expected_format`; an OSError says nothing about it.
+    """Return a checkpoint's manifest. CheckpointError if it is missing or damaged, OtherFormat if it is of another
+    format than `expected_format`; OSError if it cannot be read now, which says nothing about it.
     """
     try:
         manifest: dict[str, Any] = parsed_json(_read(folder / MANIFEST, file_bytes), nan=True)
@@ -168,7 +169,7 @@ def _problem(folder: Path, name: str, record: Any) -> str:
         if size != expected:
             return tr("{name}: {size} bytes instead of {expected}", name=name, size=size, expected=expected)
         if _read(path, sha256) != record.get("sha256"):
-            return tr("{name}: its content is not what was written", name=name) + _damaged(path)
+            return tr("{name}: its content is not what was written", name=name) + _damaged_tensors(path)
     except OSError as error:
         if proves_nothing(error):
             raise
@@ -197,8 +198,8 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def resolve_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint at a path, or the newest intact one of that run or checkpoints/, None where there is none.
-    Changes nothing; CheckpointError if none is intact.
+    """Return the checkpoint at a path, or the newest intact one of that run or checkpoints/, and print which; None if
+    the path is a model's directory, or has no checkpoints. Changes nothing; CheckpointError if none is intact.
     """
     if (path / "config.json").is_file():
         return None

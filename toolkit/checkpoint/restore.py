@@ -41,11 +41,10 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
         if engine.zenflow:
-            from toolkit.checkpoint.zenflow_state import restore
+            from toolkit.checkpoint import zenflow_state
 
-            restore(
-                engine.optimizer, [piece for flat in flat_tensors(engine) for piece in flat.pieces], names, fragments
-            )
+            pieces = [piece for flat in flat_tensors(engine) for piece in flat.pieces]
+            zenflow_state.restore(optimizer, pieces, names, fragments)
     elif hasattr(optimizer, "fp16_groups"):
         for flat in flat_tensors(engine):
             for piece in flat.pieces:
@@ -125,12 +124,13 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
     are unchanged.
     """
     optimizer: Any = flat.optimizer
-    tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
+    tensor, size = flat.tensor, flat.tensor.numel()
+    codes, scales = f"state{number}", f"absmax{number}"  # names of bitsandbytes
     if not any(codes in fragments.states(names[id(piece.parameter)]) for piece in flat.pieces):
         return  # saved before the first update
     levels = optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(tensor.device)
-    in_bits = size >= optimizer.args.min_8bit_size
-    if in_bits:
+    in_8_bits = size >= optimizer.args.min_8bit_size
+    if in_8_bits:
         zero = int(levels.abs().argmin())
         flat.state[codes] = torch.full_like(tensor, zero, dtype=torch.uint8, requires_grad=False)
         flat.state[f"qmap{number}"] = levels
@@ -146,7 +146,7 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
         has_codes = scales in fragments.states(names[id(piece.parameter)])
         return read(scales, piece) if has_codes else read(codes, piece).abs()
 
-    for piece in flat.pieces if in_bits else ():
+    for piece in flat.pieces if in_8_bits else ():
         block, phase = divmod(piece.offset, BLOCK)
         padding = phase, -(phase + piece.length) % BLOCK
         block_scales = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
@@ -154,9 +154,10 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
         torch.maximum(target, block_scales, out=target)
     for piece in flat.pieces:
         value, scale = read(codes, piece), scales_of(piece)
+        # What was not saved in 8 bits has its absolute value as scale.
         value = levels[value.long()] if value.dtype is torch.uint8 else value.sign()
         target = flat.state[codes].view(-1)[piece.offset : piece.offset + piece.length]
-        if not in_bits:
+        if not in_8_bits:
             target.copy_(value * scale)
             continue
         block, phase = divmod(piece.offset, BLOCK)

@@ -19,8 +19,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
 
-    Of vectors and chosen columns the model has the weights, and the master something old; nothing reads that until it
-    is written over, before columns are chosen again, so that it may be done here.
+    The master weights of vectors and chosen columns are outdated, so the model's are saved in their place. They are
+    also written over the master's, which nothing reads until ZenFlow does the same, before it chooses columns again.
     """
     parameter: Any = piece.parameter
     offloaded = optimizer.offload_selective_optimizer
@@ -30,15 +30,16 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     state = optimizer.selective_optimizer.state.get(parameter)
     if not state:
         return
-    here = torch.full(parameter.shape[-1:], not fragment.turned)
+    is_outdated = torch.full(parameter.shape[-1:], not fragment.turned)  # of each column, or of a vector's numbers
     if fragment.turned:
-        here[parameter.selected_indices.long().cpu()] = True
-    here = stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.position, piece.length)
+        is_outdated[parameter.selected_indices.long().cpu()] = True
+    rows = parameter.numel() // len(is_outdated)
+    is_outdated = stretch(is_outdated.repeat_interleave(rows), piece.position, piece.length)
     live, master = stretch(parameter.t(), piece.position, piece.length), fragment.values[WEIGHT]
     if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
         fragment.values[WEIGHT] = live.to(master, copy=True)
     else:
-        master[here] = live[here.to(live.device)].to(master)
+        master[is_outdated] = live[is_outdated.to(live.device)].to(master)
     if piece.position == 0:
         columns = {_CHOSEN: parameter.selected_indices} if fragment.turned else {}
         moments = {
@@ -108,7 +109,9 @@ def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
-    """Return the saved columns by the rank that chose them, None if ranks choose others here. None of a vector."""
+    """Return the saved columns by the rank that chose them; None if ranks, by their `_choices`, would choose others
+    here; [] for a vector.
+    """
     counts = [count for *_, count in choices]
     if columns is None or len(columns) != sum(counts):
         return None if choices else []
@@ -120,12 +123,13 @@ def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) ->
 
 def _choose_next(optimizer: Any) -> None:
     """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
-    is_due, steps = optimizer.is_zenflow_select_boundary, list[int]()
+    is_due = optimizer.is_zenflow_select_boundary
+    next_step: int | None = None
 
     def is_due_or_next() -> bool:
-        if not steps:
-            steps.append(optimizer.micro_step)
-        return bool(is_due()) or (optimizer.micro_step == steps[0] >= optimizer.full_warm_up_rounds)
+        nonlocal next_step
+        next_step = optimizer.micro_step if next_step is None else next_step
+        return bool(is_due()) or (optimizer.micro_step == next_step >= optimizer.full_warm_up_rounds)
 
     optimizer.is_zenflow_select_boundary = is_due_or_next
 

@@ -97,9 +97,9 @@ def _use_utf8() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    """Run the command that the first word names; return its exit code."""
+    """Run the command that the first word names, or show help; return the exit code, 2 if there is no command."""
     words = choose_language(words) if words and words[0].startswith("language=") else words
-    is_help = any(word in ("help", "-h", "--help") for word in words[:1])
+    is_help = bool(words) and words[0] in ("help", "-h", "--help")
     others = choose_language(words[1:]) if is_help else words
     command, rest = (others[0], others[1:]) if others else ("", [])
     if not command:
@@ -126,7 +126,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a text to a reader that may have read enough, as `head` does."""
+    """Print a text; that the reader has read enough and gone, as `head` does, is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -66,7 +66,7 @@ def check_model(arguments: dict[str, str], usage: str) -> None:
 
 
 def sampling_arguments(arguments: dict[str, str], max_new_tokens: int) -> "Sampling":
-    """Return how tokens are chosen; an argument that greedy decoding ignores is an error."""
+    """Return how tokens are chosen, by the arguments SAMPLING; ConfigError for one that greedy decoding ignores."""
     temperature = number(arguments, "temperature", 0.0)
     drawn = [name for name in ("top_p", "top_k", "seed") if name in arguments]
     if drawn and not temperature:

@@ -71,8 +71,8 @@ def _score(words: list[str], ranks: environment.Ranks) -> None:
     names = (*MODEL, "tasks", "questions", *_OF_TASKS, *SAMPLING, *_SCORED)
     values = named_arguments(words, required=(), optional=names, usage=_USAGE, bare="model.path")
     check_model(values, _USAGE)
-    for asked, owner in ((_OF_TASKS, "tasks"), (SAMPLING, "questions")):
-        if not values.get(owner) and (wrong := [name for name in asked if name in values]):
+    for dependent, owner in ((_OF_TASKS, "tasks"), (SAMPLING, "questions")):
+        if not values.get(owner) and (wrong := [name for name in dependent if name in values]):
             raise ConfigError("{name} has an effect with {owner}= only. Remove it.", name=wrong[0], owner=owner)
     sampling = sampling_arguments(values, max_new_tokens=256)
     import_module("toolkit.extras.scores").score(values, sampling, ranks.world_size)
@@ -93,7 +93,7 @@ def _evaluate(words: list[str], ranks: environment.Ranks, inherited: dict[str, s
 
 
 def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
-    """Return the checked config, and where the answers go."""
+    """Return the checked arguments, with the config, and where the answers go; ConfigError with all that is wrong."""
     problems = Problems()
     words = _with_base(words)
     arguments = parse(words, world_size=world_size, names=("output", "adapter"), problems=problems)

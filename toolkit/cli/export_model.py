@@ -41,7 +41,7 @@ _OPTIONAL = (
     *("adapter", "merge", "format", "dtype", "max_shard_size", "text_only", "base", "output", "forward"),
     "model.family",
 )
-_CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
+_PARAMETERS = {"adapter": "adapter", "base": "base", "family": "model.family"}
 """Parameter of `export_verified` -> argument."""
 
 
@@ -71,8 +71,8 @@ def run(words: list[str]) -> None:
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
     options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, text_only=text_only, **shards)
-    chosen = {name: arguments[word] for name, word in _CHOSEN.items() if word in arguments}
-    verdict = export_verified(path, output, options, forward=forward == "yes", **chosen)
+    optional = {parameter: arguments[word] for parameter, word in _PARAMETERS.items() if word in arguments}
+    verdict = export_verified(path, output, options, forward=forward == "yes", **optional)
     print(tr("wrote {folder}.", folder=output))
     if verdict:
         print("  " + verdict)

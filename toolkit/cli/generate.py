@@ -57,7 +57,8 @@ def run(words: list[str]) -> None:
     is_split = one_of(settings, "engine", ("transformers", "deepspeed")) == "deepspeed"
     if bool(settings.get("prompt")) == bool(settings.get("input")):
         raise ConfigError(tr('either prompt="…", or input=FILE and output=FILE.'))
-    (_ask_file if settings.get("input") else _ask)(settings, sampling_arguments(settings, max_new_tokens=64), is_split)
+    ask = _ask_file if settings.get("input") else _ask
+    ask(settings, sampling_arguments(settings, max_new_tokens=64), is_split)
     if is_split:
         from toolkit.distributed import process_group
 
@@ -85,7 +86,7 @@ def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None
 
 
 def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
-    """Write the answers to the questions of a file."""
+    """Write the answers to the questions of the file `input` into the file `output`."""
     if not settings.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
     if is_split and "shard" in settings:
@@ -113,12 +114,12 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
 
 
 def _load(settings: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
-    """Return the model and its chat encoder."""
+    """Return the model that the arguments name, and its chat encoder; with `is_split` it is split over the ranks."""
     from toolkit.evaluate.generate import check_system
     from toolkit.export.load import load_any, usual_precision
 
     path, family, template, adapter = (settings.get(name, "") for name in MODEL)
-    where: dict[str, str] = {}
+    precision_and_device: dict[str, str] = {}
     if is_split:
         import torch
         from deepspeed.accelerator import get_accelerator
@@ -129,8 +130,9 @@ def _load(settings: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, A
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
-        where = {"dtype": usual_precision(torch.device(get_accelerator().device_name())).value, "device": "cpu"}
-    loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **where)
+        precision = usual_precision(torch.device(get_accelerator().device_name()))
+        precision_and_device = {"dtype": precision.value, "device": "cpu"}
+    loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **precision_and_device)
     if is_split:
         split_inference(loaded.model)
     check_system(loaded.encoder, settings.get("system", ""))

@@ -25,7 +25,7 @@ _END_OF_BRIEF = re.compile(r"[:;.](?=\s|$)|[：；。]|\n")
 
 
 def help_of(command: str) -> str:
-    """Return a command's help in the user's language."""
+    """Return a command's help in the user's language: its module's docstring, or its translation, and examples."""
     summary, _, rest = (import_module(COMMANDS[command]).__doc__ or "").strip().partition("\n\n")
     rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
     language = tr("language of what is printed; default: the locale's")
@@ -53,7 +53,7 @@ def overview() -> str:
 
 
 def help_without_command(words: list[str], is_help: bool) -> str:
-    """Return the help of keys if help is asked for; a ConfigError for a first word that should be a command."""
+    """Return the help of the keys that the words name if help is asked for; else raise ConfigError: no such command."""
     command, *rest = choose_language(words)
     if not is_help:
         raise unknown_command(command)

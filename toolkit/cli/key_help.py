@@ -27,18 +27,21 @@ def help_of_keys(words: list[str]) -> str:
     name = _in_full(words[0].partition("=")[0])
     sections = key_texts.sections()
     keys = {_plain(key.name): key for section in sections for key in section.keys}
-    inside = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
-    named = [keys[name]] if name in keys else [] if inside else [key for one, key in keys.items() if _leaf(one) == name]
-    if not named and not inside:
+    in_group = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
+    named = [keys[name]] if name in keys else []
+    if not named and not in_group:
+        named = [key for dotted, key in keys.items() if _leaf(dotted) == name]
+    if not named and not in_group:
         raise _unknown(name, list(keys))
     parts = [_of_key(key) for key in named]
-    for section in inside:
+    for section in in_group:
         rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
         table = text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
         parts.append("\n".join([tr("{place}: ", place=section.name) + section.about, *table]))
     choices = listed(*(path.stem for path in sorted((conf_folder() / name).glob("*.yaml"))))
     parts += [tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices)] if choices else []
-    return "\n\n".join([*parts, *([tr("One key in full: toolkit help KEY")] if inside else [])])
+    parts += [tr("One key in full: toolkit help KEY")] if in_group else []
+    return "\n\n".join(parts)
 
 
 def is_key(word: str) -> bool:
@@ -50,12 +53,12 @@ def is_key(word: str) -> bool:
 
 
 def _of_key(key: key_texts.Key) -> str:
-    """Return what the page of all keys says of one."""
+    """Return what the page of all keys says of one: its name, and below it meaning, type or choices, and default."""
     kind = key.kind.replace("`", "")
-    kind = tr("choices: {choices}", choices=kind) if key.kind.startswith("`") else tr("type: {type}", type=kind)
-    return "\n".join(
-        [key.name, *(f"  {line}" for line in (key.meaning, kind, tr("default: {value}", value=key.default)))]
-    )
+    is_choice = key.kind.startswith("`")
+    kind_line = tr("choices: {choices}", choices=kind) if is_choice else tr("type: {type}", type=kind)
+    lines = (key.meaning, kind_line, tr("default: {value}", value=key.default))
+    return "\n".join([key.name, *(f"  {line}" for line in lines)])
 
 
 def _brief(meaning: str) -> str:

@@ -97,7 +97,7 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
 
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
-    """Return the config with a batch that these ranks can share, and report it: a recipe is mostly made for others."""
+    """Return the config with the nearest batch that these ranks can share, and report it: recipes are for others."""
     batch = loaded.cfg.batch
     if batch.micro_per_gpu == AUTO or world_size % mesh.model_ranks(loaded.cfg):
         return loaded

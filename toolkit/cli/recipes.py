@@ -26,24 +26,24 @@ def run(words: list[str]) -> None:
 
 
 def with_text(rows: list[tuple[str, ...]], text: str, command: str) -> list[tuple[str, ...]]:
-    """Return the rows of a table in whose names, all columns but the last, a text is; ConfigError if it is in none.
-    `command` lists all.
+    """Return the rows of a table that have `text`, in any case, in one of their columns but the last, which is no name.
+    ConfigError if none has; `command`, which lists all rows, is for the message.
     """
-    found = [row for row in rows if any(text.lower() in name.lower() for name in row[:-1])]
-    if found:
-        return found
+    matching = [row for row in rows if any(text.lower() in name.lower() for name in row[:-1])]
+    if matching:
+        return matching
     nearest = ", ".join(get_close_matches(text, [row[0] for row in rows], n=5, cutoff=0.4))
     advice = tr("The nearest: {names}.", names=nearest) if nearest else ""
     raise ConfigError(joined(tr("No name in `{command}` has '{text}'.", command=command, text=text), advice))
 
 
 def about(path: Path) -> str:
-    """Return the first sentence of a YAML file's comment, of its Chinese lines for Chinese readers if it has some."""
+    """Return the first sentence of a YAML file's comment, for Chinese readers of its Chinese lines if any; or ""."""
     lines = [
         line[2:]
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("# ") and not line.startswith(_FOR_PROGRAMS)
     ]
-    if current_language() == "zh":
+    if current_language() == "zh":  # Chinese lines first
         lines.sort(key=lambda line: not re.match(r"[^。]*[\u4e00-\u9fff]", line))
     return re.split(r"\. |。", lines[0])[0].rstrip(".:") if lines else ""

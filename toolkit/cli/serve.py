@@ -64,7 +64,7 @@ def run(words: list[str]) -> None:
 
 
 def _command(backend: str, program: list[str], folder: Path, model: str, listen: list[str]) -> list[str]:
-    """Return the command by which a server's program serves a directory as `model`; `listen`: where."""
+    """Return the command by which a backend's `program` serves a directory as `model`; `listen`: --host and --port."""
     if backend == "sglang":
         return [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
     if backend == "vllm":
@@ -80,7 +80,7 @@ def _precision(options: list[str]) -> str:
     from toolkit.export.load import usual_precision
     from toolkit.models.load import TORCH_DTYPES
 
-    named = dict(pairwise(options)).get("--device", "")
+    named = dict(pairwise(options)).get("--device", "")  # the option that follows --device
     device = torch.device(named) if named not in ("", "auto") else device_alone()
     return str(TORCH_DTYPES[usual_precision(device)]).removeprefix("torch.")
 

@@ -36,10 +36,10 @@ def run(words: list[str]) -> None:
 
 
 def _find_directories(path: Path) -> list[Path]:
-    """Return what to verify: checkpoints, the oldest first, then models."""
+    """Return what to verify: `path` itself, or in a run directory checkpoints, the oldest first, then its models."""
     files.check_directory(path)
-    is_one = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
-    if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
+    is_checkpoint = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
+    if is_checkpoint or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
         return [path]
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     both = [*directory.published_checkpoints(checkpoints), *directory.weights_only(checkpoints)]
@@ -73,12 +73,12 @@ def _verify_directory(folder: Path, forward: bool) -> bool:
         sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {problem}" for problem in wrong) + "\n")
         return False
     if has_manifest:
-        files = intact.read_manifest(folder)["files"].values()
-        size = sum(file["size_bytes"] for file in files) / 1e6
+        entries = intact.read_manifest(folder)["files"].values()
+        size = sum(entry["size_bytes"] for entry in entries) / 1e6
         line = tr(
             "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",
             folder=folder,
-            count=len(files),
+            count=len(entries),
             size=f"{size:,.1f}",
             rate=f"{size / seconds:,.0f}",
         )

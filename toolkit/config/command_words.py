@@ -26,14 +26,15 @@ Groups = dict[str, dict[str, Path]]
 
 
 def parse_word(word: str) -> Override:
-    """Parse an argument in Hydra's grammar; ConfigError unless it sets one key to one value."""
+    """Return Hydra's reading of an argument, `key=value`; ConfigError unless it sets one key to one value."""
+    # After each letter: how many brackets are open.
     depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
     if max(depths, default=0) > files.DEEPEST_NESTING:
         limit, shown = files.DEEPEST_NESTING, word[:_MAX_SHOWN_CHARS]
         raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
     try:
         override = OverridesParser.create().parse_override(quote_text(word))
-        if override.package is not None:
+        if override.package is not None:  # key@package=value
             raise HydraException("no packages")
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         from toolkit.config.suggest import unreadable  # read in errors alone
@@ -54,28 +55,29 @@ def parse_word(word: str) -> Override:
 
 
 def quote_text(word: str) -> str:
-    """Quote texts with other characters than ASCII in an argument, as Hydra's grammar requires."""
+    """Return an argument with non-ASCII texts in its value quoted, as Hydra needs: data=[数据] as data=['数据']."""
     key, equals, value = word.partition("=")
     if value.isascii() or re.search(r"""['"\\]""", value):
         return word
-    text = r"[^\s\[\]{}(),:][^\[\]{}(),:]*"
-    return (
-        key + equals + re.sub(text, lambda match: match[0] if match[0].isascii() else f"'{match[0].rstrip()}'", value)
-    )
+
+    def quote(match: re.Match[str]) -> str:
+        return match[0] if match[0].isascii() else f"'{match[0].rstrip()}'"
+
+    return key + equals + re.sub(r"[^\s\[\]{}(),:][^\[\]{}(),:]*", quote, value)  # each stretch without punctuation
 
 
 def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
-    """Return the name and the file of the chosen recipe; ConfigError without one."""
+    """Return the name and the file of the recipe that the arguments choose; ConfigError unless there is exactly one."""
     recipes = files.known_recipes()
-    chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
+    typed = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
+    name = typed[-1] if typed else ""
     # The quickstart first: it runs anywhere.
-    names = sorted(recipes, key=lambda name: (name != "quickstart", name))
-    listing = tr("Known: {recipes}.", recipes=shortlist(names, "toolkit recipes", like="".join(chosen[-1:])))
-    if not chosen:
+    known_names = sorted(recipes, key=lambda known: (known != "quickstart", known))
+    listing = tr("Known: {recipes}.", recipes=shortlist(known_names, "toolkit recipes", like=name))
+    if not typed:
         raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
-    if len(set(chosen)) > 1:
-        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(chosen)))
-    name = chosen[-1]
+    if len(set(typed)) > 1:
+        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(typed)))
     is_yaml = name.endswith((".yaml", ".yml"))
     if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
         raise ConfigError(
@@ -115,18 +117,18 @@ class CommandLine:
     """What is said of the only source, by the name of its key."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
-        """Check one argument, and add what it sets to this object."""
+        """Check one argument and add what it sets; wrong parts go to `problems`, ConfigError if all of it is wrong."""
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
             data_forms.expand(value, location)
-            inner = [name for name in data_forms.SOURCE_KEYS if name in value]
-            for name in inner:
-                self._takes_source(f"data.{name}", value.pop(name), location, problems)
-            if inner and not value:
+            source_keys = [name for name in data_forms.SOURCE_KEYS if name in value]
+            for name in source_keys:
+                self._take_source_key(f"data.{name}", value.pop(name), location, problems)
+            if source_keys and not value:
                 return
         # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
         if key == "data.validation" and (split := data_forms.validation_split(value, location)):
-            self.values += [(f"data.{name}", inner) for name, inner in split.items()]
+            self.values += [(f"data.{name}", setting) for name, setting in split.items()]
             self.keys.update(f"data.{name}" for name in split)
             return
         is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
@@ -138,8 +140,9 @@ class CommandLine:
             self.choices[key] = value
             return
         typed = str(override.input_line).partition("=")[2].strip()
+        # Hydra has made a number or a boolean of what is a text here.
         is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
-        if self._takes_source(key, typed if is_text else value, location, problems):
+        if self._take_source_key(key, typed if is_text else value, location, problems):
             return
         kind = field_type(key)
         if kind is None or "_target_" in key.split("."):
@@ -154,18 +157,18 @@ class CommandLine:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
 
-    def _takes_source(self, key: str, value: Any, location: str, problems: Problems) -> bool:
-        """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
-        parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
-        section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
-        if section != "data" or name not in data_forms.SOURCE_KEYS or len(inner) > (name == "columns"):
+    def _take_source_key(self, key: str, value: Any, location: str, problems: Problems) -> bool:
+        """Add a key of the only source to `source`, such as data.path, data.columns or data.columns.prompt, `data.` of
+        columns left out or not; return False, and do nothing, if `key` is no such key.
+        """
+        section, _, rest = (f"data.{key}" if key.partition(".")[0] == "columns" else key).partition(".")
+        name, *fields = rest.split(".")
+        if section != "data" or name not in data_forms.SOURCE_KEYS or len(fields) > (1 if name == "columns" else 0):
             return False
-        read = data_forms.read_source(
-            {name: {inner[0]: value} if inner else value}, partial(same_location, location), problems
-        )
-        merge(self.source, read)
+        setting = {name: {fields[0]: value} if fields else value}
+        merge(self.source, data_forms.read_source(setting, partial(same_location, location), problems))
         self.keys.add("data.sources")
-        if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
+        if {"path", "hub"} & self.source.keys() and any(earlier == "data.sources" for earlier, _ in self.values):
             raise data_forms.two_sources(name, location)
         return True
 
@@ -176,14 +179,16 @@ def same_location(location: str, path: str) -> str:
 
 
 def _as_typed_texts(value: Any, typed: str) -> Any:
-    """Return a parsed list or map with its numbers and booleans as the texts they were in `typed`, such as `[1.10]`."""
+    """Return a parsed list or map with numbers and booleans as they were `typed`: [1.1] of "[1.10]" as ["1.10"]."""
     is_map = isinstance(value, dict)
     items = [*value.values()] if is_map else value
-    parts = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
-    if len(parts) != len(items):  # a comma within quotes or brackets
-        parts = [schema.as_text(item) for item in items]
-    pairs = zip(items, parts, strict=True)
-    texts = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
+    written = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
+    if len(written) != len(items):  # a comma within quotes or brackets
+        written = [schema.as_text(item) for item in items]
+    texts = [
+        text.strip() if isinstance(item, (bool, int, float)) else item
+        for item, text in zip(items, written, strict=True)
+    ]
     return dict(zip(value, texts, strict=True)) if is_map else texts
 
 
@@ -193,7 +198,7 @@ def zero_stage_choice(group: str, value: Any) -> Any:
 
 
 def is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
-    """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
+    """Return whether `group=value` chooses a file of a group, and no key; ConfigError for an unknown name of a file."""
     names = value if isinstance(value, list) and group in _MULTIPLE_CHOICE else [value]
     if group not in groups or not all(isinstance(name, str) for name in names):
         return False

@@ -35,19 +35,20 @@ def _include_folders(environ: Mapping[str, str]) -> list[str]:
 
 
 def _cuda_include_folders(ops: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return where a build of ops for GPUs looks for headers (torch 2.13, cpp_extension.py, include_paths): not in
-    NVIDIA's wheels.
+    """Return where a build of ops for GPUs looks for headers, in its order (torch 2.13, cpp_extension.py,
+    include_paths); the folders of NVIDIA's wheels are not among them.
     """
     home = _cuda_home(environ)
-    folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
-    if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
+    beside_nvcc: list[Path] = []
+    if all(op.startswith("fused_") for op in ops):  # nvcc alone reads their headers: it looks beside itself, too
         nvcc_root = (home / "bin/nvcc").resolve().parent.parent
-        folders[1:1] = map(str, [nvcc_root / "include", *nvcc_root.glob("targets/*/include")])
-    return list(dict.fromkeys(folders))
+        beside_nvcc = [nvcc_root / "include", *nvcc_root.glob("targets/*/include")]  # nvcc.profile
+    folders = [home / "include", *beside_nvcc, *filter(None, [environ.get("CUDA_INC_PATH")])]
+    return list(dict.fromkeys([*map(str, folders), *_include_folders(environ)]))
 
 
 def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """Return tool or header -> whether this machine has it, for everything that building these ops needs."""
+    """Return tool or header -> whether it is here, of all that building ops needs; missing CUDA headers are one key."""
     has = {
         "g++": shutil.which(environ.get("CXX", "g++")),
         "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
@@ -70,7 +71,7 @@ def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
 
 
 def how_to_install(tools: Iterable[str]) -> str:
-    """Return what to type, or to get, for tools and headers of `tools_for`."""
+    """Return what to type, or to get, for tools and headers by their names in `tools_for`."""
     commands = {
         "g++": "apt install g++",
         "ninja": "pip install ninja",
@@ -79,5 +80,5 @@ def how_to_install(tools: Iterable[str]) -> str:
         "hipcc": tr("ROCm's development packages, with ROCM_HOME set"),
         "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
     }
-    headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")
-    return "; ".join(commands.get(tool, headers) for tool in tools)
+    for_cuda_headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")
+    return "; ".join(commands.get(tool, for_cuda_headers) for tool in tools)

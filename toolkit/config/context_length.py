@@ -11,8 +11,8 @@ from toolkit.messages import file_bytes, parsed_json, tr
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # These scale whatever positions the model had before; the others (llama3, longrope) come with the scaled number.
 _SCALES = ("linear", "dynamic", "ntk", "yarn")
-# Published with linear scaling and the scaled number.
-_IS_COUNTED = ("gemma3", "gemma3_text", "glm")
+# Published with linear scaling, and with the number of positions that this gives.
+_SCALED_ALREADY = ("gemma3", "gemma3_text", "glm")
 _AFTER_PADDING = (
     *("roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text"),
 )
@@ -27,8 +27,8 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
         return _number(config, "max_sequence_length")
     if "padded_vocab_size" in config:  # official ChatGLM2 and later: rope_ratio is counted in
         return _number(config, "seq_length")
-    inner = config.get("text_config")
-    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    of_text_model = config.get("text_config")
+    config = {**config, **of_text_model} if isinstance(of_text_model, Mapping) else config
     unscaled = next((number for key in _KEYS if (number := _number(config, key))), None)
     if unscaled is None or config.get("alibi"):
         return None
@@ -40,8 +40,8 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
         for scaling in [section, *section.values()] if isinstance(section, Mapping) else []:
             if isinstance(scaling, Mapping):
                 kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
-                is_counted = kind == "linear" and config.get("model_type") in _IS_COUNTED
-                if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_counted:
+                is_scaled = kind == "linear" and config.get("model_type") in _SCALED_ALREADY
+                if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_scaled:
                     limits.append(int((_number(scaling, "original_max_position_embeddings") or unscaled) * factor))
     return max(limits)
 
@@ -53,7 +53,7 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def check_positions(loaded: LoadedConfig) -> None:
-    """Raise ConfigError if a sample could be longer than the model, where it is on this disk, has positions."""
+    """Raise ConfigError if a sample, with prompt tuning's tokens, could exceed the positions of the model on disk."""
     cfg = loaded.cfg
     config: Any = {}
     if cfg.model.init is schema.Init.random:
@@ -65,8 +65,8 @@ def check_positions(loaded: LoadedConfig) -> None:
         except (OSError, ValueError):  # reported by what loads the model
             return
         limit = position_limit(config) if isinstance(config, dict) else None
-    learned = cfg.tuning.num_tokens if cfg.tuning.method is schema.TuningMethod.prompt else 0
-    if limit is None or cfg.data.max_length + learned <= limit:
+    prompt_tokens = cfg.tuning.num_tokens if cfg.tuning.method is schema.TuningMethod.prompt else 0
+    if limit is None or cfg.data.max_length + prompt_tokens <= limit:
         return
     if cfg.model.init is schema.Init.random:
         remedy = tr("or raise model.shape.max_positions")
@@ -82,13 +82,13 @@ def check_positions(loaded: LoadedConfig) -> None:
             "config.json: {example}",
             example=_EXAMPLE % limit,
         )
-    of_prompt = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {learned}"
+    with_prompt = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {prompt_tokens}"
     raise loaded.error(
         "data.max_length",
         "{length}: more than the {limit} positions that the model has. Set data.max_length={left} (longer samples: "
         "data.too_long), {remedy}.",
-        length=of_prompt if learned else f"data.max_length = {cfg.data.max_length}",
+        length=with_prompt if prompt_tokens else f"data.max_length = {cfg.data.max_length}",
         limit=limit,
-        left=limit - learned,
+        left=limit - prompt_tokens,
         remedy=remedy,
     )

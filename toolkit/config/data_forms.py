@@ -22,8 +22,8 @@ SOURCE_KEYS = {
 
 
 def as_sources(value: Any) -> Any:
-    """Return a source or a list of sources as a list of sections, where a text stands for a path or a name on the Hub;
-    a reference to another key and what is no source unchanged, for the schema to judge.
+    """Return a source, or a list of sources, as a list of sections: "a.jsonl" becomes [{"path": "a.jsonl"}]. What is no
+    source is returned as it is, for the schema to judge; so is a reference to another key, `${…}`.
     """
     listed = [value] if isinstance(value, dict) or (isinstance(value, str) and "${" not in value) else value
     if not isinstance(listed, list):
@@ -32,8 +32,9 @@ def as_sources(value: Any) -> Any:
 
 
 def validation_split(value: Any, location: str) -> dict[str, Any]:
-    """Return the keys of `data` that a number of rows or a fraction as `data.validation` stands for, all of them, lest
-    one of a lower layer decides; {} where `value` names sources. ConfigError for a number that is neither.
+    """Return the keys of `data` that a number of rows (500) or a fraction (0.05, "5%") as `data.validation` stands for:
+    all of them, lest a lower layer decides one; {} where `value` names sources. ConfigError for a number that is
+    neither.
     """
     number, text = value, value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
@@ -58,7 +59,7 @@ def validation_split(value: Any, location: str) -> dict[str, Any]:
 
 
 def expand(data: dict[str, Any], location: str) -> None:
-    """Replace the short forms in a section `data` that is at `location`, except for the keys of the only source."""
+    """Replace the short forms of `validation` and `sources` in a section `data`, in place; `location`: for messages."""
     if "validation" in data and (split := validation_split(data["validation"], location)):
         data.update(split)
     data.update({name: as_sources(data[name]) for name in ("sources", "validation") if name in data})
@@ -81,8 +82,8 @@ def read_source(values: dict[str, Any], locate: Locator, problems: Problems) -> 
 
 
 def set_source(tree: dict[str, Any], values: dict[str, Any], location: str) -> None:
-    """Set keys of the only source in the config `tree`; with a path or a name on the Hub it is a new one. ConfigError
-    if there are several sources, or none.
+    """Set `values`, keys of a source, in the only source of the config `tree`; if they name the data themselves (`path`
+    or `hub`), they replace all sources. ConfigError, with `location`, if there are several sources to set, or none.
     """
     if not values:
         return

@@ -38,7 +38,7 @@ def device_here(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def torch_build(name: str) -> str:
-    """Return a version from PyTorch's build: `__version__`, `cuda`, `hip`, `xpu`; "" if it has none, or is missing."""
+    """Return a version from torch/version.py by its name there, such as `cuda` (a pattern); "" if there is none."""
     with suppress(OSError, metadata.PackageNotFoundError):
         text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
         return "".join(re.findall(rf"^{name}\b.*= '(.+)'", text, re.MULTILINE))

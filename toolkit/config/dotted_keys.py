@@ -19,12 +19,12 @@ def get_value(cfg: RunConfig, key: str) -> object:
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
-    pairs: list[tuple[str, Any]] = []
+    """Return (`prefix` and dotted key, value) of each value in nested dictionaries; an empty dictionary is a value."""
+    keyed: list[tuple[str, Any]] = []
     for name, value in section.items():
         has_more = isinstance(value, Mapping) and value
-        pairs += leaves(value, f"{prefix}{name}.") if has_more else [(f"{prefix}{name}", value)]
-    return pairs
+        keyed += leaves(value, f"{prefix}{name}.") if has_more else [(f"{prefix}{name}", value)]
+    return keyed
 
 
 def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
@@ -35,9 +35,9 @@ def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
     section[name] = value
 
 
-def merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
-    """Merge values into a section of a tree: dicts are merged, anything else is replaced."""
-    for name in sections:
+def merge(tree: dict[str, Any], values: dict[str, Any], *path: str) -> None:
+    """Merge values into the section of a tree at `path`, in place: dicts are merged, anything else is replaced."""
+    for name in path:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
         tree = tree[name]
@@ -70,7 +70,7 @@ def all_keys() -> tuple[str, ...]:
 
 @cache
 def bounds() -> dict[str, tuple[BaseMetadata, ...]]:
-    """Return the bounds of the keys that are numbers, as their fields declare them."""
+    """Return dotted key -> bounds (such as Ge(0)) of the keys that are numbers, as their fields declare them."""
     return {
         prefix + name: part.__metadata__
         for prefix, kind in sections()
@@ -97,9 +97,8 @@ def was_removed_and_off(key: str, value: object) -> bool:
 
 
 def influence_of(key: str, schema: type) -> Influence:
-    """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
-
-    A key that the schema does not know decides about what is computed.
+    """Return what a dotted key of the dataclass `schema` influences: what its field declares, else the nearest section
+    that it is in declares. A key that the schema does not know influences the result, but for those in REMOVED.
     """
     influence: Influence = Influence.result
     kind: Any = schema

@@ -29,9 +29,9 @@ _NO_NUMBER = r"(?![-+]?[0-9_.]+:|[-+]?0[0-9_]+$|[-+]?0x\w{17})"
 """What YAML 1.1 takes for a number and nobody means as one: 1:30 (90), 012 (10); and what has more than 64 bits."""
 
 
-def _resolvers(listed: list[tuple[str, re.Pattern[str]]]) -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield PyYAML's patterns of what texts without quotes mean, for `Loader`."""
-    for tag, pattern in listed:
+def _resolvers(resolvers: list[tuple[str, re.Pattern[str]]]) -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Yield PyYAML's (tag, pattern) of what texts without quotes mean, for `Loader`: without dates and `_NO_NUMBER`."""
+    for tag, pattern in resolvers:
         kind = tag.rpartition(":")[2]
         if kind in ("int", "float"):
             yield tag, re.compile(_NO_NUMBER + pattern.pattern, pattern.flags)
@@ -45,11 +45,11 @@ class Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML declares it
-        first: list(_resolvers(listed)) for first, listed in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        letter: list(_resolvers(resolvers)) for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node."""
+        """Return the mapping of a node; ConstructorError if a key that is a text stands twice in it."""
         names = set[str]()
         for key, _ in node.value:
             if key.tag == _TEXT and key.value in names:
@@ -57,7 +57,7 @@ class Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     "while constructing a mapping", node.start_mark, problem, key.start_mark
                 )
-            names |= {key.value} if key.tag == _TEXT else set()
+            names.update([key.value] if key.tag == _TEXT else [])
         return super().construct_mapping(node, deep=deep)
 
 
@@ -190,13 +190,16 @@ def _yaml_advice(problem: str) -> str:
 
 
 def _parsed(text: str, shown: str, loader_class: Any, kind: Any) -> tuple[Any, dict[str, int]]:
-    """Return a text's content, and the line of each key and list item."""
+    """Return a text's content, and the line of each key and list item; ConfigError for aliases and too deep nesting."""
     depth = 0
     for event in yaml.parse(text, Loader=loader_class):
         if isinstance(event, yaml.AliasEvent):
             line = event.start_mark.line + 1 if event.start_mark else 1
             raise ConfigError("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > DEEPEST_NESTING:
             raise ConfigError("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING)
     loader, lines = loader_class(text), dict[str, int]()
@@ -223,21 +226,25 @@ def _fast_loader() -> Any:
 
 
 def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -> None:
-    """Note where each key and item is; keep texts as they are typed: YAML makes false of `off`, 1.1 of `1.10`."""
-    inner = typing.get_args(kind)
+    """Add to `lines` where each key and item below `node` is, which is at `path`; tag as a text whatever the schema has
+    as one, where YAML would make false of `off`, 1.1 of `1.10`. `kind`: the node's type in the schema, None if unknown.
+    """
+    type_arguments = typing.get_args(kind)
     if isinstance(node, yaml.MappingNode):
         fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}
-        of_all = str if path == "launch.env" else inner[1] if typing.get_origin(kind) is dict else None
+        value_kind = type_arguments[1] if typing.get_origin(kind) is dict else None  # the same for all values
+        value_kind = str if path == "launch.env" else value_kind
         for key, value in node.value:
-            if of_all is str:
+            if value_kind is str:
                 key.tag = _TEXT
             below = f"{path}.{key.value}" if path else str(key.value)
             lines[below] = key.start_mark.line + 1
-            _walk(value, below, lines, of_all or fields.get(str(key.value)))
+            _walk(value, below, lines, value_kind or fields.get(str(key.value)))
     elif isinstance(node, yaml.SequenceNode):
+        item_kind = type_arguments[0] if typing.get_origin(kind) is list else None
         for index, item in enumerate(node.value):
             lines[f"{path}[{index}]"] = item.start_mark.line + 1
-            _walk(item, f"{path}[{index}]", lines, inner[0] if typing.get_origin(kind) is list else None)
+            _walk(item, f"{path}[{index}]", lines, item_kind)
     elif node is not None and kind is str and node.tag in _CONVERTED:
         node.tag = _TEXT
 
@@ -270,7 +277,7 @@ def chat_template_file(value: str) -> Path:
 
 
 def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argument: str = "") -> None:
-    """Raise `error` if a run, checkpoint or model is not there, with the most similar name in its folder."""
+    """Raise `error` if a run, checkpoint or model is not there, with the most similar one; `argument` has named it."""
     if os.path.isdir(path):
         return
     from toolkit.config.suggest import directory_meant  # read in errors alone
@@ -331,8 +338,8 @@ def is_remote(path: str) -> bool:
 
 def source_of(text: str) -> dict[str, str]:
     """Return the keys of a source that a text alone stands for: a path, or OWNER/NAME[:SUBSET] on Hugging Face."""
-    name, _, subset = ("", "", "") if os.path.exists(text) else text.partition(":")
-    if not is_dataset_name(name):
+    name, _, subset = text.partition(":")
+    if os.path.exists(text) or not is_dataset_name(name):
         return {"path": text}
     return {"hub": name, "subset": subset} if subset else {"hub": name}
 

@@ -47,7 +47,9 @@ def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> Loade
 
 
 def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: bool) -> LoadedConfig:
-    """Return the config with the directory of a model in place of its name on the Hub; ConfigError if it has none."""
+    """Return the config with the directory of the model that `key` names on the Hub in the place of that name; as it is
+    if it names none. `revision_key` has its commit or branch. ConfigError if the directory cannot be had.
+    """
     name, revision = (str(dotted_keys.get_value(loaded.cfg, dotted)) for dotted in (key, revision_key))
     if not files.is_hub_name(name):
         return loaded
@@ -88,7 +90,7 @@ def _config_folder(name: str, revision: str) -> str:
 
 
 def _once_per_machine(name: str, revision: str) -> str:
-    """Take a snapshot in one process after another; of those that one launcher started the first alone downloads."""
+    """Return a snapshot's directory: processes take it one after another; the first of a launch alone downloads."""
     from huggingface_hub import constants, snapshot_download
 
     def snapshot(is_first: bool) -> str:
@@ -114,14 +116,14 @@ def _once_per_machine(name: str, revision: str) -> str:
         while not try_lock(lock)[0]:
             time.sleep(_POLL_S)
         lock.seek(0)
-        folder = snapshot(lock.read() != launch)
+        folder = snapshot(lock.read() != launch)  # the file names the last launch that has taken one
         lock.truncate(0)
         lock.write(launch)
     return folder
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    """Return a sentence on why the Hub gives no such model, and what to do."""
+    """Return a sentence on why the Hub gives no model `name` at `revision` ("": the newest), and what to do."""
     from huggingface_hub import constants, errors
 
     of_revision = tr("{name} at revision {revision}", name=name, revision=revision) if revision else name
@@ -143,7 +145,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return tr("model.path = {name} holds no config.json: it is not a model of transformers.", name=of_revision)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return tr(
             "model.path = {name} is neither a directory here nor in the cache ({cache}), and Hugging Face cannot be "
@@ -157,5 +159,5 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     return tr(
         "model.path = {name} cannot be had from Hugging Face: {reason}",
         name=of_revision,
-        reason=f"{type(error).__name__}: {first}",
+        reason=f"{type(error).__name__}: {first_line}",
     )

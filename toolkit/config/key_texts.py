@@ -59,18 +59,18 @@ def said(sentence: str) -> str:
 
 @cache
 def field_texts() -> dict[str, dict[str, str]]:
-    """Return class -> field -> the string literal below it."""
-    found: dict[str, dict[str, str]] = {}
+    """Return class of the schema -> field -> the string literal below it, which documents it."""
+    texts: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
+            for field, text in zip(node.body, node.body[1:], strict=False):  # each statement and the next one
                 if (
                     isinstance(field, ast.AnnAssign)
                     and isinstance(text, ast.Expr)
                     and isinstance(field.target, ast.Name)
                 ):
-                    found.setdefault(node.name, {})[field.target.id] = str(ast.literal_eval(text.value))
-    return found
+                    texts.setdefault(node.name, {})[field.target.id] = str(ast.literal_eval(text.value))
+    return texts
 
 
 def field_default(item: "dataclasses.Field[Any]") -> Any:
@@ -79,10 +79,11 @@ def field_default(item: "dataclasses.Field[Any]") -> Any:
 
 
 def section_classes(kind: type, prefix: str) -> Iterator[tuple[str, str, type]]:
-    """Yield each section with fields of its own: dotted name, docstring, class."""
+    """Yield each section with own fields: dotted name (`prefix`: that of `kind`), purpose by its docstring, class."""
     if list(own_fields(kind)):
-        summary = (inspect.getdoc(kind) or "").partition(": ")[2] or (inspect.getdoc(kind) or "")
-        yield prefix, summary[:1].upper() + summary[1:] if prefix else "Keys outside of any section.", kind
+        docstring = inspect.getdoc(kind) or ""
+        purpose = docstring.partition(": ")[2] or docstring
+        yield prefix, purpose[:1].upper() + purpose[1:] if prefix else "Keys outside of any section.", kind
     for name, inner in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(inner):
             yield from section_classes(typing.cast("type", inner), f"{prefix}.{name}" if prefix else name)

@@ -101,20 +101,21 @@ def group_choices(config_dir: str = "") -> dict[str, list[str]]:
 
 
 def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> LoadedConfig:
-    """Compose a config from overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3,
-    +known.key=value. `config_dir`: a further directory of groups. Wrong keys and values are added to `problems` and
-    omitted from the config; without `problems` they are a ConfigError. So is always what prevents composition.
+    """Return the config that overrides in Hydra's grammar make: recipe=NAME|PATH, zero=stage3, zero.stage=3,
+    +known.key=value. `config_dir`: a further directory of groups, "" for none. Wrong keys and values are added to
+    `problems` and keep their defaults; without `problems` they are a ConfigError. That is always raised where nothing
+    can be composed: there is no recipe, a file cannot be read, a reference leads nowhere.
     """
     all_problems = Problems() if problems is None else problems
     if config_dir and not os.path.isdir(config_dir):
         raise ConfigError("--config-dir {folder} is not a directory.", folder=config_dir)
     groups = _groups(config_dir)
     parsed = [override for word in overrides if (override := all_problems.attempt(parse_word, word)) is not None]
-    chosen = all_problems.attempt(choose_recipe, parsed)
-    if chosen is None:
+    name_and_path = all_problems.attempt(choose_recipe, parsed)
+    if name_and_path is None:
         all_problems.raise_all()
-    assert chosen is not None
-    (name, path), typed = chosen, CommandLine()
+    assert name_and_path is not None
+    (name, path), typed = name_and_path, CommandLine()
     for override in parsed:
         if override.key_or_group != "recipe":
             all_problems.attempt(typed.take, override, groups, all_problems)
@@ -153,7 +154,8 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     if problems is None:
         all_problems.raise_all()
     _let_the_later_setting_count(loaded)
-    _apply_dependent_defaults(loaded)
+    _apply_default_rate(loaded)
+    _apply_defaults_of_task(loaded)
     _drop_questions_about_other_data(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
@@ -177,17 +179,15 @@ def _let_the_later_setting_count(loaded: LoadedConfig) -> None:
             loaded.where[key] = loaded.where[other]
 
 
-def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
-    """Set keys whose defaults depend on other keys, unless they are set: the learning rate depends on the tuning
-    method, `data` and the formats of its sources on the task or the preference loss.
-    """
+def _apply_default_rate(loaded: LoadedConfig) -> None:
+    """Set the learning rate, unless it is set, to its method's default; note if a recipe's is high for a later loss."""
     cfg, method = loaded.cfg, loaded.cfg.tuning.method
     rate = float(f"{schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
-    chosen = max(loaded.layers.get(key, 0) for key in ("preference", "preference.loss"))
-    if cfg.preference.is_on and cfg.optim.lr > rate and 0 < loaded.layers.get("optim.lr", 0) < chosen:
+    loss_layer = max(loaded.layers.get(key, 0) for key in ("preference", "preference.loss"))
+    if cfg.preference.is_on and cfg.optim.lr > rate and 0 < loaded.layers.get("optim.lr", 0) < loss_layer:
         text = tr(
             "optim.lr = {lr} is the recipe's, for its own task: {usual} is usual with preference.loss = {loss}.",
             lr=cfg.optim.lr,
@@ -195,7 +195,11 @@ def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
             loss=cfg.preference.loss.value,
         )
         loaded.notices.append(loaded.position("optim.lr") + text)
-    wanted = objective.wanted_format(cfg)
+
+
+def _apply_defaults_of_task(loaded: LoadedConfig) -> None:
+    """Set what the task or the preference loss needs, unless it is set: formats of sources, train_on, too_long."""
+    cfg, wanted = loaded.cfg, objective.wanted_format(loaded.cfg)
     if wanted is None:
         return
     if cfg.data.train_on is schema.TrainOn.auto:
@@ -203,10 +207,9 @@ def _apply_dependent_defaults(loaded: LoadedConfig) -> None:
     if "data.too_long" not in loaded.where and (cfg.preference.is_on or cfg.task.kind is schema.TaskKind.reward):
         cfg.data.too_long = schema.TooLong.drop
     for source in (*cfg.data.sources, *cfg.data.validation):
-        if source.format is schema.RowFormat.auto or (source.format, wanted) == (
-            schema.RowFormat.preference,
-            schema.RowFormat.reward,
-        ):
+        # Pairs of preferences are a reward model's data, too.
+        is_preference = source.format is schema.RowFormat.preference and wanted is schema.RowFormat.reward
+        if source.format is schema.RowFormat.auto or is_preference:
             source.format = wanted
 
 
@@ -307,7 +310,7 @@ class _CheckedFile:
 
 
 def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, _CheckedFile]:
-    """Read the chosen recipe and those it builds on, by name, and skip wrong entries of their defaults lists."""
+    """Return name -> content of the chosen recipe (_CHOSEN_RECIPE) and its bases; `problems` gets what is wrong."""
     checked: dict[str, _CheckedFile] = {}
     recipes = files.known_recipes()
     # Name, file, and the files that build on it: a recipe cannot build on itself.
@@ -317,30 +320,44 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
         document = files.read(path, schema.RunConfig)
         _reject_foreign(document)
         _expand_short_forms(document, problems)
-        defaults = document.values.pop("defaults", [])
-        if not isinstance(defaults, list):
-            location = document.location("defaults")
-            raise ConfigError("{place}: 'defaults' must be a list, such as [quickstart, _self_].", place=location)
-        for index, item in enumerate(defaults):
-            for key in item if isinstance(item, dict) else ():
-                item[key] = zero_stage_choice(str(key).rpartition("/")[2], item[key])
-            location = document.location(f"defaults[{index}]")
-            base = problems.attempt(_check_default, item, location, recipes, groups)
-            if base is not None:
-                document.defaults.append(item)
-            if base:
-                if "_self_" in defaults[:index]:
-                    raise ConfigError(
-                        "{place}: '{item}' follows _self_, so that its keys would replace those of this file. Put "
-                        "_self_ behind it.",
-                        place=location,
-                        item=item,
-                    )
-                if recipes[base].resolve() in (path.resolve(), *above):
-                    raise _wrong_default(item, location)
-                waiting.append((base, recipes[base], (path.resolve(), *above)))
+        above = (path.resolve(), *above)
+        for base in _take_defaults(document, recipes, groups, above, problems):
+            waiting.append((base, recipes[base], above))
         checked[name] = _check_document(document, "", problems)
     return checked
+
+
+def _take_defaults(
+    document: files.YamlDocument, recipes: dict[str, Path], groups: Groups, above: Sequence[Path], problems: Problems
+) -> list[str]:
+    """Move a recipe's defaults list from its values to `defaults`, without wrong items, which go to `problems`; return
+    the names of the recipes in it. ConfigError for no list, a recipe behind _self_, or one of the files `above`.
+    """
+    defaults = document.values.pop("defaults", [])
+    if not isinstance(defaults, list):
+        location = document.location("defaults")
+        raise ConfigError("{place}: 'defaults' must be a list, such as [quickstart, _self_].", place=location)
+    bases: list[str] = []
+    for index, item in enumerate(defaults):
+        for key in item if isinstance(item, dict) else ():
+            item[key] = zero_stage_choice(str(key).rpartition("/")[2], item[key])
+        location = document.location(f"defaults[{index}]")
+        base = problems.attempt(_check_default, item, location, recipes, groups)
+        if base is not None:
+            document.defaults.append(item)
+        if not base:
+            continue
+        if "_self_" in defaults[:index]:
+            raise ConfigError(
+                "{place}: '{item}' follows _self_, so that its keys would replace those of this file. Put _self_ "
+                "behind it.",
+                place=location,
+                item=item,
+            )
+        if recipes[base].resolve() in above:
+            raise _wrong_default(item, location)
+        bases.append(base)
+    return bases
 
 
 def _reject_foreign(document: files.YamlDocument) -> None:
@@ -362,34 +379,36 @@ def _reject_foreign(document: files.YamlDocument) -> None:
 
 
 def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> None:
-    """Replace the short forms of `data` and `zero` in a recipe, which are those of the command line."""
+    """Replace the short forms of `data` and `zero` in a recipe's values, in place; wrong ones go to `problems`."""
     data, zero = document.values.get("data"), document.values.get("zero")
     if data_forms.is_path(data) or isinstance(data, list):
         document.values["data"] = {"sources": data_forms.as_sources(data)}
     elif isinstance(data, dict):
-        written = {*data}
+        names = {*data}
         problems.attempt(data_forms.expand, data, document.location("data.validation"))
-        line = document.lines.get("data.validation", 0)
-        document.lines.update({f"data.{name}": line for name in data if name not in written})
+        line = document.lines.get("data.validation", 0)  # of the keys that this one became
+        document.lines.update({f"data.{name}": line for name in data if name not in names})
     if zero_stage_choice("zero", zero) != zero:
         document.values["zero"] = {"stage": zero}
 
 
 def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
-    """Check an item of a recipe's defaults list; return the name of the recipe that it builds on, or ""."""
+    """Check an item of a recipe's defaults list; return the recipe that it builds on, "" for _self_ or a group."""
     if isinstance(item, str) and item != "_self_":
         if item not in recipes:
             sentence = tr("{place}: unknown recipe '{name}'.", place=location, name=item)
             raise ConfigError(joined(sentence, did_you_mean(item, recipes)))
         return item
-    [(key, value)] = item.items() if isinstance(item, dict) and len(item) == 1 else [("", item)]
+    if item == "_self_":
+        return ""
+    key, value = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else ("", item)
     group = str(key).removeprefix("override").strip().lstrip("/")
     is_override = str(key).startswith("override /")
     if is_override and group not in groups:
         sentence = tr("{place}: unknown group '{group}'.", place=location, group=group)
         group_names = tr("Known: {choices}.", choices=shortlist(groups, "conf/"))
         raise ConfigError(joined(sentence, did_you_mean(group, groups), group_names))
-    if item != "_self_" and not (is_override and is_choice(group, value, groups, location)):
+    if not (is_override and is_choice(group, value, groups, location)):
         raise _wrong_default(item, location)
     return ""
 
@@ -475,13 +494,14 @@ def _layers(
     problems: Problems,
 ) -> Iterator[tuple[_CheckedFile, str, int]]:
     """Yield the YAML files in the order of merging, with their package (the section that they fill) and layer (0:
-    defaults; recipes from 1 on, the deepest first). The order is Hydra's, but a group that the command line chose comes
-    after the recipes. `layers`: of each group's choice.
+    defaults; recipes from 1 on, the deepest first). The order is Hydra's (`order`), but a group that the command line
+    chose comes after the recipes. `layers`: group -> layer of its choice; `problems` gets errors in groups' files.
     """
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
-    ordinary = {f"{key}/{value}" for item in defaults if isinstance(item, dict) for key, value in item.items()}
+    usual_choices = {f"{key}/{value}" for item in defaults if isinstance(item, dict) for key, value in item.items()}
     names, typed = _recipe_names(order), {group for group, layer in layers.items() if layer == TYPED}
+    # False sorts before True: what was typed comes last, all else stays in its order.
     for default in sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed):
         path, package = default.config_path or "", default.package or ""
         group, _, name = path.rpartition("/")
@@ -491,13 +511,15 @@ def _layers(
         elif group in groups:
             kind = field_type(package) if package else schema.RunConfig
             file = _check_document(files.read(groups[group][name], kind), package, problems)
-            yield file, package, layers.get(group, 0 if path in ordinary else 1)
+            yield file, package, layers.get(group, 0 if path in usual_choices else 1)
         elif path == "config":
             yield _CheckedFile(config, {}, {}), "", 0
 
 
 def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> _CheckedFile:
-    """Check a file against the schema: add errors to `problems`, and remove wrong values from `document`."""
+    """Check a file against the schema and return it without what is wrong, which is added to `problems`. `package`: the
+    section that it fills, "" for the whole config; ConfigError if there is no such section.
+    """
 
     def locate(path: str) -> str:
         return document.location(path.removeprefix(f"{package}.") if package else path)
@@ -509,12 +531,12 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, partial(same_location, document.shown))
     leaves, source = dict[str, str](), dict[str, Any]()
-    data = document.values if package == "data" else {} if package else document.values.get("data")
-    if isinstance(data, dict) and (
-        of_source := {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
-    ):
+    data = document.values if package == "data" else document.values.get("data")
+    if package in ("", "data") and isinstance(data, dict):
+        of_source = {name: data.pop(name) for name in data_forms.SOURCE_KEYS if name in data}
         source = data_forms.read_source(of_source, locate, problems)
-        leaves["data.sources"] = locate(f"data.{next(iter(of_source))}")
+        if of_source:
+            leaves["data.sources"] = locate(f"data.{next(iter(of_source))}")
         if {"path", "hub"} & of_source.keys() and "sources" in data:
             problems.add(data_forms.two_sources("path" if "path" in of_source else "hub", leaves["data.sources"]))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it

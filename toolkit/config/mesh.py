@@ -106,10 +106,11 @@ def micro_rows(cfg: RunConfig) -> int:
 
 
 def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
-    """Return the micro-batches into which the global batch can be divided, ascending; [] if there are none."""
+    """Return the micro-batches that divide a rank's share of the global batch, ascending; [] if it cannot be shared."""
     per_rank, rest = divmod(cfg.batch.global_size, mesh_of(cfg, world_size).data_ranks)
     if rest:
         return []
+    # The divisors up to the square root; with each comes the one that it is multiplied by.
     smaller = [rows for rows in range(1, math.isqrt(per_rank) + 1) if per_rank % rows == 0]
     return sorted({*smaller, *(per_rank // rows for rows in smaller)})
 
@@ -143,7 +144,8 @@ def fitting_batch(cfg: RunConfig, world_size: int) -> tuple[int, int]:
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
-    A ConfigError if micro_per_gpu is auto, or if this is no whole number; the message names the nearest sizes.
+    A ConfigError if micro_per_gpu is auto, or if this is no whole number; the message begins with `where`, such as
+    "recipes/x.yaml:12: ", and names the nearest sizes.
     """
     size, micro = cfg.batch.global_size, micro_rows(cfg)
     ranks = mesh_of(cfg, world_size).data_ranks
@@ -161,6 +163,8 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 ranks=ranks,
                 unit=unit,
             )
-        smaller = "" if size % ranks else tr("Or batch.micro_per_gpu={micro}.", micro=fitting_batch(cfg, world_size)[1])
+        smaller = ""
+        if size % ranks == 0:  # with another micro-batch the global batch can stay
+            smaller = tr("Or batch.micro_per_gpu={micro}.", micro=fitting_batch(cfg, world_size)[1])
         raise ConfigError(joined(where + sentence, nearest_multiples(size, unit), smaller))
     return size // unit

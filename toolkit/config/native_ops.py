@@ -30,7 +30,7 @@ _KINDS[schema.OptimizerName.lion] = "lion"
 
 
 def resolve_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
-    """Return a config whose `optim.torch` is true or false, and why auto is that here; "" where it was given."""
+    """Return a config whose `optim.torch` is true or false, and the reason for that if it was auto, else ""."""
     if cfg.optim.torch != schema.AUTO:
         return cfg, ""
     kind, is_torch = device_here(environ), False
@@ -74,9 +74,12 @@ def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -
     if cfg.distributed.cpu_shared_memory and kind == "cpu":
         ops.append("deepspeed_shm_comm")
     if kind == CUDA:
-        quantizes = cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients
-        has_gds = schema.Device.nvme in offloads and cfg.zero.aio.use_gds
-        ops += ["gds"] * has_gds + ["quantizer"] * quantizes + ["dc"] * cfg.compile.deepcompile
+        if schema.Device.nvme in offloads and cfg.zero.aio.use_gds:
+            ops.append("gds")
+        if cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients:
+            ops.append("quantizer")
+        if cfg.compile.deepcompile:
+            ops.append("dc")
     return ops
 
 
@@ -97,7 +100,7 @@ def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/
     if named := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named)
     torch, cuda = torch_build("__version__"), torch_build("(?:cuda|hip)")
-    chips = [platform.machine(), *platform.libc_ver()]
+    chips = [platform.machine(), *platform.libc_ver()]  # what of this machine goes into the name, as a digest
     with suppress(OSError):  # Linux alone has it; flags on x86, Features on ARM
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         chips.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
@@ -121,7 +124,7 @@ def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ)
 
 
 def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that what DeepSpeed has to compile for a recipe can be compiled here; if not, say what to install."""
+    """Raise ConfigError if DeepSpeed has to compile an op for a recipe, and a tool for that is missing here."""
     names = needed_ops(loaded.cfg, environ)
     built = built_ops(names, environ)
     missing = [name for name in names if name not in built and lacking_tools([name], environ)]
@@ -129,12 +132,13 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
         return
     from toolkit.config.compilers import how_to_install
 
+    tools = lacking_tools(missing, environ)
     raise loaded.error(
         _WITHOUT.get(missing[0], ("optim.torch",))[0],
         "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
         "({commands}), or set {other}.",
         ops=", ".join(missing),
-        tools=", ".join(tools := lacking_tools(missing, environ)),
+        tools=", ".join(tools),
         commands=how_to_install(tools),
         other=without_ops(missing),
     )
@@ -175,9 +179,8 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
     """
     for lock, age_s in stale_build_locks(environ, proc):
         raise LaunchError(
-            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and no "
-            "process on this machine is building there now: this run would wait for it for ever. "
-            "Remove it:  rm {lock}",
+            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and no process on this "
+            "machine is building there now: this run would wait for it for ever. Remove it:  rm {lock}",
             lock=lock,
             minutes=f"{age_s / 60:,.0f}",
         )

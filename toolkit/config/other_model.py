@@ -36,10 +36,11 @@ def warn_of_another_model(model: schema.ModelConfig) -> None:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `_KEYS`; of a multimodal model its text model's, without types, which a text model alone
-    does not share.
+    """Return the values that a config.json has for `_KEYS`. Of a multimodal model they are its text model's, without
+    `model_type`: the same text model alone has another one.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return {key: config[key] for key in _KEYS if key in config}
-    return {key: {**config, **text}[key] for key in _KEYS[1:] if key in config or key in text}
+    both = {**config, **text}
+    return {key: both[key] for key in _KEYS if key in both and key != "model_type"}

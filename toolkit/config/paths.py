@@ -171,7 +171,7 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Yield an error if tokenized data in `prepare.dir` cannot be read, or where there are none, not be written."""
+    """Yield an error if `prepare.dir` has tokenized data that cannot be read, or has none and cannot be written to."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
     existing = _existing(stores)
     is_usable = existing.is_dir() and os.access(existing, os.R_OK | os.X_OK)

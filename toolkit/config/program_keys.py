@@ -32,13 +32,14 @@ _table = cache(partial(read_table, "config/program_keys.yaml"))
 
 @cache
 def keys_of(program: str) -> dict[str, Key]:
-    """Return a program's keys by name."""
+    """Return a program's keys by name, and the Trainer's; one that is `same_as` another means that, by both names."""
     keys = {name: Key(**row) for name, row in _table()[program].items()}
     for name, key in [*keys.items()]:
         if key.same_as:
-            trainer_key = keys_of("hf")[key.same_as]
-            trainer_key = replace(trainer_key, default=key.default, says=key.says or trainer_key.says, same_as="")
-            keys |= {key.same_as: trainer_key, name: replace(trainer_key, same_as=key.same_as)}
+            theirs = keys_of("hf")[key.same_as]
+            meaning = replace(theirs, default=key.default, says=key.says or theirs.says, same_as="")
+            keys[key.same_as] = meaning
+            keys[name] = replace(meaning, same_as=key.same_as)
     return keys if program == "trainer" else keys_of("trainer") | keys
 
 

@@ -49,9 +49,8 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if loaded.cfg.precision.dtype is schema.Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
             "precision.dtype",
-            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in "
-            "fp16. Use precision=bf16 or precision=fp32. To check a recipe for other nodes, set "
-            "DS_ACCELERATOR=cuda.",
+            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
+            "precision=bf16 or precision=fp32. To check a recipe for other nodes, set DS_ACCELERATOR=cuda.",
         )
     for key in _GPU_ONLY:
         if dotted_keys.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):

@@ -90,7 +90,7 @@ def when(condition: str) -> Test:
 
 
 def _test_of_word(word: str) -> Test:
-    """Return the test of one word of a condition; an error for a key or value that the schema does not have."""
+    """Return the test of one word of a condition, see `when`; an error for a key or value that is not in the schema."""
     negation, key, sign, text = _WORD.findall(word)[0]
     get: Callable[[schema.RunConfig], Any] = attrgetter(key)
     default = get(_DEFAULTS)  # raises at import for an unknown key
@@ -99,7 +99,7 @@ def _test_of_word(word: str) -> Test:
     if sign.startswith(">"):
         compare = operator.gt if sign == ">" else operator.ge
         limit: Callable[[schema.RunConfig], Any] = attrgetter(text) if text[0].isalpha() else lambda cfg: float(text)
-        limit(_DEFAULTS)
+        limit(_DEFAULTS)  # raises at import, too
         return lambda cfg: compare(get(cfg), limit(cfg))
     options = [
         type(default)[option] if isinstance(default, Enum) else yaml.safe_load(option) if option else ""
@@ -129,15 +129,17 @@ class Rule(NamedTuple):
 
 
 def _rules(rules: Mapping[str, str], *, both: str = "{}", sentence: str = "") -> tuple[Rule, ...]:
-    """Return the rules of conditions and their sentences, each about the first key of its condition.
+    """Return a rule for each condition of a table, about the first key of the condition.
 
-    With `sentence` that is the sentence of all, and those of the table are its {reason}; `both` is a condition that has
-    to hold too: "{}" is where that of the table goes.
+    Args:
+        rules: condition under which a rule is broken -> its sentence, or with `sentence` the {reason} in that.
+        both: what all conditions have in common, with {} in the place of each: "{} !zero.stage".
+        sentence: the sentence of all these rules.
     """
-    full = {both.format(condition): text for condition, text in rules.items()}
+    texts = {both.format(condition): text for condition, text in rules.items()}
     return tuple(
         Rule(keys_in(condition)[0], when(condition), sentence or text, text if sentence else "")
-        for condition, text in full.items()
+        for condition, text in texts.items()
     )
 
 
@@ -301,9 +303,8 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
             and files.is_hub_name(c.model.path)
             and not re.fullmatch("[0-9a-f]{40}", c.model.revision)
         ),
-        "model.trust_remote_code = true and model.path = {model.path}, which is not a directory here "
-        "but a name on Hugging Face, needs the commit that you have read: model.revision=COMMIT, all "
-        "40 digits.",
+        "model.trust_remote_code = true and model.path = {model.path}, which is not a directory here but a name on "
+        "Hugging Face, needs the commit that you have read: model.revision=COMMIT, all 40 digits.",
     ),
     *_rules_of("incompatible_of_models"),
 )
@@ -354,8 +355,10 @@ _CANNOT_STAY = "{key} = {value} cannot be with the other settings; docs/zero.md 
 def _requirement(
     when_on: str, needs: Mapping[str, str], shared: Mapping[str, str] | None = None, sentence: str = _CANNOT_STAY
 ) -> Requirement:
-    """Return what settings need by which the first key of a condition is on; rules.yaml says what the others are."""
-    tests = {word: when(condition or word) for word, condition in {**needs, **(shared or {})}.items()}
+    """Return the requirement of a row of rules.yaml: of the setting that is the first key of the condition `when_on`.
+    `needs` and `shared`: override -> the condition that has it met, "" for the override itself.
+    """
+    tests = {override: when(condition or override) for override, condition in {**needs, **(shared or {})}.items()}
     return Requirement(keys_in(when_on)[0], when(when_on), tests, sentence)
 
 

@@ -43,7 +43,7 @@ def check_rules(
     all_problems.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested), loaded)
     all_problems.apply((_check_variables, _check_deadline), loaded)
     if not custom:
-        all_problems.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
+        all_problems.apply((_check_keep_best, _check_shape, _check_formats, _check_general), loaded)
         all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_OF_MODELS)
     read_by_models = (rule_tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
     all_problems.apply((check_unused_keys,), loaded, (*read_by_models, *rule_tables.READ_WHEN))
@@ -87,8 +87,8 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
             if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
             reported.add(key)
-            # The keys that decide whether it is read, and their sections, whose group may have been chosen.
-            deciding = [owner[: dot.start()] for owner in row.owners for dot in re.finditer(r"\.|$", owner)]
+            # What decides whether it is read: of zero.stage itself and the section zero, whose group may be chosen.
+            deciding = [owner[: end.start()] for owner in row.owners for end in re.finditer(r"\.|$", owner)]
             is_overruled = not layer or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
             if is_overruled:
@@ -111,12 +111,13 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     for key, limits in dotted_keys.bounds().items():
         value: Any = dotted_keys.get_value(loaded.cfg, key)
-        named = [(name, getattr(limit, name)) for limit in limits for name in tests if hasattr(limit, name)]
-        if isinstance(value, (int, float)) and not (
-            value < math.inf and all(tests[name](value, end) for name, end in named)
-        ):
-            sentence = rule_tables.BOUNDS[" ".join(name for name, _ in named)]
-            yield loaded.about(key, loaded.fill(key, sentence, least=named[0][1], most=named[-1][1]))
+        if not isinstance(value, (int, float)):  # auto
+            continue
+        # Such as [("ge", 0), ("lt", 1)], the lower bound first.
+        ends = [(name, getattr(limit, name)) for limit in limits for name in tests if hasattr(limit, name)]
+        if not (value < math.inf and all(tests[name](value, end) for name, end in ends)):
+            sentence = rule_tables.BOUNDS[" ".join(name for name, _ in ends)]
+            yield loaded.about(key, loaded.fill(key, sentence, least=ends[0][1], most=ends[-1][1]))
 
 
 def _report_unusual(loaded: LoadedConfig) -> None:
@@ -179,7 +180,8 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     take rows from.
     """
     for number, source in enumerate(loaded.cfg.data.validation):
-        for name in [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]:
+        changed = [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]
+        for name in changed:
             yield loaded.error(
                 "data.validation",
                 "data.validation[{number}].{name} has no effect: each validation sample is used once. Remove it.",
@@ -263,14 +265,15 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.about("parallel.tensor", str(error))
 
 
-def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
+def _check_formats(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error for each source whose format the task, or the preference loss, does not read."""
     data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, objective.wanted_format(loaded.cfg)
     of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled)
     of_scores = (schema.RowFormat.reward, schema.RowFormat.classify, schema.RowFormat.embed)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for number, source in enumerate(sources):
-            if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
+            is_read = source.format is wanted if wanted else source.format not in of_pairs + of_scores
+            if is_read:
                 continue
             location, row_format = f"{key}[{number}].format", source.format.value
             if wanted and not preference.is_on:
@@ -440,11 +443,13 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if `evaluate.keep_best` names no figure of the evaluations by which checkpoints can be ranked."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     figures = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
-    kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
+    kind, preference = loaded.cfg.task.kind, loaded.cfg.preference
     figures += {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}.get(kind, ())
-    if kind is schema.TaskKind.distill:
-        figures += schema.EVAL_TAUGHT[: 1 if loaded.cfg.distill.teacher else 2] if _has_teacher(loaded.cfg) else ()
-    figures += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]
+    if kind is schema.TaskKind.distill and _has_teacher(loaded.cfg):
+        figures += schema.EVAL_TAUGHT[:1] if loaded.cfg.distill.teacher else schema.EVAL_TAUGHT
+    # Accuracies for all of these; margins only where a preference loss has both answers of a pair.
+    if preference.is_on or kind is schema.TaskKind.reward:
+        figures += schema.EVAL_PAIRS if preference.is_paired else schema.EVAL_PAIRS[:1]
     if evaluate.keep_best and evaluate.keep_best not in figures:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

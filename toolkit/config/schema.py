@@ -539,15 +539,17 @@ class SourceConfig:
         points = self.weights
         if not points:
             return self.weight
-        behind = bisect_right(points, at, key=lambda point: point.at)
-        if behind in (0, len(points)):
-            return points[max(0, behind - 1)].weight
-        left, right = points[behind - 1], points[behind]
+        next_index = bisect_right(points, at, key=lambda point: point.at)
+        if next_index == 0:
+            return points[0].weight
+        if next_index == len(points):
+            return points[-1].weight
+        left, right = points[next_index - 1], points[next_index]
         return left.weight + (right.weight - left.weight) * (at - left.at) / (right.at - left.at)
 
     @property
     def mean_weight(self) -> float:
-        """Mean of the weight over the run."""
+        """Mean of the weight over the run: it is linear from one of its points to the next."""
         points = sorted({0.0, 1.0, *(point.at for point in self.weights)})
         return sum((end - begin) * (self.weight_at(begin) + self.weight_at(end)) / 2 for begin, end in pairwise(points))
 

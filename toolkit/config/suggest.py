@@ -62,23 +62,23 @@ def is_foreign(name: str) -> bool:
 
 
 def option_meant(name: str, value: str) -> str:
-    """Return what to write for another program's option `--name value`, or that nothing is; "" where the keys that the
-    name means take its value.
+    """Return what to write for another program's option `--name value`, or that it is to be left out; "" where the keys
+    that the name means take its value as it is.
     """
     patterns = read_table("config/other_options.yaml").get(name, {})
     row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)
     if row is not None:
-        words, *says = [row] if isinstance(row, str) else row
-        written = words.format(value=value or "VALUE")
-        if not says:
+        # What to write ("": nothing), alone or with the name of a sentence that gives the reason.
+        words, reason_name = (row, "") if isinstance(row, str) else row
+        written, reason = words.format(value=value or "VALUE"), sentence(reason_name)
+        if not reason:
             return tr("Write {words}", words=written) if words else tr("Leave it out.")
-        [reason] = map(sentence, says)
         if words:
             return tr("Write {words}: {says}.", words=written, says=reason)
         return tr("Leave it out: {says}.", says=reason)
     keys = foreign_names().get(name, ())
-    if not keys and (says := _why_there_is_none(name)):
-        return tr("Leave it out: {says}.", says=says)
+    if not keys and (reason := _why_there_is_none(name)):
+        return tr("Leave it out: {says}.", says=reason)
     kind = field_type(keys[0]) if len(keys) == 1 else None
     if kind == list[str] and value and not value.startswith("["):
         return tr("Write {words}", words=f"'{keys[0]}=[{value}]'")
@@ -86,10 +86,10 @@ def option_meant(name: str, value: str) -> str:
 
 
 def whole_command(options: Sequence[str]) -> list[ConfigError]:
-    """Return the error about options that are a command of another program, none if they are too few for one."""
+    """Return the one error about options that are another program's command; [] if too few are that program's."""
     table = read_table("config/other_options.yaml")
-    names = [name for option in options if (name := option.lstrip("-").replace("-", "_")) in table or is_foreign(name)]
-    if len(names) < _LEAST_OPTIONS:
+    names = [option.lstrip("-").replace("-", "_") for option in options]
+    if sum(name in table or is_foreign(name) for name in names) < _LEAST_OPTIONS:
         return []
     program = tr(
         "These are arguments of another program: save its command as FILE.sh, then  toolkit import-config FILE.sh"
@@ -98,7 +98,7 @@ def whole_command(options: Sequence[str]) -> list[ConfigError]:
 
 
 def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
-    """Return the error for an unknown key, with the keys that were probably meant."""
+    """Return the error for an unknown key, with its place, what was probably meant, or why there is no such key."""
     shown = _without_indices(path)
     meant, siblings = keys_meant(path), members(shown.rpartition(".")[0])
     text = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
@@ -113,8 +113,8 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
         removed = tr("It has been removed; instead, see '{name}'.", name=names)
         text = joined(text, removed if is_old else tr("Did you mean '{name}'?", name=names))
-    elif says := _why_there_is_none(shown.rpartition(".")[2]):
-        text = joined(text, tr("There is none here: {says}.", says=says))
+    elif reason := _why_there_is_none(shown.rpartition(".")[2]):
+        text = joined(text, tr("There is none here: {says}.", says=reason))
     elif siblings:
         text = joined(text, tr("Known here: {keys}.", keys=shortlist(siblings, "docs/config.md")))
     # Without sections among the meant keys, so that errors in these are still reported.
@@ -154,7 +154,7 @@ def column_meant(column: str, theirs: str, fields: Sequence[str]) -> str:
 
 
 def check_word(word: str, value: str, names: Sequence[str]) -> None:
-    """Raise a ConfigError for a key without its `=value`, and for a command's own argument, of `names`, misspelt."""
+    """Raise a ConfigError for a key without its `=value`, and for a misspelt one of the command's own `names`."""
     name, equals, _ = word.partition("=")
     if equals:
         if name not in foreign_names() and (own := _most_similar(name, names, _LEAST_PATH)):
@@ -223,7 +223,7 @@ def directory_meant(path: Path) -> str:
 
 
 def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
-    """Return "Did you mean …?" for a path that is not there, with the most similar one of a kind next to it, or ""."""
+    """Return "Did you mean …?" with the path most like one that is not there, for which `kind` holds, or ""."""
     names: list[str] = []
     with suppress(OSError):
         names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
@@ -261,12 +261,16 @@ def keys_meant(path: str) -> tuple[str, ...]:
     if field_type(shown) is not None:
         return (path,)
     prefix, _, name = path.rpartition(".")
-    names, (section, _, rest) = foreign_names(), shown.partition(".")
-    inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
+    section, _, rest = shown.partition(".")
+    ours_of = foreign_names()
+    instead = ours_of.get(prefix, ()) if shown in REMOVED else ()
+    # The same key in the section of ours for which another program has this one: scheduler.name is schedule.name.
+    candidates = [f"{our_section}.{rest}" for our_section in ours_of.get(section, ()) if rest]
+    in_section = tuple(key for key in candidates if field_type(key) is not None)
     plural = (f"{shown}s",) if f"{name}s" in members(shown.rpartition(".")[0]) else ()
-    removed = names.get(prefix, ()) if shown in REMOVED else ()
-    # Another program's name: of the whole path, within its section, or of its last part.
-    exact = names.get(shown) or removed or inside or plural or names.get(name) or names.get(shown.replace(".", "_"))
+    # Another program's name: of the whole key, or of its last part.
+    exact = ours_of.get(shown) or instead or in_section or plural or ours_of.get(name)
+    exact = exact or ours_of.get(shown.replace(".", "_"))
     return exact or _nearest(prefix, shown, name)
 
 
@@ -279,6 +283,7 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         shown: The whole key as typed, without positions in lists.
         name: Its last part.
     """
+    # Name -> the keys that it means: in the typed section; last part of any key of ours; another program's name.
     here = {sibling: (f"{prefix}.{sibling}" if prefix else sibling,) for sibling in members(_without_indices(prefix))}
     ours: dict[str, tuple[str, ...]] = {}
     for key in all_keys():
@@ -346,7 +351,7 @@ def _with_a_word_like(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def _why_there_is_none(name: str) -> str:
-    """Return what other programs' key, which has no counterpart here, is instead; "" for a name that none has."""
+    """Return why another program's key of this name has no counterpart here; "" if no program has one, or no reason."""
     tables = [keys_of(program) for program in _PROGRAMS]
     keys = [table[name] for table in tables if name in table]
     return next((sentence(key.says).rstrip(".。") for key in keys if key.says), "")

@@ -55,7 +55,7 @@ def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], l
     ConfigError if an argument is no override, or its values have a random order.
     """
     choices = {"recipe": list(files.known_recipes()), **group_choices(config_dir)}
-    # What Hydra's parser asks for the choices of glob().
+    # Hydra's parser asks this object for the choices of glob().
     groups = SimpleNamespace(get_group_options=lambda group, **_: choices.get(group, []))
     fixed: list[str] = []
     axes: list[Axis] = []
@@ -84,7 +84,8 @@ def grid(axes: Sequence[Axis]) -> list[list[str]]:
             "them list the values: {key}=A,B,C.",
             key=endless[0],
         )
-    return [list(words) for words in product(*([f"{axis.key}={value}" for value in axis.values] for axis in axes))]
+    words_of_axes = [[f"{axis.key}={value}" for value in axis.values] for axis in axes]
+    return [list(words) for words in product(*words_of_axes)]
 
 
 def _axis(override: Override, word: str) -> Axis:

@@ -56,13 +56,13 @@ def split_of(name: str) -> Split | None:
 
 
 def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = False) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter of this shape, split over `size` ranks; with `back` the shape of
-    the whole parameter, of a part's. A parameter that is not split keeps its shape.
+    """Return the shape of each rank's part of a parameter of the whole shape `shape`, split over `size` ranks; with
+    `back`, the other way round, the whole shape where `shape` is a part's. A parameter that is not split keeps its own.
     """
     split = split_of(name)
     axis = -1 if split is None else AXES.get(split, 0) % len(shape)
     lengths = (length * size if back else length // size for length in shape)
-    return tuple(new if number == axis else old for number, (old, new) in enumerate(zip(shape, lengths, strict=True)))
+    return tuple(new if index == axis else old for index, (old, new) in enumerate(zip(shape, lengths, strict=True)))
 
 
 def partition_config() -> dict[str, Any]:
@@ -73,6 +73,7 @@ def partition_config() -> dict[str, Any]:
     (deepspeed 0.19.8, engine._apply_autotp_partitioning).
     """
     rows, pairs, columns = _PATTERNS.values()
+    # DeepSpeed calls a split of rows "column", and the other way round: it thinks of the transposed matrix.
     return {
         "use_default_specs": False,
         "layer_specs": [

@@ -58,14 +58,14 @@ class TreeReader:
         """Dotted keys of the valid values that were read; a list is one value."""
 
     def read(self, value: Any, kind: Any, path: str = "") -> tuple[bool, Any]:
-        """Return whether a value is right, and the value in its type of the schema; a reference to another key stays a
-        text until it is resolved.
+        """Return whether a value at the dotted key `path` is right, and the value in its type `kind` of the schema,
+        None if it is wrong. A reference to another key stays a text until it is resolved.
         """
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             return self._section(value, kind, path)
         is_right, result = self.problems.attempt(self._value, value, kind, path) or (False, None)
         if is_right:
-            is_free_section = typing.get_origin(kind) is dict and isinstance(value, dict)
+            is_free_section = typing.get_origin(kind) is dict and isinstance(value, dict)  # such as ds_extra
             self.leaves += [f"{path}.{key}" for key in value] if is_free_section else [path]
         return is_right, result
 
@@ -100,7 +100,7 @@ class TreeReader:
             return True, value  # it refers to another key
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
-            if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
+            if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one item without brackets
                 value = [value]
             if not isinstance(value, list):
                 raise _wrong_value(path, value, tr("a list, for example [a, b]"), self.locate)

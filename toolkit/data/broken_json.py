@@ -26,7 +26,9 @@ def json_error(error: ValueError | RecursionError) -> RowError:
 
 
 def _syntax_error(error: json.JSONDecodeError) -> RowError:
-    """Return the RowError that explains an error of parsing JSON; its column counts from 1 within the line."""
+    """Return the RowError that explains a syntax error: of what a user most likely did, judged by the text on either
+    side of the error, else of what the parser says. Its column counts from 1 within the line.
+    """
     before, rest, column = error.doc[: error.pos].rstrip(), error.doc[error.pos :], error.colno
     if rest.strip() == "," and before[-1:] == "}":
         return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
@@ -57,7 +59,7 @@ def _syntax_error(error: json.JSONDecodeError) -> RowError:
 
 
 def _reasons() -> dict[str, str]:
-    """Return what Python's parser says -> what is wrong."""
+    """Return message of Python's parser -> what is wrong, in words of the file."""
     return {
         "Expecting value": tr("a value is missing, or is not JSON"),
         "Expecting ',' delimiter": tr('a comma is missing, or a \\ before a " in a text'),

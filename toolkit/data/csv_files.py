@@ -15,40 +15,42 @@ csv.field_size_limit(LARGEST_LINE_BYTES)
 
 
 def csv_rows(file: io.BufferedReader, path: Path, usual: str) -> Generator[tuple[int, Any]]:
-    """Yield (line number, row as a dict by the header's names) of a CSV file whose columns are
-    separated by `usual`, unless the first line shows another mark; a DataError if it is broken.
+    """Yield (number of the line where a row begins, row as a dict: column name of the header -> text) of a CSV file.
+    `usual`: the separator of its columns, unless the first line shows another one. DataError if the CSV is broken.
     """
-    read = 0  # lines so far; a quoted value may take several
+    lines_read = 0  # a quoted value may take several
 
     def lines() -> Iterator[str]:
-        nonlocal read
+        nonlocal lines_read
         for content in file:
-            read += 1
+            lines_read += 1
             # A byte that is not UTF-8 becomes half of a character, which is refused row by row.
-            yield (content.removeprefix(BOM) if read == 1 else content).decode("utf-8", "surrogateescape")
+            yield (content.removeprefix(BOM) if lines_read == 1 else content).decode("utf-8", "surrogateescape")
 
     reader = csv.DictReader(lines(), delimiter=_delimiter(file, usual), strict=True)
-    line = 1
+    lines_before = 1  # the next row
     try:
         names = list(reader.fieldnames or ())
         if len(set(names)) != len(names):
             twice = first_repeated(names)
             raise DataError("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice)
-        line = read
+        lines_before = lines_read
         for row in reader:
-            yield line + 1, row
-            line = read
+            yield lines_before + 1, row
+            lines_before = lines_read
     except csv.Error as error:
         raise DataError(
-            "{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error
+            "{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=lines_before + 1, reason=error
         ) from None
 
 
 def _delimiter(file: io.BufferedReader, usual: str) -> str:
-    """Return a CSV file's column separator: `usual`, unless the first line contains another one and not this."""
+    """Return a CSV file's column separator: `usual` if it divides the first line (the header), else the one of comma,
+    semicolon, tab and | that divides this into most columns.
+    """
     first = file.peek(4096)[:65536].removeprefix(BOM).decode("utf-8", "replace").partition("\n")[0].strip()
-    counts = dict.fromkeys((usual, ",", ";", "\t", "|"), 1)
-    for mark in counts:
+    num_columns = dict.fromkeys((usual, ",", ";", "\t", "|"), 1)
+    for mark in num_columns:
         with suppress(csv.Error):  # a lone carriage return, of which the reader of the rows says so with its line
-            counts[mark] = len(next(csv.reader([first], delimiter=mark), ()))
-    return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
+            num_columns[mark] = len(next(csv.reader([first], delimiter=mark), ()))
+    return usual if num_columns[usual] > 1 else max(num_columns, key=num_columns.__getitem__)

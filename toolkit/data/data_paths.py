@@ -11,7 +11,9 @@ from toolkit.messages import DataError, listed, reason_of, tr
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
+    """Return the files of a source with a path, sorted: the file itself, those below a directory, or the matches of a
+    pattern. Empty ones are left out with a warning. DataError if none is left, or one is no data file.
+    """
     path = Path(located(source.path))
     if os.path.isdir(path):
         from toolkit.data.hub_datasets import files_saved_by_datasets
@@ -38,11 +40,11 @@ def files_of(source: SourceConfig) -> list[Path]:
         suffixes = file.suffixes[-2:]
         if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
             raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
-    usual = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
-    if strange := [file for file in files if not file.stat().st_size or file.suffix.lower() not in usual]:
+    known_suffixes = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
+    if odd_files := [file for file in files if not file.stat().st_size or file.suffix.lower() not in known_suffixes]:
         from toolkit.data import foreign_files
 
-        for file in strange:
+        for file in odd_files:
             foreign_files.check_is_json(file)
         files = foreign_files.without_empty(files)
     return files

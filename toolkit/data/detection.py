@@ -15,6 +15,8 @@ from toolkit.data.readers import Block, DataFile, rows_of
 from toolkit.data.rows import as_object, parse_line, quoted_keys
 from toolkit.messages import DataError, RowError, tr
 
+_WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
+
 
 def with_detected_format(file: DataFile, block: Block) -> DataFile | None:
     """Return the file with the format that the first row of its first block shows; None if no row can be parsed,
@@ -25,7 +27,7 @@ def with_detected_format(file: DataFile, block: Block) -> DataFile | None:
     except RowError:
         return None
     if not isinstance(row, dict):
-        # Not an object: the row's own complaint is the clearest.
+        # Not an object: a reader of any format rejects it with the clearest error.
         return replace(file, row_format=RowFormat.prompt_response)
     try:
         row_format = detect_format(row, file.columns)
@@ -55,7 +57,9 @@ def first_row(block: Block) -> tuple[int, object]:
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
-    """Return the format of a file by the keys of its first row, else raise; `columns`: field -> file's key."""
+    """Return the format of a file by the keys of its first row; RowError if it is none, or not to be trained on.
+    `columns`: field -> the file's key.
+    """
 
     def has(field: str) -> bool:
         return columns.get(field, field) in row
@@ -70,9 +74,9 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     for row_format, field in LIST_FIELDS.items():
         if has(field):
             return row_format
-    for complete in (True, False):
+    for are_enough in (all, any):  # first the formats both of whose fields are there, then those with one of them
         for row_format, fields in PAIR_FIELDS.items():
-            if all(map(has, fields)) if complete else any(map(has, fields)):
+            if are_enough(map(has, fields)):
                 return row_format
     if has("text"):
         return RowFormat.text
@@ -95,30 +99,32 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
 
 
 def _is_table(row: Mapping[str, object]) -> bool:
-    """Whether a row is a whole table as pandas' to_json() writes it: column -> {row number: value} or a list."""
+    """Whether a row is a whole table, as pandas' to_json() writes it: column -> {row number: value}, row number ->
+    {column: value}, or column -> list of plain values.
+    """
     values = list(row.values())
     if len(row) < 2 or len({type(value) for value in values}) > 1:
         return False
     if isinstance(values[0], dict):
-        numbered = [row, *(value for value in values if isinstance(value, dict))]
-        return any(keys and all(str(key).isdecimal() for key in keys) for keys in numbered)
+        objects = [row, *(value for value in values if isinstance(value, dict))]
+        return any(keys and all(str(key).isdecimal() for key in keys) for keys in objects)  # these are row numbers
     lists = [value for value in values if isinstance(value, list)]
-    return bool(lists) and not any(isinstance(item, dict | list) for value in lists for item in value) and any(lists)
-
-
-_WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
+    return any(lists) and not any(isinstance(item, dict | list) for value in lists for item in value)
 
 
 def columns_for(row: Mapping[str, Any]) -> str:
-    """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
+    """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean, such
+    as `'columns={prompt: question, response: answer}'`.
+    """
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
+    # A field gets the key with one of its usual names, else the next key that no field has got by its name.
     by_name = {
         field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
     }
-    unnamed = iter([key for key in texts if key not in by_name.values()])
-    columns = {field: key or next(unnamed, "…") for field, key in by_name.items()}
+    other_keys = iter([key for key in texts if key not in by_name.values()])
+    columns = {field: key or next(other_keys, "…") for field, key in by_name.items()}
     if lists:
         columns = {"messages": lists[0]}
     elif len(texts) == 1:

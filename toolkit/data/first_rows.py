@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,9 @@ _CHECK_S = 3.0
 """Seconds after which no further file is opened."""
 _TOKENIZED_BYTES = 1 << 18
 """So much of a file is tokenized to tell what it holds."""
+BYTES_PER_TOKEN = 4
+"""Of a row as it is in its file, roughly, in English and in Chinese."""
+_ESTIMATE_S = 1.0
 
 
 def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Problems) -> str:
@@ -65,7 +68,8 @@ def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Pro
 
 def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row: OnBadRow, problems: Problems) -> None:
     """Check the columns and the first rows of a file: raise a DataError if all of it is unusable, else add the errors
-    of its rows to `problems`. `location`: its source for messages, such as "data.sources[0]".
+    of its rows to `problems`; with `on_bad_row` = skip only if no row is usable. `location`: its source for messages,
+    such as "data.sources[0]".
     """
     block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
     most = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
@@ -128,8 +132,11 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
 
 
 def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
-    """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending)."""
-    until, formats, sizes = time.monotonic() + _CHECK_S, set[RowFormat](), list[int]()
+    """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending), of as
+    many files as a few seconds allow.
+    """
+    until = time.monotonic() + _CHECK_S
+    formats, sizes = set[RowFormat](), list[int]()
     for file in local_files(data):
         if sizes and time.monotonic() > until:
             break
@@ -145,52 +152,51 @@ def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
     return sorted(formats), sorted(sizes)
 
 
-BYTES_PER_TOKEN = 4
-"""Of a row as it is in its file, roughly, in English and in Chinese."""
-_ESTIMATE_S = 1.0
-
-
 def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
-    """Return about (samples, sequences) of an epoch, from a second of reading rows and sizes, without a tokenizer; None
-    if there are more than `most` sequences, or if the data are not local files that can be read in that time.
+    """Return about (samples, sequences) of an epoch, from a second of reading rows and sizes, without a tokenizer;
+    packed, several samples are a sequence. None if there are more than `most` sequences, or if the data are not local
+    files that can be read in that time.
     """
     from toolkit.data.tokenize import held_out
 
     until = time.monotonic() + _ESTIMATE_S
     fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction
-    all_rows, rows, size = 0, 0.0, 0.0  # the latter two weighted
+    all_rows = 0
+    weighted_rows = weighted_bytes = 0.0  # as often as their source is read in an epoch
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
         weight = source.mean_weight if source.weights else source.weight
-        left = source.max_samples or sys.maxsize
         try:
-            for path in files_of(source):
-                for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()) if left else ():
-                    block, count = first_rows_of(whole_block, left)
-                    left -= count
-                    rows_of_block = list(rows_of(block))
-                    content = block.content
-                    length = (
-                        len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in rows_of_block)
-                    )
-                    all_rows += len(rows_of_block)
-                    rows, size = rows + weight * len(rows_of_block), size + weight * length
-                    kept = _sequences(data, rows * (1 - fraction), size * (1 - fraction))
-                    if kept > most or time.monotonic() > until:
-                        return None
-                    if not left:
-                        break
+            for num_rows, num_bytes in _block_sizes(source):
+                all_rows += num_rows
+                weighted_rows, weighted_bytes = weighted_rows + weight * num_rows, weighted_bytes + weight * num_bytes
+                trained = _num_sequences(data, weighted_rows * (1 - fraction), weighted_bytes * (1 - fraction))
+                if trained > most or time.monotonic() > until:
+                    return None
         except ToolkitError:
             return None  # told by the check of the files
-    share = min(1.0, data.max_samples / max(rows, 1.0)) if data.max_samples else 1.0
+    share = min(1.0, data.max_samples / max(weighted_rows, 1.0)) if data.max_samples else 1.0
     all_rows = max(1, round(all_rows * share))
-    held = 0 if data.validation else data.validation_rows or held_out(all_rows, fraction)
-    share *= max(0.0, 1.0 - held / all_rows)
-    return round(rows * share), _sequences(data, rows * share, size * share)
+    validation_rows = 0 if data.validation else data.validation_rows or held_out(all_rows, fraction)
+    share *= max(0.0, 1.0 - validation_rows / all_rows)
+    return round(weighted_rows * share), _num_sequences(data, weighted_rows * share, weighted_bytes * share)
 
 
-def _sequences(data: DataConfig, rows: float, size: float) -> int:
+def _block_sizes(source: SourceConfig) -> Iterator[tuple[int, int]]:
+    """Yield (rows, bytes, of tables as text) of each block of a source's files, up to its `max_samples` rows."""
+    rows_left = source.max_samples or sys.maxsize
+    for path in files_of(source):
+        for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()):
+            block, num_rows = first_rows_of(whole_block, rows_left)
+            content = block.content
+            yield num_rows, len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in content)
+            rows_left -= num_rows
+            if not rows_left:
+                return
+
+
+def _num_sequences(data: DataConfig, rows: float, size: float) -> int:
     """Return about how many sequences `rows` rows of together `size` bytes become; packed ones are full."""
     if data.packing is Packing.none:
         return round(rows)
@@ -212,7 +218,8 @@ def tokenize_first_rows(cfg: RunConfig, encoder: "ChatEncoder") -> "tuple[Prepar
 
     files = local_files(cfg.data)
     maker = PartBuilder(encoder, cfg, Path())
-    report, until, lengths = PrepareReport(), time.monotonic() + _CHECK_S, list[int]()
+    until = time.monotonic() + _CHECK_S
+    report, lengths = PrepareReport(), list[int]()
     for number, file in enumerate(files):
         if time.monotonic() > until:
             break

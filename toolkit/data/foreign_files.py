@@ -16,7 +16,7 @@ _TABLES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
 def without_empty(files: Sequence[Path]) -> list[Path]:
-    """Return the files that are not empty; a DataError if all are."""
+    """Return the files that are not empty, and warn of the others; a DataError if all are empty."""
     sizes = {file: file.stat().st_size for file in files}
     if not any(sizes.values()):
         raise DataError("The data file '{path}' is empty.", path=files[0])
@@ -36,7 +36,7 @@ def check_is_json(file: Path) -> None:
     """Raise a DataError for a file of an unknown kind that does not begin as JSON does, such as a plain text."""
     with file.open("rb") as opened:
         start = opened.read(_LOOKED_AT_BYTES)
-    _check_is_text(file, start)
+    _reject_documents(file, start)
     content = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if content and content[:1] not in b"{[" and content[:2] not in UTF16_MARKS:
         raise DataError(
@@ -48,25 +48,29 @@ def check_is_json(file: Path) -> None:
 
 
 def check_encoding(file: Path) -> None:
-    """Raise a DataError for a file that begins with what is no text in UTF-8, if that is so of the file: of its names
-    of columns, or of every text in it that is not ASCII. Single lines are errors of their rows.
+    """Raise a DataError for a file that begins with bytes which are not UTF-8, if all of it has another encoding: it is
+    UTF-16, its column names are not UTF-8, or most lines are not, and no line but those has more than ASCII. Single
+    lines that are not UTF-8 are errors of their rows.
     """
     with open_data_file(file) as (content, _):
         start = content.read(_LOOKED_AT_BYTES)
-    _check_is_text(file, start)
+    _reject_documents(file, start)
     is_table = uncompressed_name(file.name).endswith((".csv", ".tsv"))
     lines = start.split(b"\n")
-    lines = lines[:-1] or lines
+    lines = lines[:-1] or lines  # the last one may be cut off
     broken = [line for line in lines if not is_utf8(line)]
-    all_are = broken == [line for line in lines if not line.isascii()] and len(broken) > max(1, len(lines) // 2)
+    beyond_ascii = [line for line in lines if not line.isascii()]
+    is_other_encoding = broken == beyond_ascii and len(broken) > max(1, len(lines) // 2)
     is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS
-    if is_utf16 or (0 not in start and (all_are or (is_table and lines[0] in broken))):
+    if is_utf16 or (0 not in start and (is_other_encoding or (is_table and lines[0] in broken))):
         hint = tr('Excel does it with "Save as", "CSV UTF-8".') if is_table else ""
         raise DataError(joined(tr("{place}: {reason}.", place=file, reason=conversion(start, file)), hint))
 
 
-def _check_is_text(file: Path, start: bytes) -> None:
-    """Raise a DataError for a document of another program, whatever its name: Excel, Word, PDF, an archive, a table."""
+def _reject_documents(file: Path, start: bytes) -> None:
+    """Raise a DataError for a document of another program, whatever its name: Excel, Word, PDF, an archive, or a table
+    (Parquet, Arrow) with another suffix. `start`: the first bytes of its content.
+    """
     is_zip = start.startswith(_ZIP) and zipfile.is_zipfile(file)
     inside = " ".join(zipfile.ZipFile(file).namelist()) if is_zip else ""
     if suffix := _TABLES.get(start[:4]):

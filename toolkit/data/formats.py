@@ -7,14 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.rows import (
-    MissingKey,
-    as_object,
-    conversation_in,
-    missing_key,
-    quoted_keys,
-    required_text,
-)
+from toolkit.data.rows import MissingKey, as_object, conversation_in, missing_key, quoted_keys, required_text
 from toolkit.messages import RowError
 from toolkit.sample_types import TEXT, Message
 
@@ -42,7 +35,8 @@ class Conversation:
 
 
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
-    """Yield the conversation once, with the key `loss` (trained or not) of its messages set by `data.train_on`. With
+    """Yield the conversation once, up to its last answer, with the key `loss` (trained or not) of its messages set by
+    `data.train_on`; without it, where the rule is auto and no message has one, the chat format decides. With
     `only_last` (chat formats that train the last message only) yield a copy for each trained answer, ending with it.
     """
     if conversation.is_text:
@@ -55,21 +49,22 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
     if train_on is TrainOn.auto and not any("loss" in message for message in messages):
         yield conversation if len(messages) == len(conversation.messages) else replace(conversation, messages=messages)
         return
-    chosen: dict[int, bool] = {}
+    is_trained: dict[int, bool] = {}  # by index of the message; what a message itself says comes first
     if train_on is not TrainOn.auto:
-        default = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
-        chosen = {index: index in default for index in range(len(messages))}
-    chosen.update({index: bool(message["loss"]) for index, message in enumerate(messages) if "loss" in message})
+        by_rule = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
+        is_trained = {index: index in by_rule for index in range(len(messages))}
+    is_trained.update({index: bool(message["loss"]) for index, message in enumerate(messages) if "loss" in message})
     if not only_last:
         marked: list[Message] = [
-            {**m, "loss": chosen[index]} if index in chosen else m for index, m in enumerate(messages)
+            {**message, "loss": is_trained[index]} if index in is_trained else message
+            for index, message in enumerate(messages)
         ]
         yield replace(conversation, messages=marked)
         return
-    trained = [index for index in answers if chosen.get(index, train_on is TrainOn.auto and index == answers[-1])]
     plain: list[Message] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
-    for index in trained:
-        yield replace(conversation, messages=plain[: index + 1])
+    for index in answers:
+        if is_trained.get(index, train_on is TrainOn.auto and index == answers[-1]):
+            yield replace(conversation, messages=plain[: index + 1])
 
 
 PAIR_FIELDS = {
@@ -84,6 +79,8 @@ LIST_FIELDS = {
 }
 PREFERENCE_KEYS = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
 """Columns of data for DPO and its like."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_LABELED = (RowFormat.preference, RowFormat.reward, RowFormat.labeled, RowFormat.classify, RowFormat.embed)
 
 
 class RowReader:
@@ -134,7 +131,8 @@ class RowReader:
                 raise RowError("the row has tools twice: under '{key}' and in its system message. Remove one", key=key)
             first = dict(messages[0])
             tools, key = first.pop("tools"), "tools"
-            messages = messages[1:] if messages[1:] and not first["content"] else [first, *messages[1:]]
+            is_dropped = messages[1:] and not first["content"]  # a system message that held only tools
+            messages = messages[1:] if is_dropped else [first, *messages[1:]]
         if tools in (None, "", []):
             return Conversation(messages)
         from toolkit.data.message_lists import listed_tools
@@ -208,9 +206,6 @@ class RowReader:
         return conversation if has_roles else value
 
 
-_LABELED = (RowFormat.preference, RowFormat.reward, RowFormat.labeled, RowFormat.classify, RowFormat.embed)
-
-
 def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader:
     """Return the reader of a format's rows."""
     if row_format in _LABELED:
@@ -225,11 +220,10 @@ def plain_message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-
-
 def check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise a RowError for a row with media, a preference pair or a bad answer, which would be trained as good text."""
+    """Raise a RowError for a row with media, a preference pair or a bad answer, which would be trained as good text.
+    Media and pairs whose keys `columns` (field -> the file's key) names are meant as text.
+    """
     for key in _MEDIA:
         if row.get(key) not in (None, "", [], {}) and key not in columns.values():
             raise RowError(

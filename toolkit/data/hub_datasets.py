@@ -31,7 +31,9 @@ def _download(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def _asking_hub(source: SourceConfig) -> Iterator[None]:
-    """Turn whatever the body raises while it asks Hugging Face for a data set into a DataError."""
+    """Turn whatever the body raises while it asks Hugging Face for a dataset into a DataError; raise one at once for a
+    `split` that selects rows, such as train[:10%].
+    """
     if "[" in source.split:
         raise DataError(
             "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "
@@ -64,7 +66,9 @@ def _asking_hub(source: SourceConfig) -> Iterator[None]:
 
 
 def files_saved_by_datasets(folder: Path, split: str) -> list[Path]:
-    """Return the Arrow files of a dataset that `save_to_disk` of `datasets` wrote, [] if the directory is none."""
+    """Return the Arrow files of a dataset that `save_to_disk` of `datasets` wrote, [] if the directory is none.
+    `split`: of a dataset that has several. DataError if it has not this one, or no row, or names files elsewhere.
+    """
     if (folder / "dataset_dict.json").is_file():
         splits = _json_list(folder / "dataset_dict.json", "splits", str)
         if split not in splits:

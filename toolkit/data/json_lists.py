@@ -100,16 +100,17 @@ class JsonListReader:
 
     def _read_more(self) -> None:
         """Drop the text before the position and read a chunk, at least as long as the text that remains: an item that a
-        chunk cuts off is parsed again after each read, so chunks that grow keep the time linear.
+        chunk cuts off is parsed again after each read, so chunks that grow keep the time linear. `line` and `column`
+        count what is dropped. DataError if the file is not UTF-8.
         """
         self._line_of(self.at)
         last = self.text.rfind("\n", 0, self.at)
         self.column = self.at - last - 1 if last >= 0 else self.column + self.at
         self.text, self.at, self.counted = self.text[self.at :], 0, 0
-        block = self.file.read(max(CHUNK_BYTES, len(self.text)))
-        self.at_end = not block
+        chunk = self.file.read(max(CHUNK_BYTES, len(self.text)))
+        self.at_end = not chunk
         try:
-            self.text += self.decoder.decode(block, final=self.at_end)
+            self.text += self.decoder.decode(chunk, final=self.at_end)
         except UnicodeDecodeError as error:
             self._stop(error, self._line_of(len(self.text)) + error.object.count(b"\n", 0, error.start))
 

@@ -25,6 +25,7 @@ from toolkit.sample_types import TEXT, Message
 _MARKS = PREFERENCE_KEYS | {"completion", "label", "kto_tag", "margin"}
 """These, and those of data for KTO and reward models."""
 _ANSWERS = ("chosen", "rejected")
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class PairReader(RowReader):
@@ -46,6 +47,7 @@ class PairReader(RowReader):
                 "(docs/preference.md)",
                 keys=quoted_keys(mapping),
             )
+        # Of the answers that come with all messages before them: "chosen" or "rejected" -> the row's key of this list.
         answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
         if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
             # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
@@ -58,7 +60,7 @@ class PairReader(RowReader):
             pair = [chosen, rejected]
         elif len(answer_keys) == len(_ANSWERS):
             pair = [self._read_as(RowFormat.messages, mapping, messages=answer_keys[answer]) for answer in _ANSWERS]
-        else:
+        else:  # what was said before them stands once in the row
             before = self._shared_conversation(mapping)
             pair = [self._with_answer(before, mapping, answer) for answer in _ANSWERS]
         plain = [_without_loss_flags(conversation) for conversation in pair]
@@ -145,9 +147,6 @@ class MarginReader(PairReader):
         return [replace(conversation, value=value) for conversation in super().read_all(row)]
 
 
-_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-
-
 class LabelReader(PairReader):
     """Turns rows of `RowFormat.labeled` into a conversation whose last answer is marked good or bad: the question and
     `completion`, as TRL has it, or a conversation of one of the other formats; `label`, or LLaMA-Factory's `kto_tag`.
@@ -208,7 +207,9 @@ class TextPairReader(PairReader):
         if negatives is not None and not isinstance(negatives, str | list):
             raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
         items = [negatives] if isinstance(negatives, str) else negatives or []
-        texts += [required_text({f"{key}[{index}]": text}, f"{key}[{index}]") for index, text in enumerate(items)]
+        # As if each had a key of its own, so that an error names it: negatives[2].
+        named = {f"{key}[{index}]": text for index, text in enumerate(items)}
+        texts += [required_text(named, name) for name in named]
         if texts[1] in texts[2:]:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
         return [Conversation([plain_message(TEXT, text)], is_input_only=True) for text in texts]

@@ -46,15 +46,16 @@ def collate(
     would give NaN), for ranks that have no data left but must take part in the step. `labels` are not shifted: -100
     where untrained, each sample's first token always. `position_ids` restart with each sample; `segment_ids` number a
     row's samples from 1, 0 is padding. A `Branch` adds only the tokens that it does not share, at their positions in
-    the complete sample. `packed`: add `cu_seq_lens`, the boundaries of the samples for variable-length attention.
+    the complete sample. `packed`: add `cu_seq_lens`, the boundaries of samples and padding in the B x S tokens, for
+    variable-length attention.
     """
     branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
     longest = max((sum(len(branch.ids) - branch.shared for branch in row) for row in branches), default=1)
-    size = (max(len(rows), 1), -(-longest // multiple) * multiple)
-    input_ids = torch.full(size, pad_id, dtype=torch.int64)
-    labels = torch.full(size, UNTRAINED, dtype=torch.int64)
-    position_ids = torch.arange(size[1]).repeat(size[0], 1)
-    segment_ids = torch.zeros(size, dtype=torch.int64) if rows else torch.ones(size, dtype=torch.int64)
+    num_rows, width = max(len(rows), 1), -(-longest // multiple) * multiple
+    input_ids = torch.full((num_rows, width), pad_id, dtype=torch.int64)
+    labels = torch.full_like(input_ids, UNTRAINED)
+    position_ids = torch.arange(width).repeat(num_rows, 1)
+    segment_ids = torch.zeros_like(input_ids) if rows else torch.ones_like(input_ids)
     bounds = [0]
     for number, row in enumerate(branches):
         begin = 0
@@ -66,21 +67,21 @@ def collate(
             labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained[shared:].copy()), UNTRAINED)
             position_ids[number, begin:end] = torch.arange(shared, len(ids))
             segment_ids[number, begin:end] = segment
-            bounds.append(number * size[1] + end)
+            bounds.append(number * width + end)
             begin = end
-        if begin < size[1]:
-            bounds.append((number + 1) * size[1])
+        if begin < width:
+            bounds.append((number + 1) * width)
     batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
     if packed:
-        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
+        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, width], dtype=torch.int32)
     if any(branch.shared for row in branches for branch in row):
         batch |= _visibility(branches, segment_ids)
     return with_targets(batch)
 
 
 def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor) -> Batch:
-    """Return the entries of a `Batch` that say which tokens each token attends to, where the samples of a row share
-    tokens: `seen_until`, `keys` and `cu_seq_lens_k`. `branches`: those of each row.
+    """Return the entries of a `Batch` (see there) that say which tokens each token attends to, where the samples of a
+    row share tokens: `seen_until`, `keys` and `cu_seq_lens_k`. `branches`: those of each row.
     """
     seen_until, width = segment_ids.clone(), segment_ids.size(1)
     keys = []
@@ -126,8 +127,8 @@ def build_loader(
     num_workers: int = 0,
     multiple: int = plans.PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
-    """Return an iterable over one rank's micro-batches as tensors. `micro_batches`: rows of the plan; `multiple`: row
-    lengths are padded to a multiple of it.
+    """Return an iterable over one rank's micro-batches as tensors. `micro_batches`: the rows of the plan in each;
+    `num_workers`: processes that read ahead, 0 none; `multiple`: row lengths are padded to a multiple of it.
     """
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
     # (an evaluation, another number of epochs) would change the dropout of the training.

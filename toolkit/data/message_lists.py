@@ -37,6 +37,17 @@ _READ = {
     "call": ("name", "parameters", "observation"),
 }
 """Keys that are read besides role, text and loss, by role; "call" is an item that holds a call and its result."""
+METADATA = frozenset(
+    {
+        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
+        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
+        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
+        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
+        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
+        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
+    }
+)
+"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
 
 
 class MessageReader:
@@ -47,7 +58,9 @@ class MessageReader:
         self.flags = {**_LOSS, self.names["loss"]: True}  # key of a message -> is it trained if the value is true
 
     def of_row(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the messages of a row that lists messages ({from, value}, {role, content}) or {human, assistant}."""
+        """Return the messages of a row that lists messages ({from, value}, {role, content}) or {human, assistant}.
+        RowError if an answer is due and there is none.
+        """
         key = self.names[LIST_FIELDS[self.reader.row_format]]
         is_paired = self.reader.row_format is RowFormat.conversation
         messages = self.listed(row, key, self._add_pair if is_paired else None)
@@ -56,12 +69,11 @@ class MessageReader:
         return messages
 
     def listed(
-        self,
-        row: Mapping[str, Any],
-        key: str,
-        add: Callable[[dict[str, Any], list[Message]], None] | None = None,
+        self, row: Mapping[str, Any], key: str, add: Callable[[dict[str, Any], list[Message]], None] | None = None
     ) -> list[Message]:
-        """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item."""
+        """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item, by
+        default `_add_item`. RowError, with the item's number, if one cannot be used.
+        """
         items = conversation_in(row[key]) if key in row else missing_key(row, key)
         if not isinstance(items, list):
             raise RowError(
@@ -96,11 +108,13 @@ class MessageReader:
         self.reader.skipped.update(_unread_keys(item, (question, answer, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
-        """Append the message of one list item; a `tool` item of ChatGLM3 becomes two, the call and its result."""
-        speaker, content_key = self.names["from"], self.names["value"]
-        if speaker not in item:
-            speaker, content_key = self.names["role"], self.names["content"]
-        name = required_text(item, speaker)
+        """Append the message of one list item. A `tool` item of ChatGLM3 becomes two, the call and its result; an empty
+        system message none; calls without text are added to the answer before them. Unread keys count as skipped.
+        """
+        role_key, content_key = self.names["from"], self.names["value"]
+        if role_key not in item:
+            role_key, content_key = self.names["role"], self.names["content"]
+        name = required_text(item, role_key)
         role = _ROLE_NAMES.get(name)
         if role is None:
             raise RowError(
@@ -110,12 +124,11 @@ class MessageReader:
             )
         is_call = role == "tool" and "parameters" in item
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])
-        read = (speaker, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
+        read = (role_key, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
         read += ("tools",) if has_tools else ()
-        self.reader.skipped.update(
-            _unread_keys(item, read, is_answer=is_call or role in ("assistant", "function_call"))
-        )
-        extra = self._loss_flag(item)
+        is_answer = role in ("assistant", "function_call")
+        self.reader.skipped.update(_unread_keys(item, read, is_answer=is_call or is_answer))
+        loss_flag = self._loss_flag(item)
         if has_tools:  # as the GLM-4 repository writes them, mostly without a text
             text = item.get(content_key) and self._content(item, content_key)[0]
             messages.append({**plain_message("system", text or ""), "tools": item["tools"]})
@@ -124,30 +137,33 @@ class MessageReader:
             return  # as under the row's "system"
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
-            messages.append({**plain_message("assistant", ""), "tool_calls": self._tool_calls(call), **extra})
+            messages.append({**plain_message("assistant", ""), "tool_calls": self._tool_calls(call), **loss_flag})
             messages.append(plain_message("tool", _result_text(item.get("observation"))))
             return
         if role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            result = {**plain_message("tool", _result_text(item.get(content_key))), **extra}
+            result = {**plain_message("tool", _result_text(item.get(content_key))), **loss_flag}
             messages.append({**result, **_call_id(item, "tool_call_id")})
             return
-        if role not in ("assistant", "function_call"):
-            messages.append({**plain_message(role, self._content(item, content_key)[0]), **extra})
+        if not is_answer:
+            messages.append({**plain_message(role, self._content(item, content_key)[0]), **loss_flag})
             return
         message = self._assistant_message(item, content_key, role)
         if isinstance(item.get("metadata"), str):
             message["metadata"] = item["metadata"]
         last = messages[-1] if messages else {}
         # Calls that follow an answer, or each other, are of one turn: the model writes them at once.
-        is_more = role == "function_call" and last.get("role") == "assistant" and last.get("loss") == extra.get("loss")
-        if is_more and not message["content"] and "reasoning_content" not in message:
+        follows_answer = last.get("role") == "assistant" and last.get("loss") == loss_flag.get("loss")
+        is_only_calls = role == "function_call" and not message["content"] and "reasoning_content" not in message
+        if follows_answer and is_only_calls:
             messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
             return
-        messages.append({**message, **extra})
+        messages.append({**message, **loss_flag})
 
     def _loss_flag(self, item: Mapping[str, Any]) -> dict[str, bool]:
-        """Return {"loss": whether the message is trained}, from any of the keys `flags`; {} if it has none of them."""
+        """Return {"loss": whether the message is trained}, from any of the keys `flags`; {} if it has none of them.
+        RowError if two contradict each other, or a value is neither true nor false (nor 1 nor 0).
+        """
         flags: dict[str, bool] = {}
         for key, meaning in self.flags.items():
             value = item.get(key)
@@ -157,19 +173,19 @@ class MessageReader:
                 raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
             is_trained = bool(value) is meaning
             if flags.setdefault("loss", is_trained) != is_trained:
-                raise RowError(
-                    "{keys} contradict each other", keys=quoted_keys({k: 0 for k in self.flags if k in item})
-                )
+                present = {name: item[name] for name in self.flags if name in item}
+                raise RowError("{keys} contradict each other", keys=quoted_keys(present))
         return flags
 
     def _assistant_message(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
-        """Return an assistant's item as a message; the content of a `function_call` item is its tool calls."""
+        """Return an assistant's item as a message: text, reasoning and tool calls, which each may come under several
+        keys. The content of a `function_call` item is its calls. RowError if reasoning texts contradict each other.
+        """
         message = plain_message("assistant", "")
         thoughts = list(dict.fromkeys(thought for key in _REASONING_KEYS if (thought := _reasoning_of(item, key))))
         if len(thoughts) > 1:
-            raise RowError(
-                "{keys} contradict each other", keys=quoted_keys({k: 0 for k in _REASONING_KEYS if k in item})
-            )
+            present = {name: item[name] for name in _REASONING_KEYS if name in item}
+            raise RowError("{keys} contradict each other", keys=quoted_keys(present))
         calls: list[Any] = []
         if role == "function_call":
             value: Any = item.get(content_key)
@@ -179,7 +195,7 @@ class MessageReader:
         else:
             listed_calls = item.get("tool_calls")
             calls = self._tool_calls(parsed_json(listed_calls)) if listed_calls else []
-            if not calls or item.get(content_key) not in (None, ""):
+            if not calls or item.get(content_key) not in (None, ""):  # with calls an answer needs no text
                 message["content"], more_thoughts, more_calls = self._content(item, content_key, is_answer=True)
                 thoughts, calls = thoughts + more_thoughts, calls + more_calls
         if thoughts:
@@ -202,9 +218,9 @@ class MessageReader:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" or (is_answer and kind in ("reasoning", "thinking")):
-                held = next((name for name in (kind, "text", "value") if name in part), "text")
-                self.reader.skipped.update(_unread_keys(part, ("type", held)))
-                (texts if kind == "text" else thoughts).append(required_text(part, held))
+                text_key = next((name for name in (kind, "text", "value") if name in part), "text")
+                self.reader.skipped.update(_unread_keys(part, ("type", text_key)))
+                (texts if kind == "text" else thoughts).append(required_text(part, text_key))
             elif is_answer and kind == "tool_call":
                 self.reader.skipped.update(_unread_keys(part, ("type", "value")))
                 calls += self._tool_calls(parsed_json(part.get("value")))
@@ -302,24 +318,13 @@ def _result_text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        parts = [{key: held for key, held in part.items() if held not in (None, "", [], {})} for part in value]
+        parts = [{key: entry for key, entry in part.items() if entry not in (None, "", [], {})} for part in value]
         texts = [part.get("text", part.get("value", "")) for part in parts]
-        if all(isinstance(text, str) and len(part) == 1 + bool(text) for text, part in zip(texts, parts, strict=True)):
+        # A part that holds more than its type and its text would lose that.
+        num_entries = [2 if text else 1 for text in texts]
+        if num_entries == [len(part) for part in parts] and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-METADATA = frozenset(
-    {
-        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
-        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
-        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
-        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
-        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
-        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
-    }
-)
-"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
 
 
 def _unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:

@@ -29,7 +29,7 @@ class CurriculumOrder:
     """Short rows first, after competence-based curriculum learning (Platanios et al., NAACL 2019, arXiv 1903.09848).
 
     Each row comes once per epoch: a step draws from the rows within its limit, then from the next longer ones. Later
-    epochs are shuffled. `lengths`: each row's longest sample, tokens [rows]; `limits`: of the first steps.
+    epochs are shuffled, by `key`. `lengths`: each row's longest sample, tokens [rows]; `limits`: of the first steps.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class ScheduledMixture:
         self.num_rows = max(1, round(sum(mean * size for mean, size in zip(means, self.sizes, strict=True))))
         self.steps_per_epoch = steps_per_epoch(self.num_rows, global_size)
         self.total_steps = train.max_steps or train.over_epochs(self.steps_per_epoch)
-        self._taken = [[0] * len(sources)]
-        self._owed = [0.0] * len(sources)
+        self._taken = [[0] * len(sources)]  # of each step so far: rows taken before it, from each source
+        self._owed = [0.0] * len(sources)  # rows that each source is short of after these steps
 
     def shares(self, step: int) -> list[float]:
         """Return the share of each source in the rows of a step (numbered from 0); they sum to 1."""

@@ -43,50 +43,64 @@ def plan_sequences(
     `window`: how many samples are packed together, 0 all. `classes`: upper bounds of length classes (tokens, ascending)
     that are packed separately. `seed` decides which samples share a row and which are taken for a fractional weight.
     `sources`: those of training, with their weights; [] takes each sample once, or with `most` > 0 at most so many
-    (`evaluated_samples`). `size`: so many consecutive samples always share a row, as a preference pair does; then
-    nothing is packed. `share`: samples of one conversation are packed together, their common prefix once.
+    (`evaluated_samples`). `size`: so many consecutive samples, a unit, always share a row, as a preference pair does;
+    then nothing is packed. `share`: samples of one conversation are packed together, their common prefix once.
     """
     distance = cache.num_numbers - len(cache)  # in a `MismatchedCache` sample i shares a row with i + len(cache)
+    # The samples of a unit, relative to its first one.
     relative = range(0, 2 * distance, distance) if distance else range(size)
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         return _one_unit_per_row(size * evaluated_samples(cache, most, size), relative)
-    key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
-    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
-    key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []
+    key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
+    key += [micro_per_gpu] if packing is Packing.grouped else []
+    key += [{"most": most}] if is_capped else []
+    key += ["pairs"] if size > 1 else []
+    key += [{"shared": LEAST_SHARED}] if share else []
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
         key.append({"weights": points if by_source else [], "classes": classes})
 
+    def rows_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        if packing is Packing.packed:
+            return pack(lengths, max_length, window)
+        return group(lengths, micro_per_gpu * max_length) if packing is Packing.grouped else np.arange(len(lengths))
+
     def build(folder: Path) -> tuple[int, list[int]]:
-        chosen = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
-        units = _Units(cache, chosen, size, max_length if share else 0, f"plan {seed}")
+        numbers = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
+        units = _Units(cache, numbers, size, max_length if share else 0, f"plan {seed}")
         # A row holds units of one kind: of a source, or of a class of length.
         kinds = cache.sources()[units.first] if by_source else np.searchsorted(classes, units.longest)
-        rows, bounds = np.empty(len(kinds), np.int64), [0]
-        for kind in range(len(sources) if by_source else len(classes) + 1):
-            of_kind = np.flatnonzero(kinds == kind)
-            if packing is Packing.packed:
-                row_of = pack(units.lengths[of_kind], max_length, window)
-            elif packing is Packing.grouped:
-                row_of = group(units.lengths[of_kind], micro_per_gpu * max_length)
-            else:
-                row_of = np.arange(len(of_kind))
-            rows[of_kind] = row_of + bounds[-1]
-            bounds.append(bounds[-1] + int(row_of.max(initial=-1)) + 1)
+        num_kinds = len(sources) if by_source else len(classes) + 1
+        rows, bounds = _rows_by_kind(units.lengths, kinds, num_kinds, rows_of)
         units.save(folder, rows, relative)
         return bounds[-1], bounds if by_source else []
 
     return saved_plan(cache_dir, key, build)
 
 
+def _rows_by_kind(
+    lengths: NDArray[np.int64], kinds: NDArray[np.int64], num_kinds: int, rows_of: Callable[..., NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], list[int]]:
+    """Return the row of each unit, [units], where each kind (0 … num_kinds - 1) has its own rows; and the first row of
+    each kind, and the end. `rows_of`: lengths of units (tokens) -> their rows, from 0 on.
+    """
+    rows, bounds = np.empty(len(kinds), np.int64), [0]
+    for kind in range(num_kinds):
+        of_kind = np.flatnonzero(kinds == kind)
+        rows_of_kind = rows_of(lengths[of_kind])
+        rows[of_kind] = bounds[-1] + rows_of_kind
+        bounds.append(bounds[-1] + int(rows_of_kind.max(initial=-1)) + 1)
+    return rows, bounds
+
+
 class _Units:
-    """Units of packing, shuffled: `size` samples that stay together, or with `capacity` (tokens) the samples of a
-    conversation that share a prefix. `numbers`: of the units of `size` samples.
+    """Units of packing, shuffled by `key`: `size` samples that stay together, or with `capacity` (a unit's most tokens)
+    the samples of a conversation that share a prefix. `numbers`: unit n is the samples from n x size on.
     """
 
     def __init__(
@@ -100,13 +114,13 @@ class _Units:
 
             self.samples = np.sort(numbers)
             self.shared = shared_prefixes(cache, self.samples, capacity)
-            self.begins = np.flatnonzero(self.shared == 0)
+            self.begins = np.flatnonzero(self.shared == 0)  # of each unit before shuffling, an index of `samples`
             self.sizes = np.diff(self.begins, append=len(numbers))
             numbers = np.arange(len(self.begins))
         self.numbers = numbers[sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))]
         self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
         """First sample of each unit, [units]."""
-        self.lengths = self.longest = cache.lengths(self.first)
+        self.lengths = self.longest = cache.lengths(self.first)  # tokens of a unit, and of its longest sample
         if self.samples is not None:
             lengths = cache.lengths(self.samples)
             self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
@@ -149,16 +163,17 @@ def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: in
     if all(weight == 1 for weight in weights):
         return everything
     source_of = cache.sources()[::size]
-    chosen = []
+    parts = []
     for number, weight in enumerate(weights):
         of_source = everything[source_of == number]
-        chosen += [of_source] * int(weight)
-        part = round((weight - int(weight)) * len(of_source))
-        if not part and weight < 1:
-            part = min(1, len(of_source))  # a source that was named is never left out
-        if part:
-            chosen.append(of_source[sampler.Permutation(len(of_source), f"weight {seed} {number}")(np.arange(part))])
-    return np.concatenate(chosen) if chosen else everything[:0]
+        parts += [of_source] * int(weight)
+        num_more = round((weight - int(weight)) * len(of_source))
+        if not num_more and weight < 1:
+            num_more = min(1, len(of_source))  # a source that was named is never left out
+        if num_more:
+            order = sampler.Permutation(len(of_source), f"weight {seed} {number}")
+            parts.append(of_source[order(np.arange(num_more))])
+    return np.concatenate(parts) if parts else everything[:0]
 
 
 def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:
@@ -171,16 +186,16 @@ def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> 
     source_of = cache.sources()[::size]
     numbers, counts = np.unique(source_of, return_counts=True)
     proportional = counts * (most / len(source_of))
-    shares = np.maximum(1, np.floor(proportional).astype(np.int64))
+    shares = np.maximum(1, np.floor(proportional).astype(np.int64))  # samples of each source
     for source in np.argsort(shares - proportional, kind="stable")[: max(0, most - int(shares.sum()))]:
         shares[source] += 1  # the largest remainders first
     while shares.sum() > most and shares.max() > 1:
         shares[shares.argmax()] -= 1
-    chosen = []
+    parts = []
     for number, share in zip(numbers, shares, strict=True):
         of_source = np.flatnonzero(source_of == number)
-        chosen.append(of_source[sampler.Permutation(len(of_source), f"evaluation {number}")(np.arange(share))])
-    return np.sort(np.concatenate(chosen))
+        parts.append(of_source[sampler.Permutation(len(of_source), f"evaluation {number}")(np.arange(share))])
+    return np.sort(np.concatenate(parts))
 
 
 def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[np.int64]:
@@ -196,14 +211,14 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
     rows = np.empty(len(lengths), np.int64)
     num_rows = 0
     window = window or max(1, len(lengths))
-    for begin in range(0, len(lengths), window):
-        order = begin + np.argsort(-lengths[begin : begin + window], kind="stable")
+    for window_begin in range(0, len(lengths), window):
+        order = window_begin + np.argsort(-lengths[window_begin : window_begin + window], kind="stable")
         stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
         rooms = 0
-        for start in range(0, len(order), _SLICE):
-            part = order[start : start + _SLICE]
-            placed = []
-            for length in lengths[part].tolist():
+        for slice_begin in range(0, len(order), _SLICE):  # lists of all numbers would take much memory
+            samples = order[slice_begin : slice_begin + _SLICE]
+            rows_of_samples = []
+            for length in lengths[samples].tolist():
                 fitting = rooms >> length
                 if fitting:
                     room = length + (fitting & -fitting).bit_length() - 1
@@ -217,8 +232,8 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
                 if left:
                     stacks[left].append(row)
                     rooms |= 1 << left
-                placed.append(row)
-            rows[part] = placed
+                rows_of_samples.append(row)
+            rows[samples] = rows_of_samples
     return rows
 
 
@@ -228,18 +243,18 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     """
     order = np.argsort(-lengths, kind="stable")
     groups = np.empty(len(lengths), np.int64)
-    start = number = 0
-    while start < len(order):
-        padded = -(-int(lengths[order[start]]) // PAD_MULTIPLE) * PAD_MULTIPLE
-        end = start + max(1, budget // padded)
-        groups[order[start:end]] = number
-        start, number = end, number + 1
+    begin = number = 0
+    while begin < len(order):
+        padded_length = -(-int(lengths[order[begin]]) // PAD_MULTIPLE) * PAD_MULTIPLE  # of the group's longest sample
+        end = begin + max(1, budget // padded_length)
+        groups[order[begin:end]] = number
+        begin, number = end, number + 1
     return groups
 
 
 def saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
     """Return the plan saved under a hash of `key`, all that it depends on; else make it now: `build` saves the arrays
-    into a directory and returns the number of rows and the bounds of the sources.
+    into a directory and returns the number of rows, and the first row of each source and the end ([] if rows mix them).
     """
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     with built_once(target, lambda folder: (folder / "plan.json").is_file()) as folder:

@@ -96,15 +96,15 @@ def takes_each_once(cache: store.TokenizedCache, sources: Sequence[SourceConfig]
 
 
 def joined_ranges(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return begins[0], begins[0] + 1, … (counts[0] numbers), then begins[1], …, [sum of counts]."""
+    """Return `counts[i]` numbers from `begins[i]` on, for one i after another: [5, 0] and [2, 3] give 5, 6, 0, 1, 2."""
     return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
 def load_plan(folder: Path) -> PackingPlan:
     """Return a saved plan; its arrays are memory-mapped, so that processes of a node share them."""
-    arrays = [
+    members, offsets, shared = (
         np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
         for path in (folder / "members.npy", folder / "offsets.npy", folder / "shared.npy")
-    ]
+    )
     about = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return PackingPlan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())), arrays[2])
+    return PackingPlan(about["num_rows"], members, offsets, folder, tuple(about.get("bounds", ())), shared)

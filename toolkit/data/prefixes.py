@@ -23,19 +23,22 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
     trained token stays that of one sample, next to the state that it is predicted from, and no loss knows of trees.
     """
     shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
-    before, size, latest = np.empty(0, cache.dtype), 0, -1
-    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
-        if index - 1 != latest:
-            before, _ = cache[samples[index - 1]]
-            size = len(before)
-        ids, trained = cache[samples[index]]
-        common = _common_prefix(before, ids, trained)
-        if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
-            shared[index] = common
+    unit_tokens = 0
+    ids, index_of_ids = np.empty(0, cache.dtype), -1
+    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():  # samples whose row is that of the one before
+        if index_of_ids == index - 1:
+            ids_before = ids
         else:
-            size = 0
-        size += len(ids) - int(shared[index])
-        before, latest = ids, index
+            ids_before, _ = cache[samples[index - 1]]
+            unit_tokens = len(ids_before)
+        ids, trained = cache[samples[index]]
+        index_of_ids = index
+        common = _common_prefix(ids_before, ids, trained)
+        if common >= LEAST_SHARED and unit_tokens + len(ids) - common <= capacity:
+            shared[index] = common
+            unit_tokens += len(ids) - common
+        else:
+            unit_tokens = len(ids)
     return shared
 
 

@@ -21,7 +21,6 @@ from toolkit.tables import text_table
 
 _BAR = 40
 
-
 Style = Mapping[str, tuple[str, str]]
 """What is put before and after a stretch of tokens of a kind, if anything: colours, or brackets without them."""
 COLOURS: Style = {
@@ -63,17 +62,17 @@ def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -
     """Return a sample's text as (kind, text) spans; kind is trained, context or special. `ids`, `trained`: its tokens
     and loss mask, [tokens]; special tokens are shown by their names.
     """
-    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    special_ids = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
     spans: list[tuple[str, str]] = []
-    pairs = [(int(token), bool(is_trained)) for token, is_trained in zip(ids, trained, strict=True)]
-    for is_trained, stretch in groupby(pairs, key=lambda pair: pair[1]):
+    tokens = [(int(token), bool(is_trained)) for token, is_trained in zip(ids, trained, strict=True)]
+    for is_trained, stretch in groupby(tokens, key=lambda token_and_mask: token_and_mask[1]):
         parts = []
-        for is_special, group in groupby((token for token, _ in stretch), key=special.__contains__):
-            tokens = list(group)
+        for is_special, group in groupby((token for token, _ in stretch), key=special_ids.__contains__):
+            group_ids = list(group)
             if is_special:
-                parts.append(("special", "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))))
+                parts.append(("special", "".join(map(str, tokenizer.convert_ids_to_tokens(group_ids)))))
             else:
-                text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                text = tokenizer.decode(group_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 parts.append(("context", text))
         # A trained end token keeps the colour of what is trained.
         spans += [("trained", "".join(text for _, text in parts))] if is_trained else parts
@@ -89,20 +88,22 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
     """Return how two token sequences differ, those of training and of serving: the first difference as ids, then all
     as text, styled as removed where it is only in `trained`, and as added where it is only in `served`.
     """
-    parts: list[str] = []
-    first = ""
-    for kind, *bounds in SequenceMatcher(None, trained, served, autojunk=False).get_opcodes():
-        ids, others = trained[bounds[0] : bounds[1]], served[bounds[2] : bounds[3]]
+    texts: list[str] = []
+    first_difference = ""
+    matcher = SequenceMatcher(None, trained, served, autojunk=False)
+    for kind, begin, end, served_begin, served_end in matcher.get_opcodes():
+        ids, others = trained[begin:end], served[served_begin:served_end]
         if kind == "equal":
-            short = len(ids) <= 2 * _AROUND
-            shown = [ids] if short else [ids[:_AROUND] if parts else [], ids[-_AROUND:]]
-            parts.append("…".join(printable(tokenizer.decode(part)) for part in shown))
+            is_short = len(ids) <= 2 * _AROUND
+            shown = [ids] if is_short else [ids[:_AROUND] if texts else [], ids[-_AROUND:]]
+            texts.append("…".join(printable(tokenizer.decode(part)) for part in shown))
             continue
-        pair = {"ids": list(ids[:5]), "others": list(others[:5])}
-        first = first or tr("at token {place}: {ids} -> {others}", place=bounds[0], **pair)
+        first_difference = first_difference or tr(
+            "at token {place}: {ids} -> {others}", place=begin, ids=list(ids[:5]), others=list(others[:5])
+        )
         for name, part in (("removed", ids), ("added", others)):
-            parts += [_in_style(name, printable(tokenizer.decode(part)), style)] if part else []
-    return f"{first}  {''.join(parts)}"
+            texts += [_in_style(name, printable(tokenizer.decode(part)), style)] if part else []
+    return f"{first_difference}  {''.join(texts)}"
 
 
 def histogram(lengths: NDArray[np.int64], bins: int = 10) -> list[str]:
@@ -161,12 +162,10 @@ def count_lines(
     lengths = cache.lengths()
     filled = padding_line(cfg, packing, cache, plan)
     labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())
+    held = f"{held_out // size:,}"
     return [
         *text_table(heads, rows),
-        *(
-            [tr("Held out for validation: {count} {unit}.", count=f"{held_out // size:,}", unit=heads[3])]
-            * bool(held_out)
-        ),
+        *([tr("Held out for validation: {count} {unit}.", count=held, unit=heads[3])] if held_out else []),
         *([tr("Training samples of each label: {labels}.", labels=labels)] if labels else []),
         tr("Skipped: {dropped} rows.", dropped=f"{sum(report.dropped.values()):,}"),
         *filter(None, [report.longer_rows(cfg.data)]),
@@ -195,31 +194,26 @@ def sample_lines(
     """Return the samples of `count` random rows of the plan as text, as lines; the same ones for the same seed."""
     # The cache knows its data by content: the run that made it may have called the same files otherwise.
     paths = [file.path for file in sources.locate_all(cfg.data, Path(cfg.prepare.dir))]
-    chosen = sampler.Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
-    lines = [legend(style), ""] if len(chosen) else []
-    for row in sorted(chosen.tolist()):
+    rows = sampler.Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
+    lines = [legend(style), ""] if len(rows) else []
+    for row in sorted(rows.tolist()):
         filled = 0
         for number, sample in enumerate(plan[row]):
             ids, trained = cache[sample]
             shared = plan.prefixes(row)[number] if plan.shared is not None else 0
             filled += len(ids) - shared
-            lines += [
-                tr(
-                    "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
-                    row=row,
-                    sample=sample,
-                    where=cache.where(sample, paths),
-                    tokens=len(ids),
-                    trained=int(trained.sum()),
-                )
-                + _label(cfg, cache, sample),
-                *(
-                    [_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)]
-                    if shared
-                    else []
-                ),
-                marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style),
-            ]
+            head = tr(
+                "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
+                row=row,
+                sample=sample,
+                where=cache.where(sample, paths),
+                tokens=len(ids),
+                trained=int(trained.sum()),
+            )
+            lines.append(head + _label(cfg, cache, sample))
+            if shared:
+                lines.append(_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style))
+            lines.append(marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style))
         if packing is schema.Packing.packed:
             empty = cfg.data.max_length - filled
             lines.append(_in_style("padding", tr("padding x {count}", count=empty), style) if empty else "")
@@ -231,9 +225,10 @@ def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> s
     """Return ", " and a sample's role (query, rejected answer, …) or value (label, margin, good or bad answer); ""
     if it has neither. `sample`: its index in the split.
     """
-    index, role = sample % objective.data_unit(cfg)[1], ""
+    index = sample % objective.data_unit(cfg)[1]  # in its pair, or in its row's query, positive and negatives
     if cfg.task.kind is schema.TaskKind.embed:
         return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(index, 2)]
+    role = ""
     if objective.has_pairs(cfg):
         role = ", " + (tr("the rejected answer") if index else tr("the chosen answer"))
     if (values := cache.values([sample])) is None:

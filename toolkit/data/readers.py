@@ -27,7 +27,6 @@ MEMBER = rf"{_TEXT}\s*:\s*(?:{_TEXT}|[-+.\w]+)"
 _BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{MEMBER}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\s*\{{)")
 """What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 
-
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 LARGEST_LINE_BYTES = 1 << 28
 _LEAST_BLOCK_BYTES = 1 << 20
@@ -79,20 +78,21 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     is read of a source than its files' `max_rows`. `limits`, one per file: stop reading the file once so many rows were
     read from all limited files (0: no limit).
     """
-    rows_read, read_of_source, least_bytes = 0, Counter[int](), block_bytes(total_bytes(files))
+    least_bytes = block_bytes(total_bytes(files))
+    limited_rows, rows_of_source = 0, Counter[int]()  # that were read so far
     for number, file in enumerate(files):
         with_known_format: DataFile | None = None
         limit = limits[number] if limits else 0
-        of_file = blocks(file.path, least_bytes, file.columns.values())
+        blocks_of_file = blocks(file.path, least_bytes, file.columns.values())
         while True:
-            counts = ((limit, rows_read), (file.max_rows, read_of_source[file.source]))
-            rows_left = min((most - count for most, count in counts if most), default=None)
-            if (rows_left is not None and rows_left <= 0) or (block := next(of_file, None)) is None:
+            most_and_read = ((limit, limited_rows), (file.max_rows, rows_of_source[file.source]))
+            rows_left = min((most - count for most, count in most_and_read if most), default=None)
+            if (rows_left is not None and rows_left <= 0) or (block := next(blocks_of_file, None)) is None:
                 break
             if rows_left is not None:
                 block, count = first_rows_of(block, rows_left)
-                read_of_source[file.source] += count
-                rows_read += count if limit else 0
+                rows_of_source[file.source] += count
+                limited_rows += count if limit else 0
             if with_known_format is None:
                 with_known_format = with_format(file, block)
             yield FileBlock(number, with_known_format or file, block)
@@ -139,12 +139,12 @@ def uncompressed_name(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def block_bytes(total_bytes: int) -> int:
+def block_bytes(data_bytes: int) -> int:
     """Return the least bytes of a block for data of this size: at most _MOST_BLOCKS of them. A power of two, so that it
     seldom changes when data are added, and the cached parts of unchanged blocks can be reused.
     """
     size = _LEAST_BLOCK_BYTES
-    while total_bytes > size * _MOST_BLOCKS:
+    while data_bytes > size * _MOST_BLOCKS:
         size *= 2
     return size
 
@@ -165,8 +165,8 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 first += len(batch)
         return
     with open_data_file(path) as (file, raw):
-        item = 0
-        _check_start(file.peek(4096)[:4096], path)
+        first_item = 0  # items of a JSON array are numbered from 1, other rows not at all
+        _check_encoding(file.peek(4096)[:4096], path)
         if name.endswith((".csv", ".tsv")):
             from toolkit.data.csv_files import csv_rows
 
@@ -174,19 +174,19 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         elif (start := start_of_row_list(file, path, {*FIELDS, *columns})) is not None:
             from toolkit.data.json_lists import JsonListReader
 
-            rows, item = JsonListReader(file, path, start).items(), 1
+            rows, first_item = JsonListReader(file, path, start).items(), 1
         else:
             yield from _line_blocks(file, raw, path, least_bytes)
             return
         with closing(rows):  # before the file that it reads
             while content := list(islice(rows, _ROWS_PER_BLOCK)):
                 first = content[0][0]
-                yield Block(first, [(number - first, value) for number, value in content], raw.tell(), item)
-                item += len(content) if item else 0
+                yield Block(first, [(line - first, value) for line, value in content], raw.tell(), first_item)
+                first_item += len(content) if first_item else 0
 
 
-def _check_start(start: bytes, path: Path) -> None:
-    """Raise a DataError for a file that does not begin with text in UTF-8, unless single rows are meant."""
+def _check_encoding(start: bytes, path: Path) -> None:
+    """Raise a DataError for a file that is not text in UTF-8, by its first bytes; broken rows are left to readers."""
     with suppress(UnicodeDecodeError):
         if "\0" not in codecs.utf_8_decode(start)[0]:
             return
@@ -206,7 +206,7 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
     match = _BEFORE_ROWS.match(text)
     if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
         return None
-    if "\n" not in match[0].strip():
+    if "\n" not in match[0].strip():  # the list begins in the first line, which may be a row all the same
         with open_data_file(path) as (again, _):
             line = again.readline(LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
@@ -242,7 +242,7 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
     `file`: decompressed; `raw`: the file on disk, for the progress.
     """
     lines: list[bytes] = []
-    size, first, number, at_end = 0, 1, 0, False
+    size, first_line, number, at_end = 0, 1, 0, False  # bytes and first line of the block; number of the line read
     while not at_end:
         line = file.readline(LARGEST_LINE_BYTES)
         at_end = not line
@@ -265,8 +265,8 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
         if is_cut or at_end:
             content = b"".join(lines)
             if content.strip():  # the lines of a blank block would be looked at one by one
-                yield Block(first, content, raw.tell())
-            lines, size, first = [], 0, number + 1
+                yield Block(first_line, content, raw.tell())
+            lines, size, first_line = [], 0, number + 1
 
 
 def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
@@ -281,6 +281,10 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
 
 
 def place_of(path: Path, block: Block, offset: int, ordinal: int) -> str:
-    """Return "file:line" of a row of a block; of an item of a JSON array also its number, as one line may hold all."""
-    place = f"{path}:{block.first + offset}"
-    return f"{place} {tr('(item {number})', number=f'{block.first_item + ordinal:,}')}" if block.first_item else place
+    """Return "file:line" of a row of a block; of an item of a JSON array also its number, as one line may hold all.
+    `offset`: its line minus the block's first; `ordinal`: rows of the block before it.
+    """
+    file_and_line = f"{path}:{block.first + offset}"
+    if not block.first_item:
+        return file_and_line
+    return f"{file_and_line} {tr('(item {number})', number=f'{block.first_item + ordinal:,}')}"

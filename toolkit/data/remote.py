@@ -79,10 +79,11 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, but hands no token to another server, and leaves no encryption."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        """Return the request to the new URL, or None as urllib does; HTTPError if it would leave https."""
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
         if request is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
             request.remove_header("Authorization")
-        if urlsplit(newurl).scheme != "https" == urlsplit(req.full_url).scheme:
+        if urlsplit(req.full_url).scheme == "https" and urlsplit(newurl).scheme != "https":
             raise HTTPError(newurl, code, "redirected from https to http", headers, fp)
         return request
 
@@ -115,7 +116,8 @@ class _RangeReader(io.RawIOBase):
         """Read up to so many bytes as there is room for; ask for more of them than that if it is little."""
         if not self._begin <= self.at < self._begin + len(self._content):
             end = min(self.facts.size, self.at + max(len(buffer), _RANGE_BYTES))
-            self._begin, self._content = self.at, read_range(self.url, self.at, end) if self.at < end else b""
+            self._content = read_range(self.url, self.at, end) if self.at < end else b""
+            self._begin = self.at
         offset = self.at - self._begin
         content = self._content[offset : offset + len(buffer)]
         buffer[: len(content)] = content
@@ -150,14 +152,14 @@ def _persist(url: str, attempt: Callable[[], bool]) -> None:
     """
     failures = 0
     while True:
-        after = ""
+        retry_after = ""  # seconds, if the server says so
         try:
             if attempt():
                 return
             failures = 0
             continue
         except HTTPError as error:
-            after, reason = error.headers.get("Retry-After") or "", f"HTTP {error.code} {error.reason}"
+            retry_after, reason = error.headers.get("Retry-After") or "", f"HTTP {error.code} {error.reason}"
             is_final = error.code not in _RETRIED
         except (OSError, HTTPException, ValueError) as error:
             is_final, reason = False, f"{type(error).__name__}: {reason_of(error)}"
@@ -170,7 +172,7 @@ def _persist(url: str, attempt: Callable[[], bool]) -> None:
                 reason=reason if is_final else tr("{reason}, {count} times in a row", reason=reason, count=failures),
             )
         wait_s = min(_LONGEST_WAIT_S, 2.0 ** (failures - 1))
-        time.sleep(min(_LONGEST_WAIT_S, float(after)) if after.isdigit() else wait_s)
+        time.sleep(min(_LONGEST_WAIT_S, float(retry_after)) if retry_after.isdigit() else wait_s)
 
 
 def _opened(url: str, begin: int, end: int) -> Any:
@@ -194,7 +196,7 @@ def _read_rest(answer: Any, content: bytearray, size: int) -> None:
 
 
 def _check(url: str, answer: Any, begin: int) -> None:
-    """Raise a DataError for an answer that is not of the file as it was at first; others as `_size_by_range`."""
+    """Raise a DataError for an answer that is not of the file as it was at first, and what `_size_by_range` raises."""
     size, facts = _size_by_range(url, answer, begin), _facts(url)
     if size != facts.size or (not facts.is_fixed and _tag(answer) != facts.tag):
         raise DataError("{path} was changed while the run was reading it. Restore it, then resume the run.", path=url)
@@ -225,16 +227,17 @@ def _tag(answer: Any) -> str:
 
 @lru_cache(1 << 16)
 def _facts(url: str) -> _Facts:
-    """Return a file's size and tag."""
-    facts = [_listed[url]] if url in _listed else []
+    """Return a file's size and tag, from the listing that named it or by asking its server for the first byte."""
+    if url in _listed:
+        return _listed[url]
+    facts: list[_Facts] = []
 
     def attempt() -> bool:
         with _opened(url, 0, 1) as answer:
             facts.append(_Facts(_size_by_range(url, answer, 0), _tag(answer)))
         return True
 
-    if not facts:
-        _persist(url, attempt)
+    _persist(url, attempt)
     return facts[0]
 
 
@@ -270,7 +273,9 @@ def files_of_url(path: str) -> list[Path]:
 
 
 def with_sizes(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, of which sizes are read, several at a time; DataError for one that is missing or empty."""
+    """Return the files; their sizes, which `_facts` keeps, are asked for, several at a time. DataError for one that is
+    missing or empty.
+    """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         sizes = [*pool.map(lambda path: path.stat().st_size, paths)]
     for path, size in zip(paths, sizes, strict=True):
@@ -280,7 +285,9 @@ def with_sizes(paths: Sequence[Path]) -> list[Path]:
 
 
 def files_of_hub(source: SourceConfig) -> list[Path]:
-    """Return the files of a dataset on Hugging Face, at the commit that its revision is now; may raise anything."""
+    """Return the files of a split of a dataset on Hugging Face, as URLs at the commit that its revision is now, and
+    keep their sizes and tags. May raise anything: the caller explains it.
+    """
     import datasets
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.hf_api import RepoFile
@@ -295,17 +302,18 @@ def files_of_hub(source: SourceConfig) -> list[Path]:
     by_split = builder.config.data_files or {}
     if source.split not in by_split:
         raise ValueError(f"no split '{source.split}' in {sorted(map(str, by_split))}")
-    names = [re.fullmatch(r"hf://datasets/[^@]+@([^/]+)/(.+)", name) for name in by_split[source.split]]
-    named = [(match[1], match[2]) for match in names if match]
-    if not named or len(named) < len(names):
+    urls = by_split[source.split]
+    matches = [match for url in urls if (match := re.fullmatch(r"hf://datasets/[^@]+@([^/]+)/(.+)", url))]
+    if not matches or len(matches) < len(urls):
         raise ValueError("files outside of the repository")
-    commit, details = named[0][0], dict[str, RepoFile]()
-    paths: list[Path] = []
-    for begin in range(0, len(named), _LISTED_AT_ONCE):
-        part = [name for _, name in named[begin : begin + _LISTED_AT_ONCE]]
+    commit, names = matches[0][1], [match[2] for match in matches]
+    details: dict[str, RepoFile] = {}
+    for begin in range(0, len(names), _LISTED_AT_ONCE):
+        part = names[begin : begin + _LISTED_AT_ONCE]
         items = HfApi().get_paths_info(source.hub, part, revision=commit, repo_type="dataset")
         details |= {item.path: item for item in items if isinstance(item, RepoFile)}
-    for _, name in named:
+    paths: list[Path] = []
+    for name in names:
         item = details[name]
         paths.append(RemotePath(hf_hub_url(source.hub, name, repo_type="dataset", revision=commit)))
         _listed[str(paths[-1])] = _Facts(item.size, item.lfs.sha256 if item.lfs else item.blob_id, is_fixed=True)

@@ -13,6 +13,7 @@ from toolkit.messages import RowError, current_language, listed, tr
 LARGEST_ROW_BYTES = 1 << 24
 """Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 def parse_row(row: object) -> object:
@@ -120,14 +121,11 @@ def parsed_json(value: object) -> object:
     return value
 
 
-_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-
-
 def conversation_in(value: object) -> object:
     """Return the messages that a text holds, as JSON or as in Anthropic's HH-RLHF; other values unchanged."""
     if not isinstance(value, str) or not _SPEAKER.match(value):
         return parsed_json(value)
-    parts = _SPEAKER.split(value)[1:]
+    parts = _SPEAKER.split(value)[1:]  # role, content, role, content, …
     return [
         {"role": role.lower(), "content": content.strip()}
         for role, content in zip(parts[::2], parts[1::2], strict=True)
@@ -181,11 +179,13 @@ def kind_of(value: object) -> str:
     if isinstance(value, str):
         return tr("a text") if value.strip() else tr("an empty text")
     if value is None or isinstance(value, bool | int | float):
-        return " " * (current_language() == "zh") + json.dumps(value)  # a space between Chinese and code
+        space = " " if current_language() == "zh" else ""  # between Chinese and code
+        return space + json.dumps(value)
     return tr("a list") if isinstance(value, list) else tr("an object")
 
 
 def quoted_keys(row: Mapping[str, Any]) -> str:
     """Return the keys of a row, quoted, for an error message: at most eight, of 40 characters each."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
-    return listed(*names, *["…"] * (len(row) > 8)) or tr("no keys at all")
+    names += ["…"] if len(row) > 8 else []
+    return listed(*names) or tr("no keys at all")

@@ -107,8 +107,13 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
         (status.st_dev, status.st_ino or str(path))
         for path, status in ((file.path, file.path.stat()) for file in files)
     ]
-    seen: dict[Hashable, list[DataFile]] = {}
+    seen: dict[Hashable, list[DataFile]] = {}  # by identity and columns: the first file of each source
     training = len(data.sources)
+
+    def source_key(file: DataFile) -> str:
+        in_training, in_validation = f"data.sources[{file.source}]", f"data.validation[{file.source - training}]"
+        return in_training if file.source < training else in_validation
+
     for file, identity in zip(files, identities, strict=True):
         # Other columns or another format make other samples of the same rows, such as a translation in both directions.
         others = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
@@ -116,12 +121,7 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
             formats = {other.row_format, file.row_format}
             if other.source == file.source or (len(formats) > 1 and RowFormat.auto not in formats):
                 continue
-            first, second = (
-                f"data.sources[{each.source}]"
-                if each.source < training
-                else f"data.validation[{each.source - training}]"
-                for each in (other, file)
-            )
+            first, second = source_key(other), source_key(file)
             named = f"{file.path}" if other.path == file.path else f"{other.path} = {file.path}"
             if other.source < training <= file.source:
                 raise DataError(

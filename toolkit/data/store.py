@@ -140,10 +140,13 @@ class TokenizedCache:
 
     def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
         """Return the values (see `has_values`) of the samples `indices`, [len(indices)]; None if samples have none."""
-        return None if self._values is None else self._values[self.members[np.asarray(indices, np.int64) % len(self)]]
+        if self._values is None:
+            return None
+        samples = np.asarray(indices, np.int64) % len(self)  # of a `MismatchedCache`, sample i also has i + len(self)
+        return self._values[self.members[samples]]
 
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:
-        """Return "file:line" of a sample of this split; `paths`: of all files, else as when the cache was made."""
+        """Return "file:line" of a sample of this split. `paths`: of all files now, else those of the build."""
         member = self.members[index]
         number = self.files[member]
         path = paths[number] if paths else self._file_facts[number]["path"]
@@ -181,7 +184,7 @@ class CacheWriter:
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder, self.dtype = folder, dtype
         self._num_rows = 0
-        self._columns: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype)] for name, dtype in _COLUMNS.items()}
+        self._columns: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, type_)] for name, type_ in _COLUMNS.items()}
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
         self._rest = np.empty(0, np.bool_)  # of the mask, fewer than the eight tokens of a byte, not written yet
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}

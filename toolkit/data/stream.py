@@ -81,7 +81,9 @@ class Start(NamedTuple):
 
 
 def _serve(function: Callable[..., Part], language: str) -> None:
-    """Prepare a worker process; it outlives a SIGTERM of the run, which still needs batches for its last step."""
+    """Prepare a worker process to call `function`, with messages in `language`. It ignores SIGTERM and SIGINT: the run
+    that got one still needs batches for its last step.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children.keep_function(function, language)
@@ -150,27 +152,31 @@ class Stream:
         return estimates
 
     def _estimate(self, source: int) -> Estimate:
+        """Return what a pass over a source holds, by tokenizing `_sampled_blocks`. They become sequences window by
+        window, as in training; what is left of the last window counts like the others.
+        """
         samples, report, num_bytes = list[StreamSample](), PrepareReport(), 0.0
-        begin, num_sequences = 0, 0.0  # of the window, of the windows before it
+        window_begin, num_sequences = 0, 0.0  # an index of `samples`; of the windows before that
         for piece, block, size in self._sampled_blocks(source):
             file = piece.file_with_format
             part = encode(self.maker, file, block)
-            self._check(piece, block, part)
+            self._checked_first_line(piece, block, part)
             report.add_part(BuiltPart(0, file, block, Path(), is_new=True), part.counts)
             samples += samples_of(part, piece, block)
             num_bytes += size
-            if self.is_full(samples[begin:]):
-                num_sequences, begin = num_sequences + len(self.sequences(samples[begin:], "")), len(samples)
-        if begin:
-            num_sequences *= len(samples) / begin
+            if self.is_full(samples[window_begin:]):
+                num_sequences += len(self.sequences(samples[window_begin:], ""))
+                window_begin = len(samples)
+        if window_begin:
+            num_sequences *= len(samples) / window_begin
         else:
             num_sequences = len(self.sequences(samples, ""))
         times = sum(self.sizes[source]) / max(1.0, num_bytes)
         return Estimate(samples=samples, report=report, times=times, num_sequences=times * num_sequences)
 
     def _sampled_blocks(self, source: int) -> Iterator[tuple[Piece, Block, float]]:
-        """Yield the first block of each of some equal parts of a source, with the bytes that it takes; of files that
-        are not seekable the first blocks.
+        """Yield (piece, first block, bytes that this takes in the file) of each of some equal parts of a source; of a
+        file that is not seekable its first blocks.
         """
         files, sizes, begun = self.sources[source], self.sizes[source], set[Path]()
         count = _SAMPLED_TABLE_PARTS if files[0].path.suffix.lower() == ".parquet" else _SAMPLED_PARTS
@@ -186,7 +192,7 @@ class Stream:
 
     @cached_property
     def shares(self) -> list[float]:
-        """Of each source in the sequences, so that its samples come `weight` times per epoch, as far as estimated."""
+        """Each source's share of the sequences, so that its samples come `weight` times per epoch, by the estimates."""
         sources = zip(self.estimates, self.data.sources, strict=True)
         parts = [estimate.num_sequences * source.weight for estimate, source in sources]
         return [part / sum(parts) for part in parts]
@@ -218,6 +224,7 @@ class Stream:
         """Return the source of a lane's sequence `number`. Shares hold over any stretch of a lane, up to a sequence."""
         if len(self.sources) == 1:
             return 0
+        # Multiples of the golden ratio, from 0 to 1, which spread evenly; each lane begins elsewhere.
         offset = int.from_bytes(hashlib.sha256(f"{self.seed} lane {lane}".encode()).digest()[:8], "big")
         value = (number * GOLDEN + offset) % WORD / WORD
         return bisect([*accumulate(self.shares)][:-1], value)
@@ -254,9 +261,9 @@ class Stream:
         """Return where a lane is in each source: at the beginning unless `positions` say where."""
         return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
 
-    def _check(self, piece: Piece, block: Block, part: Part) -> int:
-        """Raise a DataError for the first row that cannot be used, if none is to be skipped; return the block's line,
-        which is counted only if it is needed.
+    def _checked_first_line(self, piece: Piece, block: Block, part: Part) -> int:
+        """Raise a DataError for the first row that cannot be used, if none is to be skipped; return the block's first
+        line in its file, 0 if all rows can be used: counting the lines before it takes time.
         """
         if not part.counts.bad and not part.counts.too_long:
             return 0
@@ -271,10 +278,10 @@ class Stream:
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)
-        first, path = self._check(piece, block, part), piece.named_file.path
+        first_line, path = self._checked_first_line(piece, block, part), piece.named_file.path
         for row, reason, excerpt in counts.bad:
             self.bad_rows += 1
-            line = first + row.offset
+            line = first_line + row.offset
             if self.bad_rows <= _NAMED_BAD_ROWS:
                 warn("{file}:{line}: {reason}. The row is skipped.", file=path, line=line, reason=reason)
             if self.bad_rows_file:
@@ -294,7 +301,7 @@ class Stream:
             )
 
     def sequences(self, samples: list[StreamSample], key: str) -> list[list[StreamSample]]:
-        """Return the samples of a window as sequences, in the order in which they are trained."""
+        """Return the samples of a window as sequences, in the order in which they are trained, shuffled by `key`."""
         units = [samples[begin : begin + self.unit] for begin in range(0, len(samples), self.unit)]
         if self.data.shuffle_buffer and units:
             order = Permutation(len(units), f"{self.seed} {key}")(np.arange(len(units)))
@@ -356,6 +363,7 @@ class LaneReader:
         return begin + (end - begin) * self.done / max(1, len(self._sequences or ()))
 
     def _passes_at(self, start: Start) -> float:
+        """Return how many times the part was read when a block begins at `start`, by bytes."""
         done: float = self._ends[start.piece]
         if start.offset:
             piece = self.pieces[start.piece]
@@ -407,7 +415,7 @@ class LaneReader:
         self._ahead.append(_Ahead(start, piece, block, self.executor.submit(function, file, block)))
 
     def _read(self, start: Start) -> Iterator[tuple[Start, Piece, Block]]:
-        """Yield all blocks from a place on, pass after pass."""
+        """Yield (where it begins, piece, block) of all blocks from `start` on, pass after pass without end."""
         epoch, first, offset, line = start
         while True:
             is_empty = not (first or offset)
@@ -422,6 +430,7 @@ class LaneReader:
             epoch, first = epoch + 1, 0
 
     def _raise_fruitless(self) -> None:
+        """Raise the DataError for a part of which a whole pass gave nothing to train."""
         names = ", ".join(str(piece.file.path) for piece in self.pieces[:3])
         raise DataError(
             "no row can be trained in part {number} of {lanes} of data.sources[{source}] ({files}): a stream is "

@@ -93,8 +93,8 @@ class Piece:
         return _with_format(file.path, self.size, file.source, tuple(sorted(file.columns.items())), file.row_format)
 
     def blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
-        """Yield the blocks from a place on, each with the place where the next begins; DataError if the file's size is
-        not what it was when the stream was opened.
+        """Yield (block, offset and line where the next begins) from a place on, see `stream.Start`; DataError if the
+        file's size is not what it was when the stream was opened.
         """
         if size_of(self.file) != self.size:
             raise DataError(
@@ -107,11 +107,13 @@ class Piece:
                 yield from self._row_blocks(offset)
         else:
             for index, block in enumerate(readers.blocks(self.file.path, _BLOCK_BYTES, self.file.columns.values())):
-                share = (index * GOLDEN + GOLDEN) % WORD * self.size >> 64
-                if index >= offset and self.begin <= share < self.end:
+                # As if the block were at a byte that the golden ratio gives: pieces get shares by their bytes.
+                position = (index * GOLDEN + GOLDEN) % WORD * self.size >> 64
+                if index >= offset and self.begin <= position < self.end:
                     yield block, index + 1, 0
 
     def _line_blocks(self, offset: int, line: int) -> Iterator[tuple[Block, int, int]]:
+        """Yield as `blocks` of JSONL from the byte `offset` on, before which are `line` lines of the piece."""
         with readers.open_data_file(self.file.path) as (_, raw):
             end = _line_start(raw, self.end)
             offset = max(offset, _line_start(raw, self.begin))
@@ -127,6 +129,7 @@ class Piece:
                     yield Block(first, text, offset), offset, line
 
     def _row_blocks(self, offset: int) -> Iterator[tuple[Block, int, int]]:
+        """Yield as `blocks` of a Parquet file from row `offset` on (from 0); blocks end at multiples of _BLOCK_ROWS."""
         total = _num_rows(self.file.path, self.size)
         end = total * self.end // self.size
         offset = max(offset, total * self.begin // self.size)
@@ -157,6 +160,7 @@ def _line_start(raw: Any, at: int) -> int:
 
 @lru_cache(1 << 16)
 def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
+    """See `Piece.is_lines`; `size` keeps apart what is cached of a file before and after a change."""
     name = readers.uncompressed_name(path.name)
     if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
         return False
@@ -166,14 +170,14 @@ def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
 
 @lru_cache(1 << 16)
 def _num_rows(path: Path, size: int) -> int:
-    """Return the rows of a Parquet file."""
+    """Return the number of rows of a Parquet file of `size` bytes, by which a changed one is read again."""
     with reading(path, DataError), parquet_file(path) as file:
         return int(file.metadata.num_rows)
 
 
 @lru_cache(1 << 10)
 def _count_lines(path: Path, size: int, end: int) -> int:
-    """Return the lines that begin before a byte of a file."""
+    """Return how many lines of a file of `size` bytes (a changed one is read again) begin before the byte `end`."""
     count = 1
     with reading(path, DataError), path.open("rb") as file:
         while end > 0 and (content := file.read(min(1 << 20, end))):
@@ -224,6 +228,7 @@ def signatures_of(files: Sequence[DataFile]) -> list[list[Any]]:
 def _with_format(
     path: Path, size: int, source: int, columns: tuple[tuple[str, str], ...], row_format: RowFormat
 ) -> DataFile:
+    """See `Piece.file_with_format`; `auto` stays if no row can be parsed. `size`: as in `_is_lines_of`."""
     file = DataFile(path, source, row_format, dict(columns))
     for block in readers.blocks(path, _BLOCK_BYTES, file.columns.values()):
         if with_known_format := readers.with_format(file, block):

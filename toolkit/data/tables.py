@@ -33,16 +33,16 @@ def table_rows(
     import pyarrow
     import pyarrow.parquet
 
-    size, done = path.stat().st_size, 0
+    size, done = path.stat().st_size, 0  # bytes of the file; its rows before the next batch
     if path.suffix.lower() == ".parquet":
         with parquet_file(path) as file:
             total, names = file.metadata.num_rows, file.schema_arrow.names
             _check_row_count(total, size)
-            group, read = 0, [name for name in names if name in columns]
+            group, read_names = 0, [name for name in names if name in columns]
             while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
                 done, group = done + file.metadata.row_group(group).num_rows, group + 1
             groups = range(group, file.num_row_groups)
-            for full_batch in file.iter_batches(most_rows, row_groups=[*groups], columns=read) if groups else ():
+            for full_batch in file.iter_batches(most_rows, row_groups=[*groups], columns=read_names) if groups else ():
                 batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))
                 done += full_batch.num_rows
                 for rows in _table_rows_of(batch, names):
@@ -54,8 +54,8 @@ def table_rows(
             done += batch.num_rows
             _check_row_count(done, size)
             names = batch.schema.names
-            chosen = batch.select([index for index, name in enumerate(names) if name in columns])
-            for rows in _table_rows_of(chosen, names):
+            read_columns = batch.select([index for index, name in enumerate(names) if name in columns])
+            for rows in _table_rows_of(read_columns, names):
                 yield rows, mapped.tell()
 
 
@@ -108,18 +108,19 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
     batch.validate(full=True)
     decode = _json_decoder(batch.schema)
     kinds = {field.name: str(field.type) for field in batch.schema}
-    objects = [name for name, kind in kinds.items() if "struct<" in kind and _JSON not in kind]
-    others = dict.fromkeys(names)
+    with_objects = [name for name, kind in kinds.items() if "struct<" in kind and _JSON not in kind]
+    all_none = dict.fromkeys(names)
     for start in range(0, batch.num_rows, _TABLE_BATCH_ROWS):
         rows = batch.slice(start, _TABLE_BATCH_ROWS)
+        # Rows of about _TABLE_BATCH_BYTES together, if these are of equal size.
         step = max(1, min(_TABLE_BATCH_ROWS, _TABLE_BATCH_ROWS * _TABLE_BATCH_BYTES // max(rows.nbytes, 1)))
         for begin in range(0, rows.num_rows, step):
             piece = rows.slice(begin, step)
             if batch.num_columns:
-                read = [{**row, **{name: _without_nulls(row[name]) for name in objects}} for row in piece.to_pylist()]
-                yield [{**others, **decode(row)} for row in read]
+                dicts = ({**row, **{n: _without_nulls(row[n]) for n in with_objects}} for row in piece.to_pylist())
+                yield [{**all_none, **decode(row)} for row in dicts]
             else:
-                yield [others] * piece.num_rows
+                yield [all_none] * piece.num_rows
 
 
 def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -28,32 +28,44 @@ from toolkit.messages import ConfigError, DataError, clauses, joined, say, tr, w
 from toolkit.sample_types import ChatEncoder
 from toolkit.secrets import hide
 
+FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
+"""What `prepare.dir` holds; it may hold other things beside them."""
+_LENGTH_STEP = 128
+"""Tokens to a multiple of which a suggested `data.max_length` is rounded up."""
+MOST_LONGER = 0.01
+"""More rows than this fraction that are longer than `data.max_length` are a warning."""
+TOLERATED_BAD_ROWS = 10
+LEAST_BYTES_FOR_PROCESSES = 8 << 20
+"""Starting a process takes seconds; less data than this is tokenized at once."""
+_OLD_PARTS_S = 7 * 24 * 3600
+_opened: set[Path] = set()
+"""Stores that this process has opened before."""
+
 
 def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     """Return a sentence on why no cache below `stores` can be reused: what differs from `inputs` in the most similar
     one, the latest of these; "" if all differ in more than a third. `inputs`: see `_cache_inputs`.
     """
-    nearest: tuple[int, float, str, list[str]] | None = None  # count of differences, -mtime, name, differing inputs
+    candidates: list[tuple[int, float, str, list[str]]] = []  # number of differences, -mtime, name, differing inputs
     for folder in stores.glob("*"):
         if not store.is_complete(folder):
             continue
         inputs_of_cache = store.read_manifest(folder).get("inputs", {})
         differing = [name for name, value in inputs.items() if inputs_of_cache.get(name) != value]
-        entry = (len(differing), -folder.stat().st_mtime, folder.name, differing)
-        nearest = min(nearest, entry) if nearest else entry
-    # Of other data it is likely another recipe's cache.
-    if nearest is None or nearest[0] > len(inputs) // 3 or "files" in nearest[3]:
+        candidates.append((len(differing), -folder.stat().st_mtime, folder.name, differing))
+    if not candidates:
         return ""
-    inputs_of_cache = store.read_manifest(stores / nearest[2])["inputs"]
-    named = {
-        "encoder": tr("the tokenizer or its chat template"),
-        "texts": tr("the tokenizer or its chat template"),
-    }
-    words = [named.get(name, f"{name} {inputs_of_cache.get(name)} -> {inputs[name]}") for name in nearest[3]]
+    num_differing, _, cache_name, differing = min(candidates)
+    if num_differing > len(inputs) // 3 or "files" in differing:  # of other data: likely another recipe's cache
+        return ""
+    inputs_of_cache = store.read_manifest(stores / cache_name)["inputs"]
+    tokenizer = tr("the tokenizer or its chat template")
+    named = {"encoder": tokenizer, "texts": tokenizer}
+    changes = [named.get(name, f"{name} {inputs_of_cache.get(name)} -> {inputs[name]}") for name in differing]
     return tr(
         "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
-        name=nearest[2][:8],
-        changes=clauses(words),
+        name=cache_name[:8],
+        changes=clauses(changes),
     )
 
 
@@ -192,10 +204,10 @@ class PrepareReport(workers.RowCounts):
         limits = [source.max_samples for source in (*data.sources, *data.validation)]
         rows = [int(source["rows"]) for source in self.sources]
         total = sum(rows[: len(data.sources)])
-        # What the limit of all sources has cut says nothing about one of them.
+        # What the limit of all training sources has cut says nothing about one of them.
         first = len(data.sources) if total == data.max_samples else 0
-        read = [*zip(names, limits, rows, strict=True)][first:]
-        for name, limit, count in (*read, ("data", data.max_samples, total)):
+        sources = [*zip(names, limits, rows, strict=True)][first:]
+        for name, limit, count in (*sources, ("data", data.max_samples, total)):
             if count < limit:
                 say(
                     "{name}.max_samples = {limit}: there are {count} rows, all of which are used.",
@@ -237,20 +249,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}" if share >= 0.1 else f"{100 * share:.2g}"
 
 
-FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
-"""What `prepare.dir` holds; it may hold other things beside them."""
-_LENGTH_STEP = 128
-"""Tokens to a multiple of which a suggested `data.max_length` is rounded up."""
-MOST_LONGER = 0.01
-"""More rows than this fraction that are longer than `data.max_length` are a warning."""
-TOLERATED_BAD_ROWS = 10
-LEAST_BYTES_FOR_PROCESSES = 8 << 20
-"""Starting a process takes seconds; less data than this is tokenized at once."""
-_OLD_PARTS_S = 7 * 24 * 3600
-_opened: set[Path] = set()
-"""Stores that this process has opened before."""
-
-
 class CachePair(NamedTuple):
     """The finished cache's splits (validation is None if there is none) and what became of the rows."""
 
@@ -288,7 +286,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     is_new = folder not in _opened and (built or (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s())
     _opened.add(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
-    # The cache may be of a build that was allowed more of them.
+    # The cache may be of a build that was allowed more bad rows.
     builder.report = report
     builder.check_limit(builder.bytes, folder / store.BAD_ROWS)
     validation = store.TokenizedCache(folder, "validation") if report.validation_samples else None
@@ -296,8 +294,8 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
-    """Tokenize the blocks of `prepare.shard` ("2/8") into part files, which a later `prepare` without shard joins.
-    Return (parts of the shard, how many of them were not there yet).
+    """Tokenize the blocks of `prepare.shard` ("2/8": the second of eight shards) into part files, which a later
+    `prepare` without shard joins. Return (parts of the shard, how many of them were not there yet).
     """
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _CacheBuilder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
@@ -398,15 +396,16 @@ class _CacheBuilder:
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Write the cache into an empty directory: parts are appended in order while workers make later ones.
-        `manifest`: its first entries.
+        `manifest`: its first entries. DataError if too many rows are unusable, or a split has no samples.
         """
         started, report, bad_rows_file = time.monotonic(), self.report, folder / store.BAD_ROWS
-        # `before`: bytes of the files that are done; `position`: bytes read of the current one.
-        before = new_bytes = new_tokens = position = file_number = 0
+        # Bytes of the files that are done, and bytes read of the current one, number `file_number`.
+        finished_bytes = position = file_number = 0
+        new_bytes = new_tokens = 0
         with closing(store.CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
             for built_part in make_parts(self.blocks(), self.maker, self.num_workers):
                 while file_number < built_part.file_number:
-                    before += self.files[file_number].path.stat().st_size
+                    finished_bytes += self.files[file_number].path.stat().st_size
                     file_number, position = file_number + 1, 0
                 part = self.read(built_part)
                 check_part(self.data, built_part, part)
@@ -415,14 +414,16 @@ class _CacheBuilder:
                     part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
                 writer.append(part, built_part.file_number, built_part.block.first)
                 self.used.append(built_part.path)
-                new_bytes += built_part.is_new * (built_part.block.position - position)
-                new_tokens += built_part.is_new * len(part.ids)
-                report.parts_kept += not built_part.is_new
+                if built_part.is_new:
+                    new_bytes += built_part.block.position - position
+                    new_tokens += len(part.ids)
+                else:
+                    report.parts_kept += 1
                 position = built_part.block.position
-                self.pace.update(before + position, report.rows_read, new_bytes, new_tokens)
-                self.check_limit(before + position, bad_rows_file)
+                self.pace.update(finished_bytes + position, report.rows_read, new_bytes, new_tokens)
+                self.check_limit(finished_bytes + position, bad_rows_file)
             self.check_limit(self.bytes, bad_rows_file)
-            if self.labels and not self.maker.labels:
+            if self.labels and not self.maker.labels:  # by the data, numbered as they came
                 ordered = sorted(self.labels, key=_label_order)
                 writer.number_labels(np.array([ordered.index(label) for label in self.labels], np.float32))
                 self.labels = ordered
@@ -571,11 +572,14 @@ class _CacheBuilder:
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)
         is_training[rows[training]] = True
-        samples = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+        first_samples = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()  # of each row
+
+        def where(row: int) -> str:
+            sample = first_samples[row]
+            return f"{self.files[index.files[sample]].path}:{index.lines[sample]}"
 
         def examples(repeated: NDArray[np.int64]) -> list[str]:
-            pairs = [(samples[row], samples[first[row]]) for row in repeated[: workers.EXAMPLES]]
-            return [" = ".join(f"{self.files[index.files[n]].path}:{index.lines[n]}" for n in pair) for pair in pairs]
+            return [f"{where(row)} = {where(first[row])}" for row in repeated[: workers.EXAMPLES]]
 
         # Training files are read first, so the first of equal rows is a training row if any of them is.
         repeated = np.flatnonzero(is_training & (first != np.arange(len(first))))
@@ -629,6 +633,6 @@ def split_rows(num_rows: int, fraction: float, seed: int, *, count: int = 0) -> 
     at least one row of two. `count`: rows of validation, in the place of a fraction.
     """
     count = count or held_out(num_rows, fraction)
-    chosen = np.zeros(num_rows, dtype=np.bool_)
-    chosen[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True
-    return {"train": np.flatnonzero(~chosen), "validation": np.flatnonzero(chosen)}
+    is_validation = np.zeros(num_rows, dtype=np.bool_)
+    is_validation[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True
+    return {"train": np.flatnonzero(~is_validation), "validation": np.flatnonzero(is_validation)}

@@ -42,6 +42,11 @@ _MOST_MESSAGES = 2000
 _MOST_TEXT = 1 << 26
 """Characters of all the samples of a row, which repeat each other where only the last answer of one is trained."""
 _EXCERPT_CHARS = 200
+_SUMMED = (
+    *("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"),
+    *("unasked", "unanswered"),
+)
+"""Fields of `RowCounts` that `add` sums."""
 
 
 class RowPosition(NamedTuple):
@@ -51,13 +56,6 @@ class RowPosition(NamedTuple):
     """Its line minus the first of the block."""
     ordinal: int
     """Rows of the block before it; several items of a JSON array can share a line."""
-
-
-_SUMMED = (
-    *("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"),
-    *("unasked", "unanswered"),
-)
-"""Fields of `RowCounts` that `add` sums."""
 
 
 @dataclass(slots=True)
@@ -121,15 +119,17 @@ class PartCounts(RowCounts):
 
     _last: dict[str, RowPosition] = field(default_factory=dict)
 
-    def is_first(self, kind: str, row: RowPosition) -> bool:
-        """Return whether this is the first call for this kind of event and row; a row counts once for its samples."""
-        is_first = self._last.get(kind) != row
+    def note_row(self, kind: str, row: RowPosition) -> bool:
+        """Note a kind of event of a row, and return whether it is new: a row counts once, however many samples it has.
+        Rows come in order.
+        """
+        is_new = self._last.get(kind) != row
         self._last[kind] = row
-        return is_first
+        return is_new
 
     def drop(self, reason: str, row: RowPosition) -> None:
         """Count a row that is skipped for `reason`: once, however many of its samples are."""
-        if not self.is_first(reason, row):
+        if not self.note_row(reason, row):
             return
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         rows = self.dropped_rows.setdefault(reason, [])
@@ -176,6 +176,7 @@ class PartBuilder:
     def __init__(self, encoder: ChatEncoder, cfg: RunConfig, folder: Path) -> None:
         """Keep what decides how rows become samples, and a hash key of it."""
         self.encoder, self.folder, data = encoder, folder, cfg.data
+        # `texts`: most texts of a row that are used, two answers of a pair, or query, positive and so many negatives.
         self.labels, self.texts = cfg.classify.labels, max(2, data_unit(cfg)[1])
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
@@ -236,24 +237,22 @@ class PartBuilder:
         position and content, as in the file.
         """
         read = self._read_rows(batch, reader, counts)
+        # About _BATCH_CHARS of text at once: rows are grouped by the characters before them.
         chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read), initial=0)
         for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
-            for (row, value, conversation), encoded in self._encode_or_reject(
-                [read_row for _, read_row in group], counts
-            ):
+            read_rows = [read_row for _, read_row in group]
+            for (row, content, conversation), encoded in self._encode_or_reject(read_rows, counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
                 try:
                     samples = self._fit_to_length(conversation, encoded, row, counts)
                 except RowError as error:
-                    counts.reject(row, error, value)
+                    counts.reject(row, error, content)
                     continue
-                value = (
-                    conversation.value
-                    if conversation.label is None
-                    else _label_index(conversation.label, counts.labels)
-                )
+                value = conversation.value
+                if conversation.label is not None:
+                    value = _label_index(conversation.label, counts.labels)
                 yield from ((row, sample, value) for sample in samples)
 
     def _read_rows(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> list[_ReadRow]:
@@ -333,11 +332,11 @@ class PartBuilder:
                 count=f"{len(conversation.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        parts_trained, divided = list[Conversation](), list[int]()
+        parts_trained, divided_into = list[Conversation](), list[int]()
         for marked in mark_trained(conversation, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
             parts_trained += [replace(marked, messages=part) for part in parts]
-            divided += [len(parts)] if len(parts) > 1 else []
+            divided_into += [len(parts)] if len(parts) > 1 else []
         if len(parts_trained) > 1 and sum(map(_num_chars, parts_trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
@@ -345,8 +344,8 @@ class PartBuilder:
                 count=len(parts_trained),
                 most=_MOST_TEXT >> 20,
             )
-        counts.divided += len(divided)
-        counts.divided_samples += sum(divided)
+        counts.divided += len(divided_into)
+        counts.divided_samples += sum(divided_into)
         return parts_trained
 
     def _encode_or_reject(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
@@ -397,7 +396,7 @@ class PartBuilder:
         if length <= self.limit:
             samples = [encoded] if length else []
         else:
-            counts.longer += counts.is_first("longer", row)
+            counts.longer += counts.note_row("longer", row)
             counts.longest = max(counts.longest, length)
             samples = []
             if self.too_long in (TooLong.split, TooLong.truncate):
@@ -455,14 +454,13 @@ def row_hashes(
     content have equal hashes, whatever their format. `ids`, `trained`: [tokens]; `lengths`, `rows` (each sample's row,
     ascending): [samples].
     """
-    begins = np.flatnonzero(np.diff(rows, prepend=-1))
-    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    bounds = [*starts[begins].tolist(), len(ids)]
+    first_samples = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row
+    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # of each sample in `ids`
     id_bytes, mask_bytes, size = memoryview(ids.tobytes()), memoryview(trained.tobytes()), ids.itemsize
     digests = bytearray()
-    for start, end in pairwise(bounds):
-        digest = hashlib.blake2b(id_bytes[start * size : end * size], digest_size=8)
-        digest.update(mask_bytes[start:end])
+    for begin, end in pairwise([*offsets[first_samples].tolist(), len(ids)]):
+        digest = hashlib.blake2b(id_bytes[begin * size : end * size], digest_size=8)
+        digest.update(mask_bytes[begin:end])
         digests += digest.digest()
     return np.frombuffer(digests, np.uint64)
 

@@ -32,12 +32,14 @@ class Shortener:
 
     def truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
         """Return [sample] shortened to `data.max_length`: without its oldest turns, and where the newest turn alone is
-        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left.
+        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left. Adds to
+        `counts` what was taken away.
         """
-        (ids, trained), turns_dropped = encoded, 0
+        ids, trained = encoded
+        turns_dropped = 0
         if conversation.is_input_only:
             end = self.encoder.after_text if conversation.is_text else ()
-            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
+            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]  # marked is the last token
         elif not conversation.is_text:
             system, parts = turns(conversation.messages)
             num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
@@ -62,20 +64,21 @@ class Shortener:
         """
         low, high, best = 0, len(parts), None
         while low < high:
-            middle = (low + high + 1) // 2
-            chosen = parts[len(parts) - middle :] if from_end else parts[:middle]
-            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
+            count = (low + high + 1) // 2
+            some_turns = parts[len(parts) - count :] if from_end else parts[:count]
+            encoded = self.encoder.encode([*system, *chain.from_iterable(some_turns)], conversation.tools)
             if len(encoded[0]) <= self.limit:
-                low, best = middle, encoded
+                low, best = count, encoded
             else:
-                high = middle - 1
+                high = count - 1
         return low, best
 
     def split(
         self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
     ) -> list[Encoded]:
         """Return the samples into which a conversation that is too long is split; each trained token is trained in one
-        of them. Where answers cannot be trained apart, only the newest turns that fit.
+        of them. Where answers cannot be trained apart, only the newest turns that fit. `row`: its position, for
+        `counts`, where tokens that no sample trains count as dropped.
         """
         system, parts = turns(conversation.messages)
         earlier = chain.from_iterable(parts[:-1])

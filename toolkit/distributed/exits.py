@@ -55,11 +55,11 @@ def run_guarded(function: Callable[[], int]) -> int:
         code = 130
         _report(tr("interrupted."), code)
     except BaseException as error:  # the last resort: whatever it is, it is reported once, with its traceback
-        told = _of_the_machine(error) if isinstance(error, OSError) else None
-        if told is not None:
-            code = _MACHINE if told else _READER_GONE
-            if told:
-                _report(told, code)
+        machine_text = _of_the_machine(error) if isinstance(error, OSError) else None
+        if machine_text is not None:
+            code = _MACHINE if machine_text else _READER_GONE
+            if machine_text:
+                _report(machine_text, code)
         elif is_failure(error):
             code = 1
             where = tr("rank {rank} on {host}", rank=os.environ.get("RANK", "0"), host=socket.gethostname())

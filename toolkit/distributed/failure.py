@@ -38,8 +38,9 @@ _PEER_S = 1.5
 def watch_failures(
     folder: Path | None, rank: int = 0, everybody: Sequence[Peer] = (), earlier_markers: Collection[int] = ()
 ) -> None:
-    """Start a thread that ends this process soon after another rank has failed or was killed. `folder`: the run
-    directory, None until it is chosen; `earlier_markers`: inodes of FAILED files of earlier starts, still to be seen.
+    """Start a thread that ends this process soon after another rank has failed or was killed; further calls only tell
+    it more. `folder`: the run directory, None until it is chosen; `everybody`: the processes of all ranks, () once they
+    are known; `earlier_markers`: inodes of FAILED files of earlier starts, still to be seen.
     """
     global _marker, _note, _peers, _earlier, _is_watching
     _marker, _earlier = folder / "FAILED" if folder else None, earlier_markers

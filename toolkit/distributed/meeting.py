@@ -209,7 +209,9 @@ def tell_failure() -> Iterator[None]:
 
 
 def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
-    """Wait for the values that ranks publish in the store; polls, as signals are not handled while the store waits."""
+    """Wait until ranks have set their `keys` (rank -> key) in the store; LaunchError at `until`, of time.monotonic().
+    Polls, as signals are not handled while the store waits.
+    """
     missing, is_there = dict(keys), True
     while missing:
         if is_there:

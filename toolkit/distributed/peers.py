@@ -118,6 +118,7 @@ class Peers:
         return joined(text, memory, reason, kernel)
 
     def _read(self, rank: int) -> dict[str, Any]:
+        """Return a rank's last note, {} if there is none to be read."""
         if self.note.folder is None:
             return {}
         with suppress(OSError, ValueError):

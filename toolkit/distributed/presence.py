@@ -29,6 +29,7 @@ class Peer:
 
     host: str
     machine: str
+    """Id of what its pid is unique on: the node, or a container of it."""
     pid: int
 
 

@@ -142,7 +142,7 @@ def barrier() -> None:
 
 def on_rank0(function: Callable[[], T]) -> T:
     """Run `function` on rank 0 only; every rank returns its result or raises its error, instead of waiting for it."""
-    outcome: list[tuple[T | None, str, str]] = [(None, "", "")]
+    outcome: list[tuple[T | None, str, str]] = [(None, "", "")]  # result; class and message of an error
     if rank() == 0:
         try:
             outcome = [(function(), "", "")]
@@ -259,8 +259,8 @@ def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if split in AXES:
         return torch.cat(list(parts), dim=AXES[split])
     if split is Split.pairs:
-        above, below = zip(*(part.chunk(2) for part in parts), strict=True)
-        return torch.cat([*above, *below])
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([*(above for above, _ in halves), *(below for _, below in halves)])
     return torch.cat(list(parts))
 
 

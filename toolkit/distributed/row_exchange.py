@@ -24,13 +24,11 @@ def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | st
     Raises:
         ValueError: on every rank: ranks give other names, types or shapes.
     """
-    names = gather(
-        {name: (len(described), str(described.dtype), tuple(described.shape[1:])) for name, described in values.items()}
-    )
-    if any(set(described) != set(names[0]) for described in names):
-        raise ValueError(f"ranks gather other metrics: {[sorted(described) for described in names]}")
+    kinds = gather({name: (len(value), str(value.dtype), tuple(value.shape[1:])) for name, value in values.items()})
+    if any(set(of_rank) != set(kinds[0]) for of_rank in kinds):
+        raise ValueError(f"ranks gather other metrics: {[sorted(of_rank) for of_rank in kinds]}")
     return {
-        name: _gather_tensors(values[name], [described[name] for described in names], device) for name in sorted(values)
+        name: _gather_tensors(values[name], [of_rank[name] for of_rank in kinds], device) for name in sorted(values)
     }
 
 
@@ -43,8 +41,8 @@ def _gather_tensors(
         raise ValueError(f"ranks gather other shapes or types: {kinds}")
     if len(kinds) == 1 or not filled:
         return value.detach().cpu()
-    [(name, shape)] = filled
-    dtype = getattr(torch, name.removeprefix("torch."))
+    [(dtype_name, shape)] = filled
+    dtype = getattr(torch, dtype_name.removeprefix("torch."))
     # As bytes: not every backend knows every type (gloo: bool and bfloat16). all_gather wants one length of all ranks.
     longest, width = max(count for count, *_ in kinds), torch.Size(shape).numel() * dtype.itemsize
     padded = torch.zeros(longest, width, dtype=torch.uint8, device=device)
@@ -68,11 +66,11 @@ def exchange_rows(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any, sent: Any, came: Any) -> torch.Tensor:
-        ctx.given = group, came, sent
+        ctx.way_back = group, came, sent  # gradients go back to where the rows came from
         received = rows.new_empty(len(rows) if came is None else sum(came), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), came, sent, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchange_rows(gradients[0], *ctx.given), None, None, None
+        return exchange_rows(gradients[0], *ctx.way_back), None, None, None

@@ -103,26 +103,27 @@ class Watchdog:
         # What is used again, or for the first time, may compile, tune itself, allocate or connect.
         if not self._is_steady or self.recompiles or len(self.taken) < 3:
             return self.patience_s
-        return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
+        return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])  # of 99 %
 
     def _count(self) -> None:
         """Write heartbeats, and end this rank if others write none any more: rank 0 watches all, the others rank 0."""
         last_changes: dict[int, tuple[int, int]] = {}  # rank -> its last count of beats, and ours when that was new
         written = 0
         watched = range(1, self.world_size) if self.rank == 0 else (0,)
-        most, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
+        most_beats, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
         while not self._over.wait(every_s):
-            written += self._beat()  # where this one cannot write, others may not be able to either
+            if self._beat():  # where this one cannot write, others may not be able to either
+                written += 1
             if written % _LOOK_EVERY:
                 continue
             states = self._read(watched)
             for rank, state in states.items():
                 if last_changes.get(rank, (-1, 0))[0] != state["beats"]:
                     last_changes[rank] = state["beats"], written
-            silent = [rank for rank, (_, when) in last_changes.items() if written - when >= most]
+            silent = [rank for rank, (_, when) in last_changes.items() if written - when >= most_beats]
             lost = [rank for rank in silent if not states[rank].get("left")]
             # Not while this rank makes progress: a file server may show old files.
-            if lost and time.monotonic() - self.since > most * every_s:
+            if lost and time.monotonic() - self.since > most_beats * every_s:
                 self._tell_lost(lost, states)
         self._beat(left=True)
 

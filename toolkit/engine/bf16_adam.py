@@ -15,6 +15,7 @@ class Bf16Adam(torch.optim.Optimizer):
     bf16 has 8 bits: rounded to nearest, a weight loses every update below 1/512 to 1/256 of it. What is stored is
     rounded stochastically instead (Zamirai et al. 2020, arXiv 2010.06192): up with a probability equal to the
     remainder, so that the average is exact. Updates are elementwise, so it may get pieces of parameters, as by ZeRO.
+    `is_decoupled`: AdamW's weight decay; otherwise Adam's, which is added to the gradient.
     """
 
     def __init__(
@@ -22,8 +23,10 @@ class Bf16Adam(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._is_decoupled = is_decoupled
-        self._last = (0, 0)
-        """Step of the last updated parameter, and number of parameters that were updated before it in that step."""
+        self._last_step = 0
+        """Step of the last updated parameter."""
+        self._place = 0
+        """Number of parameters that were updated before it in that step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -39,13 +42,14 @@ class Bf16Adam(torch.optim.Optimizer):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter, requires_grad=False)
                 state["step"] = step = state.get("step", 0) + 1
-                self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
+                self._place = self._place + 1 if step == self._last_step else 0
+                self._last_step = step
                 rank = distributed.get_rank() if distributed.is_initialized() else 0
-                seed = zlib.crc32(f"{step} {self._last[1]} {rank}".encode())
+                seed = zlib.crc32(f"{step} {self._place} {rank}".encode())
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                split = (tensor.view(-1).split(BF16_CHUNK) for tensor in tensors)
-                for weights, gradients, means, squares in zip(*split, strict=True):
+                chunks = (tensor.view(-1).split(BF16_CHUNK) for tensor in tensors)  # few numbers at once are in float32
+                for weights, gradients, means, squares in zip(*chunks, strict=True):
                     self._update(weights, gradients, means, squares, group, step, generator)
 
     def _update(
@@ -58,7 +62,9 @@ class Bf16Adam(torch.optim.Optimizer):
         step: int,
         generator: torch.Generator,
     ) -> None:
-        """Update a chunk, by the operations of PyTorch's Adam (2.13, optim/adam.py, _single_tensor_adam) in float32."""
+        """Update a chunk in place, by the operations of PyTorch's Adam (2.13, optim/adam.py, _single_tensor_adam) in
+        float32. `step`: number of the update, from 1; `generator`: for the rounding.
+        """
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         weight, gradient, mean, square = (tensor.float() for tensor in (weights, gradients, means, squares))
         if self._is_decoupled:
@@ -79,6 +85,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     often, so that the average is the value. Numbers of bf16, infinities and NaN stay.
     """
     noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    noise.masked_fill_(values.isnan(), 0)  # the NaN of CUDA has all bits set but the sign: a carry would make it -0.0
     # bf16 is float32 without its last 16 bits; a carry out of them is a step to the next number away from zero.
     values.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
     return values

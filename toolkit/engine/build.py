@@ -29,10 +29,12 @@ def initialize_engine(
     compiling: schema.CompileConfig | None = None,
     optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the engine that trains a model, of which stage 3 has split pretrained weights already (models/load.py).
-    A collective; ConfigError if DeepSpeed rejects the settings. `ds_config` alone decides about partitioning and
-    precision, and about the optimizer if DeepSpeed has it by name, else `optim`. `make_schedule` gets the optimizer and
-    returns its learning-rate schedule. The engine's `received_config` is the JSON that DeepSpeed got.
+    """Build the engine that trains a model (under ZeRO-3 its weights are partitioned already, see models/load.py). A
+    collective; ConfigError if DeepSpeed rejects the settings.
+
+    `ds_config` alone decides about partitioning and precision; `optim`, if given, about parameter groups, and about
+    optimizers that DeepSpeed does not have by name. `make_schedule` gets the optimizer and returns its learning-rate
+    schedule. Without `compiling`, nothing is compiled. The engine's `received_config` is the JSON that DeepSpeed got.
     """
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]
@@ -43,20 +45,11 @@ def initialize_engine(
         ds_config = split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(map(is_expert_part, trained)):
-        in_bf16 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
-        if in_bf16 and all(map(is_expert_part, trained)):
-            # BF16_Optimizer fails on the norm of an empty list (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
-            raise ConfigError(
-                tr(
-                    "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
-                    "wants something else, too. Use zero=stage2."
-                )
-            )
+        _check_not_experts_alone(trained, ds_config)
         from toolkit.layouts.experts import ExpertGroups
 
         model.expert_groups = ExpertGroups()
-    zero = ds_config["zero_optimization"]
-    if "zenflow" in zero:
+    if "zenflow" in ds_config["zero_optimization"]:
         from toolkit.engine.zenflow import patch_zenflow
 
         patch_zenflow(trained)
@@ -83,13 +76,29 @@ def initialize_engine(
     return engine
 
 
+def _check_not_experts_alone(trained: list[torch.nn.Parameter], ds_config: dict[str, Any]) -> None:
+    """Raise ConfigError if ZeRO-1 in bf16 is to train divided experts alone: BF16_Optimizer fails on the norm of an
+    empty list (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
+    """
+    is_bf16_stage1 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
+    if is_bf16_stage1 and all(map(is_expert_part, trained)):
+        raise ConfigError(
+            tr(
+                "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
+                "wants something else, too. Use zero=stage2."
+            )
+        )
+
+
 def _recompute_layers(
     model: PreTrainedModel | PipelineModule,
     recompute: schema.ActivationCheckpointingConfig,
     compiling: schema.CompileConfig,
     stage: int,
 ) -> None:
-    """Turn on activation checkpointing in the layers that this rank computes, and warn if they are not compiled."""
+    """Turn on activation checkpointing in the layers that this rank computes, at ZeRO `stage`; warn if `compiling` is
+    enabled but cannot reach them.
+    """
     from toolkit.engine.recompute import checkpoint_activations
 
     compiled = False
@@ -109,7 +118,7 @@ def _initialize(
     model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
 ) -> deepspeed.DeepSpeedEngine:
     """Apply the workarounds, call deepspeed.initialize, and check that it left the rotary frequencies unchanged.
-    ConfigError if DeepSpeed rejects the settings.
+    `options`: further arguments of that call. ConfigError if DeepSpeed rejects the settings.
     """
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
     deepspeed_patches.patch_norm_masking()
@@ -145,11 +154,11 @@ Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 def parameter_groups(
     model: torch.nn.Module, optim: schema.OptimConfig, copies: Mapping[str, torch.nn.Parameter] | None = None
 ) -> Groups:
-    """Return a model's trained parameters, in groups of equal learning rate and weight decay if `optim` asks for such.
-    `copies`: by name, what is returned in place of the model's own.
+    """Return a model's trained parameters as an optimizer takes them: in groups of equal learning rate and weight decay
+    if `optim` asks for such, with divided experts in groups of their own, else as a plain list.
 
-    The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
-    rate comes first, as logs show the rate of the first group.
+    The group with the highest rate comes first, as logs show the rate of the first group.
+    `copies`: parameter's name -> what is returned in place of the model's own.
     """
     named = (copies or dict(model.named_parameters())).items()
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -158,26 +167,36 @@ def parameter_groups(
         return _split_off_experts([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
     from toolkit.engine.weight_decay import weight_names
 
-    layers, weights = 1 + max((layer_of(name) for name, _ in trained), default=-1), weight_names(model)
+    weights = weight_names(model)
+    num_layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
-        layer, rate = layer_of(name), optim.lr
-        is_matrix, is_weight = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2, name in weights
-        decays = {"all": True, "matrices": is_weight, "hidden": is_weight and layer >= 0}[optim.decay.value]
-        # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
-        is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
-        if optim.adam_lr and not is_muon:
-            rate = optim.adam_lr
-        rate *= optim.lora_plus_ratio if ".lora_B." in name else 1
-        # Counted from the top: 0 above the last layer, 1 for the last layer, `layers` + 1 for embeddings.
-        depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
-        groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)
+        is_weight, is_in_layer = name in weights, layer_of(name) >= 0
+        decays = {"all": True, "matrices": is_weight, "hidden": is_weight and is_in_layer}[optim.decay.value]
+        groups.setdefault((_peak_rate(optim, name, parameter, num_layers), decays), []).append(parameter)
     return _split_off_experts(
         [
             {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
             for rate, decays in sorted(groups, reverse=True)
         ]
     )
+
+
+def _peak_rate(optim: schema.OptimConfig, name: str, parameter: torch.nn.Parameter, num_layers: int) -> float:
+    """Return a parameter's peak learning rate, which falls from layer to layer as in ELECTRA (arXiv 2003.10555,
+    appendix B) and BEiT.
+    """
+    is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+    # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
+    is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
+    rate = optim.adam_lr if optim.adam_lr and not is_muon else optim.lr
+    if ".lora_B." in name:
+        rate *= optim.lora_plus_ratio
+    # Counted from the top: 0 above the last layer, 1 for the last layer, `num_layers` + 1 for embeddings.
+    depth = num_layers + 1 if "embed" in name.lower() else 0
+    if (layer := layer_of(name)) >= 0:
+        depth = num_layers - layer
+    return rate * optim.layer_lr_decay**depth
 
 
 def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,7 +224,9 @@ def _optimizer(optim: schema.OptimConfig, ds_config: dict[str, Any]) -> Callable
 
 
 def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return a function that makes the optimizer from parameters or groups; None if DeepSpeed makes it by name."""
+    """Return a function that makes the optimizer from parameters or groups; None if DeepSpeed makes it by name.
+    ConfigError for DeepSpeed's Lion on CPU ranks, unless the optimizer `is_offloaded`.
+    """
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     if optim.name is schema.OptimizerName.adamw_8bit:
         from bitsandbytes.optim import AdamW8bit

@@ -23,6 +23,7 @@ def reaches_recomputed_layers(
     is needed for its own settings, and by ZeRO 3 without DeepCompile, whose hooks that gather the weights end each
     graph.
     """
+    # Whether anything but these two differs from its default: those are settings of DeepSpeed's function.
     needs_deepspeed = replace(recompute, enabled=False, number_checkpoints=0) != schema.ActivationCheckpointingConfig()
     is_traced = not needs_deepspeed and (stage < 3 or compiling.deepcompile)
     if not is_traced:
@@ -60,8 +61,8 @@ def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: s
     keep_gradients_of_compiled_functions()
     dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
     options = {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})}
-    whole = compiling.deepcompile or engine.zero_optimization_stage() == 3
-    layers = [] if whole else outermost_layers(model)
+    as_a_whole = compiling.deepcompile or engine.zero_optimization_stage() == 3
+    layers = [] if as_a_whole else outermost_layers(model)
     # PyTorch stops compiling a function that it has compiled eight times (torch 2.13, recompile_limit), and all layers
     # are one function to it: each may be of a kind of its own, for one length and then for all.
     dynamo = torch._dynamo.config
@@ -87,6 +88,7 @@ def keep_gradients_of_compiled_functions() -> None:
     trace = getattr(higher_order_ops, name)
 
     def without_aliases(*arguments: Any, **options: Any) -> Any:
+        # The fifth argument says what is traced.
         is_forward = arguments[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
         return trace(*arguments, **{"filter_aliased_intermediates": is_forward, **options})
 

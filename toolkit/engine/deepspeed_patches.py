@@ -35,9 +35,9 @@ deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **_options: None
 
 
 def _sharing_steps(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a fused optimizer's `step`, after which all parameters of a group have its count of steps. DeepSpeed's
-    raises that of the last one alone (0.19.8, fused_adam.py, fused_lion.py), so that in another optimizer the moments
-    of all others would be taken for those of a first step.
+    """Return a fused optimizer's `step`, extended to give all parameters of a group the same count of steps.
+    DeepSpeed's own counts for the last parameter alone (0.19.8, fused_adam.py, fused_lion.py): resumed by another
+    optimizer, the moments of all others would be taken for those of a first step.
     """
 
     def step_and_share(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
@@ -95,8 +95,8 @@ def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Raise RuntimeError if rotary frequencies were cast, as DeepSpeed 0.18.9 did: in half precision positions beyond a
-    few hundred turn into noise.
+    """Raise RuntimeError if the frequencies `before`, by name, were cast, as DeepSpeed 0.18.9 did: in half precision
+    positions beyond a few hundred turn into noise.
     """
     for name, buffer in rotary_frequencies(model).items():
         expected = before[name].to(buffer.device)
@@ -119,6 +119,7 @@ class UpdateVeto:
         self.vetoed = False
         """Whether the step in progress or just done was stopped here."""
         self._grow: Callable[[], None] | None = None
+        """Tells the loss scaler about a step without overflow; None before it has been put off in this step."""
         if hasattr(self.optimizer, "_update_scale"):
             self.wrap("_update_scale", self._update_scale)
             self.wrap("step", self._step)
@@ -167,7 +168,11 @@ class UpdateVeto:
         setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
 
     def _ask_in_zero(self, is_stage3: bool) -> None:
-        """Ask where DeepSpeed's ZeRO computes the norm; a veto returns infinity, for which it skips the update."""
+        """Ask where DeepSpeed's ZeRO computes the norm: after a veto that method returns infinity, for which the update
+        is skipped. Stage 3's returns a list of norms, that of stages 1 and 2 one norm.
+
+        Muon's momentum is updated before that in two cases: it is asked before its update then, which a veto skips.
+        """
         norm_method = "_get_norm_groups" if is_stage3 else "scaled_global_norm"
         compute_norm = getattr(self.optimizer, norm_method)
         momentum_method = ""
@@ -177,17 +182,21 @@ class UpdateVeto:
             elif self.optimizer.cpu_offload:
                 momentum_method = "_apply_muon_updates_cpu_offload"
 
-        def is_vetoed(norm: Any) -> bool:
+        def judge(norm: Any) -> bool:
             return self.judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
 
         def norm_or_infinity(real: Callable[..., Any], *arguments: Any) -> Any:
-            norm = None if momentum_method and self.vetoed else real(*arguments)
-            is_stopped = self.vetoed if momentum_method else is_vetoed(norm)
+            if not momentum_method:
+                norm = real(*arguments)
+                if not judge(norm):
+                    return norm
+            elif not self.vetoed:  # judged by `update_unless_vetoed`
+                return real(*arguments)
             infinity = torch.full((), math.inf)
-            return norm if not is_stopped else [infinity] if is_stage3 else infinity
+            return [infinity] if is_stage3 else infinity
 
         def update_unless_vetoed(real: Callable[[], None]) -> None:
-            if not is_vetoed(compute_norm()):
+            if not judge(compute_norm()):
                 real()
 
         if momentum_method:  # it comes before DeepSpeed computes the norm, which is then of updates

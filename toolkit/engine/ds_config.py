@@ -122,9 +122,11 @@ def tensor_ranks(values: Mapping[str, Any]) -> int:
 
 
 def read_key(cfg: schema.RunConfig, key: str) -> Any:
-    """Return the value of a dotted schema key, with enums as their plain strings."""
+    """Return the value of a dotted schema key: of an enum its plain string, of a list a copy."""
     value = dotted_keys.get_value(cfg, key)
-    return getattr(value, "value", list(value) if isinstance(value, list) else value)
+    if isinstance(value, list):
+        return list(value)
+    return getattr(value, "value", value)
 
 
 def check_ds_config(cfg: schema.RunConfig, world_size: int | None) -> None:
@@ -239,6 +241,7 @@ def explain(ds: DsConfig, where: dict[str, str]) -> str:
     for key, value in dotted_keys.leaves(ds.values):
         why = ds.why[key]
         if not why.startswith("="):
+            # The key itself, or the section above it that is set as a whole; the longest comes last.
             set_keys = [prefix for prefix in accumulate(why.split("."), "{}.{}".format) if prefix in where]
             why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
         rows.append((key, json.dumps(value), why))
@@ -349,7 +352,7 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     """Write the optimizer, or omit it if DeepSpeed has no name for it. `reason`: why `optim.torch` = auto became what
     it is, "" if it was not auto.
     """
-    optim, kind, params = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
+    optim, kind, section = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # PyTorch's Adam, and what DeepSpeed makes by name, are on its list of tested optimizers, offloaded ones too.
     is_ours = rule_tables.is_client(optim) or rule_tables.has_bf16_states(cfg)
     if cfg.zero.stage and (is_ours or not kind.is_known):
@@ -374,15 +377,15 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     ds.put("optimizer.type", kind.ds_type, "optim.name")
     for name in ("lr", *kind.reads, "weight_decay"):
         value = getattr(optim, name)
-        if name != "adam_lr" or value:
-            ds.put(params + name, list(value) if isinstance(value, list) else value, f"optim.{name}")
+        if name != "adam_lr" or value:  # adam_lr = 0 stands for lr
+            ds.put(section + name, list(value) if isinstance(value, list) else value, f"optim.{name}")
     if kind.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
         if kind.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
-            ds.put(params + "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
+            ds.put(section + "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
         why = tr("= optim.torch: auto, {reason}", reason=reason) if reason else "optim.torch"
-        ds.put(params + "torch_adam", optim.torch, why)
+        ds.put(section + "torch_adam", optim.torch, why)
         if kind.is_adam and optim.torch:  # else PyTorch takes one parameter after the other, ten times as slow on CPUs
-            ds.put(params + "fused", True, why)
+            ds.put(section + "fused", True, why)
 
 
 SCHEDULERS = {
@@ -441,30 +444,32 @@ def _write_scheduler(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | Non
 
 
 def _write_scheduler_parameters(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
-    """Write name and parameters of a scheduler in `SCHEDULERS`; `steps`: of the warm-up."""
+    """Write name and parameters of a scheduler in `SCHEDULERS`. `steps`: of the warm-up; `total_steps`: of the run,
+    which only a constant rate goes without.
+    """
     schedule, params = cfg.schedule, "scheduler.params."
-    lowest = warmup_start_ratio(schedule, steps)
-    why = f"= schedule.warmup_min_ratio {lowest}"
+    start_ratio = warmup_start_ratio(schedule, steps)
+    why = f"= schedule.warmup_min_ratio {start_ratio}"
     if schedule.warmup_min_ratio < 0:
-        why = tr("= 1 / {steps} steps of warm-up", steps=round(1 / lowest))
+        why = tr("= 1 / {steps} steps of warm-up", steps=round(1 / start_ratio))
     ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
     if schedule.name is schema.ScheduleName.cosine:
-        ds.put(params + "warmup_min_ratio", lowest, why)
-        if lowest:
+        ds.put(params + "warmup_min_ratio", start_ratio, why)
+        if start_ratio:
             ds.omit(
                 "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever "
                 "warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.",
-                rate=f"{lowest * cfg.optim.lr:.3g}",
+                rate=f"{start_ratio * cfg.optim.lr:.3g}",
             )
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
     else:
-        ds.put(params + "warmup_min_lr", lowest * cfg.optim.lr, f"{why} x optim.lr {cfg.optim.lr}")
+        ds.put(params + "warmup_min_lr", start_ratio * cfg.optim.lr, f"{why} x optim.lr {cfg.optim.lr}")
         ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
-    if schedule.name is schema.ScheduleName.linear and lowest:
+    if schedule.name is schema.ScheduleName.linear and start_ratio:
         ds.omit(
             "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the "
             "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
-            rate=f"{lowest * cfg.optim.lr:.3g}",
+            rate=f"{start_ratio * cfg.optim.lr:.3g}",
         )
     why = "schedule.warmup_steps"
     if ratio := schedule.warmup_ratio:

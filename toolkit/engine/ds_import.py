@@ -106,7 +106,7 @@ class DsImport:
         return self.where.get(key, self.path)
 
     def origin(self, schema_key: str) -> str:
-        """Return where the recipe's value comes from."""
+        """Return "file:line" of the recipe's value of a schema key, or "schema default"."""
         return self.loaded.where.get(schema_key, tr("schema default"))
 
     def is_on_command_line(self, schema_key: str) -> bool:
@@ -133,7 +133,9 @@ class DsImport:
         return f"{self.position(key)}: {messages.tr(message, **values) if values else messages.translated(message)}"
 
     def assign(self, schema_key: str, value: Any, key: str) -> None:
-        """Set a schema key to the value of a DeepSpeed key, which overrides the recipe, but not the command line."""
+        """Set a schema key to the `value` of a DeepSpeed key, which overrides the recipe, but not the command line.
+        With `strict`, a value that is not the recipe's is also added to `contradictions`.
+        """
         value = self._as_schema_type(schema_key, value, key)
         ours = ds_config.read_key(self.loaded.cfg, schema_key)
         if schema_key in self.loaded.explicit and not equal(ours, value):
@@ -165,7 +167,9 @@ class DsImport:
         self.settings[schema_key] = (value, self.position(key))
 
     def _as_schema_type(self, schema_key: str, value: Any, key: str) -> Any:
-        """Return a value in the type of its schema key; 1e9 is an int, "true" is no bool; else a ConfigError."""
+        """Return a value in the type of its schema key: 1e9 as an int, but "true" is no bool. ConfigError if it has
+        another type, or is no member of the key's enum.
+        """
         ours = dotted_keys.get_value(self.loaded.cfg, schema_key)
         if isinstance(ours, Enum):
             members = [member.value for member in type(ours)]
@@ -173,20 +177,23 @@ class DsImport:
                 names = ", ".join(members)
                 raise self.error(key, "{key} = {value} must be one of {names}.", key=key, value=value, names=names)
             return value
+        # The recipe may have "auto" in these two.
         kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(ours))
         return self.as_type(kind, value, key)
 
     def as_type(self, kind: type, value: Any, key: str) -> Any:
-        """Return a value as a type; ConfigError, with the line of its key, if it is of another type."""
+        """Return a value as an int, float, bool, str or list; whole floats and ints are converted into each other.
+        ConfigError, with the line of its key, if it is of another type, or a list of other items than the key takes.
+        """
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if type(value) is not kind:
             expected_type = type_name(kind)
-            with suppress(ValueError):  # a number in quotes
-                meant = json.loads(value.lower()) if isinstance(value, str) else None
-                if type(meant) in (kind, int if kind is float else kind):
+            accepted = (int, float) if kind is float else (kind,)
+            with suppress(ValueError):  # a number, true or false in quotes
+                if isinstance(value, str) and type(json.loads(value.lower())) in accepted:
                     expected_type = joined(expected_type, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
         item = str if key == "comms_logger.prof_ops" else (int, float)
@@ -233,20 +240,28 @@ def import_json(
     _import_monitors(ds)
     if ds.contradictions:
         raise ConfigError("\n".join(ds.contradictions))
-    extra: dict[str, Any] = {}
-    unowned = {
-        key: value for key, value in ds.values.items() if key not in ds_config.OWNED and key != "steps_per_print"
-    }
-    for key, value in (dict(dotted_keys.leaves(loaded.cfg.ds_extra)) | unowned).items():
-        if value == "auto":
-            ds.note(key, '{key}: no setting of the recipe can replace "auto": omitted.', key=key)
-        elif value != {}:
-            dotted_keys.set_leaf(extra, key, value)
+    extra = _extra_settings(ds)
     if ds.replaced:
         ds.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(ds.replaced)))
     result = load.replace(loaded, ds.settings | ({"ds_extra": (extra, path)} if extra else {}), load.JSON)
     _check_round_trip(ds, result)
     return result, ds.notes
+
+
+def _extra_settings(ds: DsImport) -> dict[str, Any]:
+    """Return the new `ds_extra`: the recipe's, and over it what the file sets that the schema has no key for. What is
+    "auto" is left out with a note, and empty sections silently.
+    """
+    settings = dict(dotted_keys.leaves(ds.loaded.cfg.ds_extra))
+    owned = {*ds_config.OWNED, "steps_per_print"}
+    settings |= {key: value for key, value in ds.values.items() if key not in owned}
+    extra: dict[str, Any] = {}
+    for key, value in settings.items():
+        if value == "auto":
+            ds.note(key, '{key}: no setting of the recipe can replace "auto": omitted.', key=key)
+        elif value != {}:
+            dotted_keys.set_leaf(extra, key, value)
+    return extra
 
 
 def _check_types(ds: DsImport, problems: Problems) -> None:
@@ -284,10 +299,10 @@ def _apply_deepspeed_defaults(ds: DsImport) -> None:
         name = str(ds.values.get("optimizer.type", "adam")).lower()
         params = {**OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"]), "weight_decay": 0.0}
         defaults |= {f"optimizer.params.{key}": value for key, value in params.items()}
-    defaults = {ds_config.SAME[key]: value for key, value in defaults.items() if key not in ds.values}
+    omitted = {ds_config.SAME[key]: value for key, value in defaults.items() if key not in ds.values}
     changed = {
         ours: value
-        for ours, value in defaults.items()
+        for ours, value in omitted.items()
         if ours not in ds.loaded.explicit and ds_config.read_key(ds.loaded.cfg, ours) != value
     }
     ds.settings |= {ours: (value, ds.path) for ours, value in changed.items()}
@@ -310,7 +325,9 @@ def _apply_deepspeed_defaults(ds: DsImport) -> None:
 
 
 def _check_round_trip(ds: DsImport, result: load.LoadedConfig) -> None:
-    """Note what "auto" became and what has no effect; AssertionError if the result's JSON differs from the file."""
+    """Compare the file with the JSON that the resulting config makes: note what "auto" became and what has no effect;
+    AssertionError if anything else differs.
+    """
     cfg = mesh.with_micro_batch(result.cfg)
     ranks = ds.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
     ours = dict(dotted_keys.leaves(ds_config.build_ds_config(cfg, ranks).values))
@@ -323,27 +340,34 @@ def _check_round_trip(ds: DsImport, result: load.LoadedConfig) -> None:
     for key, value in ds.values.items():
         if value == {} or key in ds.explained or (key == STEPS and ds.world_size is None):
             continue
-        schema_key = ds_config.OWNED.get(key, f"ds_extra.{key}")
         if value == "auto":
-            shown = ours.get(key, ds_config.read_key(result.cfg, schema_key))
-            if schema_key == "schedule.warmup_steps" and not shown and cfg.schedule.warmup_ratio:
-                schema_key, shown = "schedule.warmup_ratio", cfg.schedule.warmup_ratio
-            if schema_key == "train.max_steps" and not shown:
-                shown = tr("as many as the data gives")
-            ds.note(
-                key,
-                "{key}: auto -> {value} ({schema}, {origin})",
-                key=key,
-                value=shown,
-                schema=schema_key,
-                origin=ds.origin(schema_key),
-            )
+            _note_auto(ds, key, ours, result.cfg)
         elif key not in rebuilt and key in ds_config.OWNED:
             without_effect.append(key)
         elif not equal(rebuilt.get(key), value):
             raise AssertionError(f"{ds.position(key)}: {key} = {value!r} became {rebuilt.get(key)!r}")
     if without_effect:
         ds.note("", "no effect with the other settings: {keys}.", keys=", ".join(without_effect))
+
+
+def _note_auto(ds: DsImport, key: str, ours: dict[str, Any], cfg: schema.RunConfig) -> None:
+    """Note what the "auto" of a DeepSpeed key became: its value in `ours`, the resulting JSON (dotted key -> value), or
+    in the resulting config.
+    """
+    schema_key = ds_config.OWNED.get(key, f"ds_extra.{key}")
+    value = ours.get(key, ds_config.read_key(cfg, schema_key))
+    if schema_key == "schedule.warmup_steps" and not value and cfg.schedule.warmup_ratio:
+        schema_key, value = "schedule.warmup_ratio", cfg.schedule.warmup_ratio
+    if schema_key == "train.max_steps" and not value:
+        value = tr("as many as the data gives")
+    ds.note(
+        key,
+        "{key}: auto -> {value} ({schema}, {origin})",
+        key=key,
+        value=value,
+        schema=schema_key,
+        origin=ds.origin(schema_key),
+    )
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -391,25 +415,27 @@ def _import_batch(ds: DsImport) -> None:
             raise ConfigError(ds.notes[-1])
 
 
-def _import_accumulation(ds: DsImport, times: int, data_ranks: int) -> None:
-    """Compute the batch size that the file omits from its accumulation steps; ConfigError if its sizes contradict."""
+def _import_accumulation(ds: DsImport, steps: int, data_ranks: int) -> None:
+    """Compute the batch size that the file omits from its accumulation `steps` and the number of data-parallel ranks;
+    ConfigError if its sizes contradict each other.
+    """
     if ds.current("batch.micro_per_gpu") == schema.AUTO:
         raise ds.error(
             STEPS,
             "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
             key=STEPS,
-            value=times,
+            value=steps,
         )
     if ds.is_on_command_line("batch.global_size") or (ds.has(BATCH) and ds.is_on_command_line("batch.micro_per_gpu")):
-        ds.note(STEPS, "{key} = {value} gives way to the batch sizes of the command line.", key=STEPS, value=times)
+        ds.note(STEPS, "{key} = {value} gives way to the batch sizes of the command line.", key=STEPS, value=steps)
         return
-    expected = times * data_ranks * ds.current("batch.micro_per_gpu")
+    expected = steps * data_ranks * ds.current("batch.micro_per_gpu")
     is_free = "batch.micro_per_gpu" not in ds.loaded.explicit or not ds.strict
     if not ds.has(BATCH):
         ds.assign("batch.global_size", int(expected), STEPS)
     elif not ds.has(MICRO) and is_free:
-        ds.assign("batch.micro_per_gpu", ds.values[BATCH] // (times * data_ranks) or 1, STEPS)
-        expected = times * data_ranks * ds.current("batch.micro_per_gpu")
+        ds.assign("batch.micro_per_gpu", ds.values[BATCH] // (steps * data_ranks) or 1, STEPS)
+        expected = steps * data_ranks * ds.current("batch.micro_per_gpu")
     if ds.current("batch.global_size") != expected and not ds.contradictions:
         raise ds.error(
             BATCH,
@@ -417,7 +443,7 @@ def _import_accumulation(ds: DsImport, times: int, data_ranks: int) -> None:
             "gradient_accumulation_steps {steps} x {ranks} ranks = {expected}.",
             total=ds.current("batch.global_size"),
             micro=ds.current("batch.micro_per_gpu"),
-            steps=times,
+            steps=steps,
             ranks=data_ranks,
             expected=expected,
         )
@@ -456,7 +482,7 @@ def _import_bf16_states(ds: DsImport) -> None:
     would round them to nearest.
     """
     weights, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
-    has_weights, has_states = (ds.values.get(key) is True for key in (weights, states))
+    has_weights, has_states = ds.values.get(weights) is True, ds.values.get(states) is True
     ds.explained |= {weights, states}
     if not (has_weights or has_states):
         return
@@ -485,31 +511,30 @@ def _import_optimizer(ds: DsImport) -> None:
     name = str(ds.values[key]).lower()
     if name in REMOVED_OPTIMIZERS:
         raise ds.error(key, "{value} was removed from DeepSpeed. Use AdamW or Adam.", value=ds.values[key])
-    names = {
-        kind.ds_type.lower(): (ours.value, kind.ds_type)
-        for ours, kind in rule_tables.OPTIMIZERS.items()
-        if kind.ds_type
-    }
-    if name not in names:
-        shown_names = ", ".join(shown for _, shown in names.values())
+    available = {kind.ds_type.lower(): ours for ours, kind in rule_tables.OPTIMIZERS.items() if kind.ds_type}
+    if name not in available:
+        shown_names = ", ".join(rule_tables.OPTIMIZERS[ours].ds_type for ours in available.values())
         raise ds.error(key, "{value} is not available. There are {names}.", value=ds.values[key], names=shown_names)
-    ds.values[key] = names[name][1]  # DeepSpeed does not tell upper case from lower
+    # DeepSpeed does not tell upper case from lower.
+    ds.values[key] = rule_tables.OPTIMIZERS[available[name]].ds_type
     is_adamw = name == "adam" and ds.values.get(mode) is not False
-    ds.assign("optim.name", "adamw" if is_adamw else names[name][0], key)
+    ds.assign("optim.name", "adamw" if is_adamw else available[name].value, key)
     if is_adamw:
         ds.note(key, '"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.')
     if name == "adamw" and ds.values.get(mode) is False:
         ds.note(mode, '"adam_w_mode": false has no effect with type AdamW.')
     if ds.has(fused) and bool(ds.values[fused]) != (ds.current("optim.torch") is True):
         ds.note(fused, '"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.')
-    if name != "muon":
-        return
-    # Matrices get muon_lr, or lr without it; adam_lr or lr is for Adam. ZeRO-3 has no reduce-scatter for Muon.
-    muon_lr, adam_lr, scatter = (
-        "optimizer.params.muon_lr",
-        "optimizer.params.adam_lr",
-        "zero_optimization.reduce_scatter",
-    )
+    if name == "muon":
+        _import_muon(ds)
+
+
+def _import_muon(ds: DsImport) -> None:
+    """Import Muon's two learning rates: of matrices (muon_lr, or lr without it), and of what Adam updates (adam_lr, or
+    lr). Note that ZeRO-3 has no reduce-scatter for Muon.
+    """
+    muon_lr, adam_lr = "optimizer.params.muon_lr", "optimizer.params.adam_lr"
+    scatter = "zero_optimization.reduce_scatter"
     if ds.has(muon_lr):
         others = ds.values.get(adam_lr, ds.current("optim.lr"))
         ds.assign("optim.lr", ds.values[muon_lr], muon_lr)
@@ -562,16 +587,18 @@ def _import_scheduler(ds: DsImport) -> None:
 
 
 def _scheduler_parameter(ds: DsImport, name: str) -> tuple[Any, str]:
-    """Return a scheduler parameter, or DeepSpeed's default for it, None for "auto"; and its key for messages."""
+    """Return the value of a scheduler parameter (DeepSpeed's default if the file omits it, None if it is "auto"), and
+    its dotted key for messages.
+    """
     key = f"scheduler.params.{name}"
     value = ds.values.get(key, WARMUP_DEFAULTS[name])
-    if value == "auto":
-        return None, key
-    return value, key
+    return None if value == "auto" else value, key
 
 
 def _check_peak_rate(ds: DsImport, name: str, rate: float) -> None:
-    """Check that the schedule warms up to the optimizer's learning rate, or take it as that; else a ConfigError."""
+    """Raise ConfigError if the scheduler `name` warms up to another learning rate than the optimizer's `rate`. If the
+    file gives the peak alone, and `strict` is off, it becomes `optim.lr` instead.
+    """
     key = "scheduler.params.warmup_max_lr"
     peak = ds.values.get(key, 0.001 if name == "WarmupDecayLR" else rate)
     if name == "WarmupCosineLR" or peak == "auto":
@@ -634,7 +661,7 @@ def _import_monitors(ds: DsImport) -> None:
     """Turn on the toolkit's trackers in place of DeepSpeed's monitors, which stay off; they write to the same paths."""
     names = {"wandb.project": "project", "wandb.group": "group", "wandb.team": "entity"}
     for section, tracker in {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}.items():
-        switch, output, job = (f"{section}.{name}" for name in ("enabled", "output_path", "job_name"))
+        switch, output, job = f"{section}.enabled", f"{section}.output_path", f"{section}.job_name"
         ds.explained |= {key for key in ds.values if key.startswith(f"{section}.")}
         if not ds.has(switch) or ds.values[switch] is False:
             continue
@@ -661,6 +688,9 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
     Returns:
         The nested dictionary without nulls, which mean "not given"; dotted key -> "file:line"; and dotted key -> a
         sentence, of each key that DeepSpeed ignores or has renamed.
+
+    Raises:
+        ConfigError: the file cannot be read, is no JSON object, has a key twice, or no key of DeepSpeed's at all.
     """
     try:
         text = file_bytes(Path(path), LARGEST_FILE_BYTES).decode("utf-8-sig")
@@ -683,7 +713,8 @@ def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, 
         raise ConfigError("{path} is not JSON: {reason}", path=path, reason=reason_of(error)) from error
     if not isinstance(values, dict):
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
-    where, notes, names = _lines_of_keys(text, path), dict[str, str](), list(values)
+    where, notes = _lines_of_keys(text, path), dict[str, str]()
+    names = list(values)
     values = _without_ignored(values, ds_keys.KEYS, "", where, notes)
     if names and not values and not any(name in ds_keys.RENAMED or _is_harmless(name, name) for name in names):
         raise ConfigError("{path}: none of its keys is DeepSpeed's; the first is '{key}'.", path=path, key=names[0])
@@ -705,12 +736,12 @@ def _lines_of_keys(text: str, path: str) -> dict[str, str]:
     """Return dotted key -> "file:line" for the keys of valid JSON, except in lists; ConfigError for a duplicate."""
     where: dict[str, str] = {}
     prefixes: list[str | None] = []  # of the keys in each open object; None inside a list
-    key, string = "", ""
+    key = string = ""  # the last key; the last string, which is a key if ":" follows
     for token in _TOKEN.finditer(text):
         mark = token.group()
         prefix = prefixes[-1] if prefixes else ""
         if mark == "{":
-            prefixes.append(None if prefix is None else key and f"{key}.")
+            prefixes.append(None if prefix is None else f"{key}." if key else "")  # "" in the outermost object
         elif mark == "[":
             prefixes.append(None)
         elif mark in "}]":
@@ -732,18 +763,20 @@ def _without_ignored(
     section: dict[str, Any], keys: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """Return a section of a DeepSpeed JSON without the keys that DeepSpeed ignores, and with today's names.
-    Adds the lines of renamed keys to `where` (dotted key -> "file:line"), and sentences about what became of keys to
-    `notes` (dotted key -> sentence).
+
+    `keys`: those that the section may have, as in `ds_keys.KEYS`; `prefix`: what precedes them, such as "fp16.". Adds
+    the lines of renamed keys to `where` (dotted key -> "file:line"), and sentences about what became of keys to `notes`
+    (dotted key -> sentence).
     """
     result: dict[str, Any] = {}
     is_disabled = bool(prefix) and section.get("enabled") is False
     for name, value in section.items():
         key = prefix + name
+        today = ds_keys.RENAMED.get(key, "")
         if is_disabled and name != "enabled":
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
-        elif " or " not in ds_keys.RENAMED.get(key, " or "):
-            today = shown = ds_keys.RENAMED[key]
-            short, new = today.removeprefix(prefix), value
+        elif today and " or " not in today:  # with a choice of new names it is an error, see `key_problem`
+            short, new, shown = today.removeprefix(prefix), value, today
             for path, line in list(where.items()):
                 if path.startswith(key):
                     where.setdefault(today + path.removeprefix(key), line)
@@ -771,7 +804,9 @@ def _without_ignored(
 
 
 def _is_harmless(key: str, name: str) -> bool:
-    """Whether a name that DeepSpeed does not know belongs in its files: a comment, or a removed feature."""
+    """Whether a key that DeepSpeed does not know belongs in its files: a comment, or a removed feature. `name`: the
+    last part of the dotted `key`.
+    """
     return (
         key in {*ds_keys.REMOVED, *ds_keys.INSTEAD, *_HARMLESS}
         or name.startswith(("_", "#", "//"))
@@ -780,10 +815,12 @@ def _is_harmless(key: str, name: str) -> bool:
 
 
 def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
-    """Whether an unknown name is no misspelling, but a comment, a removed feature, or another program's key."""
+    """Whether an unknown key is no misspelling, but a comment, a removed feature, or another program's key. `name`: the
+    last part of the dotted `key`; `keys`: those that its section may have.
+    """
     if _is_harmless(key, name):
         return True
     elsewhere = {other.rpartition(".")[2] for other in ds_keys.json_keys()}
     close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY)
-    begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
-    return name not in elsewhere and name != "learning_rate" and not close and not begins
+    shares_start = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
+    return name not in elsewhere and name != "learning_rate" and not close and not shares_start

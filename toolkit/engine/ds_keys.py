@@ -35,7 +35,7 @@ MOST_PROBLEMS = 20
 
 
 def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
-    """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
+    """Yield every dotted key of DeepSpeed's JSON (or of `tree`, its section below `prefix`), sections included."""
     for name, children in (KEYS if tree is None else tree).items():
         yield prefix + name
         if children:
@@ -43,7 +43,9 @@ def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[
 
 
 def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys in `section` that DeepSpeed's JSON cannot have; `key_problem` says why."""
+    """Yield the dotted keys in `section` that DeepSpeed's JSON cannot have; `key_problem` says why. `tree`: the keys
+    that the section may have, `KEYS` by default; `prefix`: the section's dotted key and a dot.
+    """
     keys: dict[str, Any] = KEYS if tree is None else tree
     for name, value in section.items():
         key, below = prefix + name, keys.get(name)
@@ -91,37 +93,37 @@ def key_problem(key: str) -> str:
     return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
 
 
+def _extra_problem(key: str, values: Mapping[str, Any], owned: Mapping[str, str]) -> str:
+    """Return what is wrong with a key of ds_extra; `values`: its dotted keys and values, `owned`: see `check_extra`."""
+    if key in owned:
+        return tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
+    if key in NEEDED and values[key] is False:
+        return tr(
+            "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
+            "(train.on_bad_step). Take it out."
+        )
+    if values.get(key, 0) in (None, "auto"):
+        return tr("needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key]))
+    return key_problem(key)
+
+
 def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for keys in ds_extra that DeepSpeed does not know, or that the schema has a key for.
     `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> "file:line" that sets it.
     """
-    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_keys(extra))
+    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_keys(extra))  # an ordered set
     for key, value in values.items():
         ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
         if ours or value is None or value == "auto" or (key in NEEDED and value is False):
             wrong[ours or key] = None
     errors = []
     for key in islice(wrong, MOST_PROBLEMS):
-        if key in owned:
-            sentence = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
-        elif key in NEEDED and values[key] is False:
-            sentence = tr(
-                "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
-                "(train.on_bad_step). Take it out."
-            )
-        elif values.get(key, 0) in (None, "auto"):
-            sentence = tr(
-                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key])
-            )
-        else:
-            sentence = key_problem(key)
         full, prefix = f"ds_extra.{key}", ""
         for key_in_file, position in (where or {}).items():  # its own position, or the first one above or below it
-            if not prefix and (
-                full == key_in_file or full.startswith(f"{key_in_file}.") or key_in_file.startswith(f"{full}.")
-            ):
+            if f"{full}.".startswith(f"{key_in_file}.") or key_in_file.startswith(f"{full}."):
                 prefix = tr("{place}: ", place=position)
-        errors.append(ConfigError(f"{prefix}{full}: {sentence}"))
+                break
+        errors.append(ConfigError(f"{prefix}{full}: {_extra_problem(key, values, owned)}"))
     if len(wrong) > MOST_PROBLEMS:
         errors.append(ConfigError("… and {count} more.", count=f"{len(wrong) - MOST_PROBLEMS:,}"))
     raise_all(errors)

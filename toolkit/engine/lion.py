@@ -20,10 +20,10 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, (now, later) = self.state[parameter], group["betas"]
+                state, (beta1, beta2) = self.state[parameter], group["betas"]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
                 momentum = state["exp_avg"]
-                update = momentum.lerp(parameter.grad, 1 - now).sign_()
+                update = momentum.lerp(parameter.grad, 1 - beta1).sign_()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - later)
+                momentum.lerp_(parameter.grad, 1 - beta2)

@@ -28,31 +28,29 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.limit_bytes = limit_bytes
         self._sizes: dict[int, int] = {}
+        """id of a counted storage -> its bytes."""
         self._references: dict[int, Any] = {}
+        """id of a counted storage -> the weak reference that tells when it is freed."""
 
     def count(self, tensor: torch.Tensor) -> None:
         """Add a tensor's storage, unless it is counted already; it is subtracted when it is freed."""
-        if not self._counts(tensor):
-            return
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # also those of the fake tensors that torch.compile leaves behind
+            return
         key, size = id(storage), storage.nbytes()
         counted = self._sizes.get(key)
         if counted is None:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         if counted != size:
             self._sizes[key] = size
-            self._change(key, size - (counted or 0), tensor)
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        # Meta storages are also those of the fake tensors that torch.compile leaves behind.
-        return tensor.untyped_storage().device.type != "meta"
+            self._add(size - (counted or 0))
 
     def _forget(self, key: int) -> None:
-        self._change(key, -self._sizes.pop(key))
+        self._add(-self._sizes.pop(key))
         del self._references[key]
 
-    def _change(self, key: int, change: int, tensor: torch.Tensor | None = None) -> None:
-        self.now += change
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +112,9 @@ class PeakMemory:
 
 
 def limit_bytes(device: torch.device, max_gib: float) -> int:
-    """Return the bytes this rank may use: at most `max_gib` (0: no limit) and what is free; 0: no limit on a CPU."""
+    """Return the bytes that this rank may use: on a GPU what is free, but at most `max_gib` (0: all of it); on a CPU
+    `max_gib` in bytes, where 0 stands for no limit.
+    """
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked

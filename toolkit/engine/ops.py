@@ -41,6 +41,7 @@ def load_ops(names: Iterable[str]) -> str:
                 get_accelerator().create_op_builder(builder).load(verbose=False)
                 break
             except Exception as error:  # whatever a missing CUDA toolkit, a compiler or a linker make of it
+                # A file server may still hide what another node has built.
                 if isinstance(error, ImportError) and "No such file" in str(error) and time.monotonic() < deadline:
                     time.sleep(1)
                     continue

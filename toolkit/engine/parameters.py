@@ -69,17 +69,17 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
     """Count a model's parameters by group, at their full size if they are partitioned; LoRA's count in the group of the
     layer that they are added to.
     """
-    inner = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    embedding_ids = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     head = model.get_output_embeddings()
-    outer = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    head_ids = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     total: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if name.startswith(("prefix_encoder.", "soft_prompt.")):
             group = "prefix"
-        elif id(parameter) in inner:
+        elif id(parameter) in embedding_ids:
             group = "embedding"
-        elif id(parameter) in outer:
+        elif id(parameter) in head_ids:
             group = "head"
         else:
             group = next((group for group, parts in _GROUPS if any(part in name.lower() for part in parts)), "other")
@@ -107,6 +107,7 @@ def has_finite_states(engine: deepspeed.DeepSpeedEngine) -> bool:
     by_parameter = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
     tensors = [value for state in by_parameter for value in state.values() if isinstance(value, torch.Tensor)]
     states = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    # A sum is finite only if all its numbers are, so most tensors need not be looked at one by one.
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for state in states:
         sums.setdefault(state.device, []).append(state.sum(dtype=torch.float32))

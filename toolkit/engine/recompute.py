@@ -105,7 +105,9 @@ def _repeated_parameter(model: PreTrainedModel) -> str:
     """Return the name of a trained parameter that is used several times in a forward pass, as in the block that Zamba's
     layers share; "" if there is none.
     """
-    layers = outermost_layers(model) * (2 if model.config.model_type in _REPEATING else 1)
+    layers = outermost_layers(model)
+    if model.config.model_type in _REPEATING:
+        layers *= 2
     counts = Counter(parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
     return next((name for name, parameter in model.named_parameters() if counts[parameter] > 1), "")
 
@@ -122,7 +124,7 @@ def _with_input_gradient(checkpoint: Callable[..., Any], function: Callable[...,
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_moved: bool = False) -> Any:
-    """Run a layer through DeepSpeed's checkpoint function.
+    """Run a layer through DeepSpeed's checkpoint function, and return its result.
 
     Its gradients reach only tensors that are positional arguments, and it returns a tuple of one tensor as that tensor
     (0.19.8, checkpointing.py, `checkpoint`). So the tensors with a gradient are picked from all arguments of the layer,
@@ -131,6 +133,9 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_
 
     Layers without such a tensor run plainly: frozen ones below all trained layers have no backward pass, for which
     cpu_checkpointing would keep their inputs in host memory (0.19.8, checkpointing.py, CheckpointFunction).
+
+    `function` calls the layer, with `inputs` as positional arguments; if it is a partial, it holds the keywords.
+    `is_moved`: whether DeepSpeed moves the inputs to host memory.
     """
     call, keywords = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     mappings = {name: value for name, value in keywords.items() if isinstance(value, MutableMapping)}

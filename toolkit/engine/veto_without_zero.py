@@ -48,8 +48,8 @@ def _norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def _gradients(engine: DeepSpeedEngine, optimizer: Any) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-    """Return this rank's gradients that count in the norm, and those of divided experts by their group. A parameter
-    that several ranks of one model hold in full counts on one of them.
+    """Return this rank's gradients that count in the norm, and those of divided experts by the name of their group of
+    ranks. A parameter that several ranks of one model hold in full counts on one of them.
     """
     if hasattr(optimizer, "get_grads_for_norm"):
         gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = optimizer.get_grads_for_norm()

@@ -103,12 +103,13 @@ def _question_of_row(where: str, conversation: formats.Conversation) -> RowQuest
 
 class AnswerFile:
     """Writes answers as JSON lines to OUTPUT.part, window by window, and renames it at the end; OUTPUT.part.json has
-    the `settings`, by which an interrupted file is resumed.
+    the `settings`, by which an interrupted file is resumed. `window`: lines that are written together.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
         self.output = output
-        self.part, self.record = (output.with_name(f"{output.name}{suffix}") for suffix in (".part", ".part.json"))
+        self.part = output.with_name(f"{output.name}.part")
+        self.record = output.with_name(f"{output.name}.part.json")
         if output.exists():
             raise ConfigError("{file} exists already: nothing was written. Name another file.", file=output)
         with self._writing(), contextlib.ExitStack() as stack:
@@ -163,8 +164,8 @@ class AnswerFile:
         if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
-        count = sum(line.endswith(b"\n") for line in self.file) // window * window
-        if count:
+        num_lines = sum(line.endswith(b"\n") for line in self.file) // window * window
+        if num_lines:
             try:
                 recorded = json.loads(self.record.read_text(encoding="utf-8"))
                 changed = sorted(
@@ -182,8 +183,8 @@ class AnswerFile:
         else:
             self.record.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         self.file.seek(0)
-        self.file.truncate(sum(map(len, islice(self.file, count))))
-        return count
+        self.file.truncate(sum(map(len, islice(self.file, num_lines))))
+        return num_lines
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -196,7 +197,7 @@ class AnswerFile:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return the numbers (i, n) of a shard "i/n"."""
+    """Return the numbers (i, n) of a shard "i/n"; ConfigError for any other text."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not (match and 0 < int(match[1]) <= int(match[2])):
         raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=text)
@@ -230,9 +231,9 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
                     "{file} is a shard of other settings. Move it away, or name another output.", file=path
                 )
         with contextlib.ExitStack() as stack:
-            answer_file = [stack.enter_context(path.open("rb")) for path in files]
+            opened = [stack.enter_context(path.open("rb")) for path in files]
             lines: list[bytes] = []
-            for file in cycle(answer_file):
+            for file in cycle(opened):
                 next_lines = list(islice(file, window))
                 if not next_lines:
                     break
@@ -269,24 +270,12 @@ def answer_rows(
         if not window:
             return
         if number % shards != shard_number - 1 or number // shards < done // size:
-            continue
-        results: list[dict[str, Any]] = []
+            continue  # it is another shard's, or done
+        results = [_row_of_question(question, system) for question in window]
         prompts: dict[int, list[int]] = {}
         for index, question in enumerate(window):
-            messages = with_system(question.messages, system)
-            row: dict[str, Any] = {"messages": messages} if question.messages else {}
-            row |= {"tools": question.tools} if question.tools else {}
-            row |= {"reference": question.reference} if question.reference is not None else {}
-            numbered = {} if question.sample is None else {"sample": question.sample}
-            results.append(row | {"where": question.where} | numbered)
             try:
-                if question.error:
-                    raise RowError(question.error)
-                prompt = encoder.prompt(messages, question.tools)
-                if not prompt:
-                    raise RowError(tr("the chat template makes nothing of the conversation"))
-                check_length(model, len(prompt), sampling.max_new_tokens)
-                prompts[index] = prompt
+                prompts[index] = _prompt_of_question(question, model, encoder, sampling, system)
             except (RowError, ModelError) as error:
                 results[index]["error"] = str(error)
         # The longest first, so that a lack of memory shows at once.
@@ -305,6 +294,28 @@ def answer_rows(
         if rank() == 0:
             _add_verdicts(window, results)
         yield results
+
+
+def _row_of_question(question: RowQuestion, system: str) -> dict[str, Any]:
+    """Return the row of a question as in `answer_rows`, without an answer."""
+    row: dict[str, Any] = {"messages": with_system(question.messages, system)} if question.messages else {}
+    row |= {"tools": question.tools} if question.tools else {}
+    row |= {"reference": question.reference} if question.reference is not None else {}
+    row |= {"where": question.where}
+    return row | ({} if question.sample is None else {"sample": question.sample})
+
+
+def _prompt_of_question(
+    question: RowQuestion, model: PreTrainedModel, encoder: chat.AnyChatEncoder, sampling: Sampling, system: str
+) -> list[int]:
+    """Return the token ids to ask the model; RowError or ModelError if the question cannot be asked."""
+    if question.error:
+        raise RowError(question.error)
+    prompt = encoder.prompt(with_system(question.messages, system), question.tools)
+    if not prompt:
+        raise RowError(tr("the chat template makes nothing of the conversation"))
+    check_length(model, len(prompt), sampling.max_new_tokens)
+    return prompt
 
 
 def finish_of(ids: Sequence[int], sampling: Sampling) -> str:
@@ -460,7 +471,8 @@ def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:
     """Return the number of a source's rows; warn if the code of answers will be run with the network in reach."""
     count, runs_code = 0, False
     for question in read_questions(source, allow_code):
-        count, runs_code = count + 1, runs_code or "python" in question.check
+        count += 1
+        runs_code = runs_code or "python" in question.check
     if runs_code:
         from toolkit.evaluate import code_run
 

@@ -27,18 +27,19 @@ def read_check(value: object, allow_code: bool = False) -> Check:
         allow_code: whether the user agrees that generated code is run.
 
     Raises:
-        RowError: it is none, or asks for something that cannot be done.
+        RowError: it is no check, or asks for something that cannot be done.
     """
-    value = {kind: asked for kind, asked in value.items() if asked is not None} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        value = {kind: expected for kind, expected in value.items() if expected is not None}
     if not isinstance(value, dict) or not value:
         raise RowError("check = {value} is not of the form {form}", value=shortened(value, 60), form='{"regex": "…"}')
-    for kind, asked in value.items():
+    for kind, expected in value.items():
         if kind not in _KINDS:
             raise RowError("check has no '{kind}'; known are {known}", kind=kind, known=", ".join(_KINDS))
-        if not isinstance(asked, _TYPES[kind]) or (
-            isinstance(asked, list) and not all(type(text) is str for text in asked)
+        if not isinstance(expected, _TYPES[kind]) or (
+            isinstance(expected, list) and not all(type(text) is str for text in expected)
         ):
-            raise RowError("check.{kind} = {value} has a wrong type", kind=kind, value=shortened(asked, 60))
+            raise RowError("check.{kind} = {value} has a wrong type", kind=kind, value=shortened(expected, 60))
     if "regex" in value:
         try:
             re.compile(value["regex"])
@@ -62,10 +63,10 @@ def read_check(value: object, allow_code: bool = False) -> Check:
 
 def why_failed(check: Check, answer: str) -> str:
     """Return why an answer does not pass a check of `read_check`, "" if it does."""
-    for kind, asked in check.items():
+    for kind, expected in check.items():
         try:
             with time_limit(TIME_LIMIT_S if kind != "python" else 0):
-                reason = _KINDS[kind](asked, answer)
+                reason = _KINDS[kind](expected, answer)
         except TooSlow:
             reason = tr("no result within {seconds} s", seconds=f"{TIME_LIMIT_S:g}")
         except RecursionError:
@@ -81,28 +82,28 @@ def code_of(answer: str) -> str:
     return match[1] if match else answer
 
 
-def _exact(asked: str | list[str], answer: str) -> str:
-    texts = [asked] if isinstance(asked, str) else asked
+def _exact(expected: str | list[str], answer: str) -> str:
+    texts = [expected] if isinstance(expected, str) else expected
     return "" if answer.strip() in [text.strip() for text in texts] else tr("another text")
 
 
-def _contains(asked: str | list[str], answer: str) -> str:
-    missing = [text for text in ([asked] if isinstance(asked, str) else asked) if text not in answer]
+def _contains(expected: str | list[str], answer: str) -> str:
+    missing = [text for text in ([expected] if isinstance(expected, str) else expected) if text not in answer]
     return tr("without {texts}", texts=shortened(json.dumps(missing, ensure_ascii=False), 200)) if missing else ""
 
 
-def _regex(asked: str, answer: str) -> str:
-    return "" if re.search(asked, answer) else tr("no match")
+def _regex(expected: str, answer: str) -> str:
+    return "" if re.search(expected, answer) else tr("no match")
 
 
-def _json_schema(asked: Any, answer: str) -> str:
+def _json_schema(expected: Any, answer: str) -> str:
     """Validate an answer, or its code block, as JSON."""
     try:
         value = parsed_json(code_of(answer.strip()))
     except ValueError:
         return tr("no JSON")
     try:
-        error = next(iter(_validator(asked).iter_errors(value)), None)
+        error = next(iter(_validator(expected).iter_errors(value)), None)
     except Unresolvable as unresolved:
         return tr("the schema refers to {name}, and no other document is read", name=unresolved.ref)
     return "" if error is None else shortened(f"{error.json_path}: {error.message}", 200)
@@ -122,10 +123,10 @@ def _check_schema(schema: Any) -> None:
         raise RowError("check.json_schema is no JSON Schema: {reason}", reason=reason) from None
 
 
-def _python(asked: str, answer: str) -> str:
+def _python(expected: str, answer: str) -> str:
     from toolkit.evaluate import code_run
 
-    return code_run.why_failed(f"{code_of(answer)}\n\n{asked}\n")
+    return code_run.why_failed(f"{code_of(answer)}\n\n{expected}\n")
 
 
 _KINDS: dict[str, Callable[[Any, str], str]] = {

@@ -70,7 +70,7 @@ def _leave_network() -> bool:
 
 
 def _limit(seconds: float) -> None:
-    """Limit this process and what it becomes."""
+    """Limit this process and what it becomes: `seconds` of processor time, memory, sizes and numbers of files."""
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: _MEMORY_BYTES,

@@ -62,6 +62,7 @@ class CompletionClient:
             return list(threads.map(lambda prompt, seed: self._answer(prompt, seed, until), prompts, seeds))
 
     def _answer(self, prompt: Sequence[int], seed: int, until: float) -> list[int] | str:
+        """Return an answer's ids, or why none of several tries gave one; `until`: of time.monotonic()."""
         reason, tries = tr("timed out"), self.config.tries
         for number in range(tries):
             left = until - time.monotonic()
@@ -109,12 +110,14 @@ class CompletionClient:
         if len(ids) > 2 * most:  # a text may be divided into a few tokens more than it was written in
             raise ValueError(tr("it has {count} tokens", count=len(ids)))
         end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
-        stop = ids[end : end + 1] or [self.encoder.stop_ids[0]] * is_ended
+        stop = ids[end : end + 1]
+        if is_ended and not stop:
+            stop = [self.encoder.stop_ids[0]]
         return (ids[:end] + stop)[:most]
 
 
 def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
-    """Return the text of which a tokenizer makes a prompt: without what it puts in front itself. ValueError if none."""
+    """Return the text that the tokenizer turns into `prompt`, adding up to two tokens in front; ValueError if none."""
     for begin in (0, 1, 2):
         text = str(encoder.tokenizer.decode(list(prompt[begin:]), skip_special_tokens=False))
         if list(encoder.tokenizer(text)["input_ids"]) == list(prompt):

@@ -87,7 +87,7 @@ def generate(
         model.generation_config = original_config
     stops = set(encoder.stop_ids)
     answers = output[:, longest:].tolist()
-    return [row[: len(until_stop(row, stops)) + keeps_end] for row in answers]
+    return [row[: len(until_stop(row, stops)) + (1 if keeps_end else 0)] for row in answers]
 
 
 def answer(

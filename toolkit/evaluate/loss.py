@@ -34,7 +34,8 @@ def evaluate_loss(
 
     Args:
         model: the engine, or the model without one; left in its mode.
-        micro_batches: this rank's, CPU tensors `[B, S]`, as many on every rank; `sources`, [T]: of trained tokens.
+        micro_batches: this rank's, CPU tensors `[B, S]`, as many on every rank; `sources` [T] of them has the number of
+            each trained token's data source.
         names: of the sources, by number.
         device: where the model computes.
         copies: how many ranks have the same sequences.
@@ -44,7 +45,7 @@ def evaluate_loss(
         `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
         `eval_loss/SOURCE`.
     """
-    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)  # of each source: losses, tokens
     with probe.evaluating(model):
         for batch, by_position in stages.measure_each(
             model, micro_batches, lambda *arguments: measure(*arguments).cpu()
@@ -59,7 +60,7 @@ def evaluate_loss(
     by_name: dict[str, torch.Tensor] = {}
     for name, total in zip(names, totals, strict=True):
         by_name[name] = by_name.get(name, 0) + total
-    total_loss, tokens = (float(value) for value in totals.sum(dim=0))
+    total_loss, tokens = totals.sum(dim=0).tolist()
     loss = total_loss / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows beyond that
     figures = {EVAL_LOSS: loss, "eval_perplexity": perplexity, "eval_tokens": int(tokens)}
@@ -72,7 +73,7 @@ def evaluate_loss(
 def ngram_baselines(
     train: TokenizedCache, validation: TokenizedCache, vocab_size: int, samples: NDArray[Any] | None = None
 ) -> tuple[float, float]:
-    """Fit a unigram and a bigram model to the trained tokens of one split; return its losses on the other's.
+    """Fit a unigram and a bigram model to the trained tokens of `train`; return the loss of each on `validation`'s.
 
     Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number of
     different tokens seen after h and P the unigram, which an h never seen leaves. 1 million tokens take about a second.

@@ -64,13 +64,14 @@ def _mean_score(
 
 def _rouge_n(n: int, answer: str, reference: str) -> float:
     """Return ROUGE-N of an answer, F1 over the n-grams of its characters without white space."""
-    in_answer, in_reference = (Counter(_ngrams(_BLANKS.sub("", text), n)) for text in (answer, reference))
+    in_answer = Counter(_ngrams(_BLANKS.sub("", answer), n))
+    in_reference = Counter(_ngrams(_BLANKS.sub("", reference), n))
     return _f1((in_answer & in_reference).total(), in_answer.total(), in_reference.total())
 
 
 def _rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L of an answer: F1 of the longest common subsequence of characters, without white space."""
-    in_answer, in_reference = (_BLANKS.sub("", text) for text in (answer, reference))
+    in_answer, in_reference = _BLANKS.sub("", answer), _BLANKS.sub("", reference)
     return _f1(_common_subsequence(in_answer, in_reference), len(in_answer), len(in_reference))
 
 
@@ -84,7 +85,7 @@ def _common_subsequence(left: str, right: str) -> int:
     for index, letter in enumerate(right):
         positions[letter] = positions.get(letter, 0) | 1 << index
     full = (1 << len(right)) - 1
-    row = full
+    row = full  # a bit for each letter of `right`; it is 0 where the subsequence grows by that letter
     for letter in left:
         matches = row & positions.get(letter, 0)
         row = (row + matches | row - matches) & full
@@ -183,18 +184,18 @@ def score_answers(
         name = metric.value
         try:
             scores = score(metric, texts, references, tokenize)
-            values = {f"eval_{name}": scores.value}
+            figures = {f"eval_{name}": scores.value}
             for source, indices in sorted(by_source.items()) if len(by_source) > 1 else ():
                 part = score(
                     metric, [texts[index] for index in indices], [references[index] for index in indices], tokenize
                 )
-                values[f"eval_{name}/{source}"] = part.value
+                figures[f"eval_{name}/{source}"] = part.value
         except Stopped:
             raise
         except Exception as error:  # a library's fault is no reason to lose the others, let alone a training run
             results.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
-        results.values |= values
+        results.values |= figures
         each[name] = scores.each
         if scores.signature:
             results.signatures[name] = scores.signature

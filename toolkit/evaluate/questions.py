@@ -32,7 +32,9 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: chat.AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Return questions sampled evenly from a split, and how many samples have no prompt; `max_samples` 0 takes all."""
+    """Return questions sampled evenly from a split, and how many of the samples have no prompt. `names`: of the
+    sources, by number; `max_samples` 0 takes all.
+    """
     count = min(max_samples or len(store), len(store))
     sources = store.sources()
     questions = []
@@ -51,8 +53,8 @@ def split_sample(
     """
     end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
     begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
-    starts = {int(token) for token in encoder.answer_ids}
-    begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in starts), begin)
+    openers = {int(token) for token in encoder.answer_ids}
+    begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in openers), begin)
     prompt = list(ids[:begin])
     # The first token of a sample is never trained; alone it is the beginning of a plain text.
     if len(prompt) < 2 or set(prompt) <= set(encoder.tokenizer.all_special_ids):

@@ -1,6 +1,7 @@
 """Rewards of generated answers, by a rule, a reward model or a function; and preference pairs of the answers."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +54,7 @@ class Reward:
                 raise ConfigError("{name} has an effect with reward={rule} only. Remove it.", name=name, rule=rule)
         if self.kind == "regex":
             try:
-                re.compile(self.pattern or "(")
+                re.compile(self.pattern or "(")  # "(" is an error, as "" shall be
             except re.error as error:
                 reason = error if self.pattern else tr("it is empty")
                 raise ConfigError(
@@ -125,7 +126,7 @@ def with_rewards(rows: Iterable[Row], reward: Reward) -> list[Row]:
     """Return the rows that have an answer, each with the key `reward` added."""
     answered = [row for row in rows if "error" not in row]
     rewards = reward.score()(answered)
-    if wrong := [row["where"] for row, value in zip(answered, rewards, strict=True) if value != value]:
+    if wrong := [row["where"] for row, value in zip(answered, rewards, strict=True) if math.isnan(value)]:
         raise DataError("{where}: the reward is no number (NaN).", where=wrong[0])
     return [{**row, "reward": value} for row, value in zip(answered, rewards, strict=True)]
 
@@ -137,7 +138,8 @@ def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]
     prompts, pairs = _by_prompt(rows), []
     for samples in prompts.values():
         usable = [row for row in samples if row["answer"]]
-        best, worst = (choose(usable, key=lambda row: row["reward"], default=None) for choose in (max, min))
+        best = max(usable, key=lambda row: row["reward"], default=None)
+        worst = min(usable, key=lambda row: row["reward"], default=None)
         if best is None or worst is None or best["reward"] == worst["reward"]:
             continue
         pair = {"messages": best["messages"], **({"tools": best["tools"]} if best.get("tools") else {})}

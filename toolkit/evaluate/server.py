@@ -249,7 +249,7 @@ def limit_tokens(model: Any, inputs: Any, generation: Any) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Serve a model over HTTP. `words`: its name, then the arguments of `transformers serve`."""
+    """Serve a model over HTTP. `words`: its name, then the arguments of `transformers`: serve, directory, options."""
     from transformers.cli.transformers import app
 
     from toolkit.models.sandbox import bound_templates

@@ -21,19 +21,16 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     config: Mapping[str, Any] = secrets.hide_all(state.config)
     model, (kind, _) = config["model"], _task_and_loss(config)
     base = model["name"] or model["path"] or "?"
-    versions = _versions(state)
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
-    left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
+    left_out = "task" if kind == "language" else "", "distill" if kind != "distill" else ""
     shown = {key: config[key] for key in keys if key in config and key not in left_out}
     front_matter = _front_matter(config, is_adapter)
-    lines = [
-        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front_matter), "---", ""),
-        *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in _facts(state, config)), ""),
-        *(f"## {tr('Losses')}", "", *_losses(state, config), ""),
-        *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
-        *(f"## {tr('Settings')}", "", "```json"),
-        *(json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""),
-    ]
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front_matter), "---", ""]
+    lines += [f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in _facts(state, config)), ""]
+    lines += [f"## {tr('Losses')}", "", *_losses(state, config), ""]
+    lines += [f"## {tr('Versions')}", "", *(f"- {version}" for version in _versions(state)), ""]
+    settings = json.dumps(shown, indent=1, ensure_ascii=False, default=str)
+    lines += [f"## {tr('Settings')}", "", "```json", settings, "```", ""]
     return "\n".join(lines).encode()
 
 

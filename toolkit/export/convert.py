@@ -33,6 +33,7 @@ def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward
                 verdict = verify.verify_logits(unverified) if forward else ""
             except ToolkitError as error:
                 text = str(error).replace(str(unverified), str(folder))
+                # An error that names no file gets the source's name.
                 raise type(error)(text if os.sep in text else f"{path}: {text}") from error
             unverified.rename(folder)
             disk.flush(folder.parent)

@@ -60,7 +60,7 @@ def _values(files: QuantizedFiles) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write_weights(values: Iterable[tuple[str, torch.Tensor]], folder: Path, final: Path, most: int) -> None:
-    """Write tensors to files of at most so many bytes, or of one tensor, with an index. `final`: see `write_shards`."""
+    """Write tensors to files of at most `most` bytes, or of one tensor, with an index. `final`: see `write_shards`."""
     shards, total = write_shards(values, folder, final, most, "{}.safetensors")
     files = [*dict.fromkeys(shards.values())]
     names = {file: f"model-{number:05}-of-{len(files):05}.safetensors" for number, file in enumerate(files, 1)}

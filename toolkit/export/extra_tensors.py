@@ -51,7 +51,7 @@ def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict
 
 
 def _add_weights(source: weights.WeightFiles, names: Sequence[str], folder: Path, most: int) -> None:
-    """Write tensors to files of at most so many bytes, or of one tensor, and list them in the index."""
+    """Write tensors to files of at most `most` bytes, or of one tensor, and list them in the index."""
     index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():  # with this name transformers would not look for an index
         first = single.rename(folder / "model-00001-of-00001.safetensors")

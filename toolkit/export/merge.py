@@ -21,17 +21,7 @@ from transformers import PreTrainedModel
 from toolkit import secrets
 from toolkit.config.schema import RunConfig, TuningMethod
 from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
-from toolkit.models import (
-    adapters,
-    base_model,
-    classifier,
-    directory,
-    fine_tuning,
-    lora,
-    lora_init,
-    structure,
-    weights,
-)
+from toolkit.models import adapters, base_model, classifier, directory, fine_tuning, lora, lora_init, structure, weights
 from toolkit.models.load import load_empty, stream_parameters
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
@@ -106,16 +96,17 @@ def plan_merge(part: TunedPart) -> MergePlan:
     """
     _check_method(part)
     empty_model = part.shaped(load_empty(part.base))
-    plain, tied = weights.shapes_of(empty_model), dict(weights.tied_parameter_names(empty_model))
+    base_shapes, tied = weights.shapes_of(empty_model), dict(weights.tied_parameter_names(empty_model))
     with reading(part.source, ModelError):
         adapters.attach_adapter(empty_model, part.settings, part.identity or base_model.BaseModel(str(part.base), {}))
     changes, stored = _changes_by_parameter(empty_model), adapters.stored_names(empty_model)
+    # Second name -> first, as in `tied`: the weights that the merged model cannot share any more.
     untied = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
     if untied and part.values and _stays_tied(part, changes, stored, untied):
         changes, untied = {name: steps for name, steps in changes.items() if name not in untied}, {}
-    needed = {name for name in changes if name not in plain and name not in untied}  # biases that the base lacks
+    needed = {name for name in changes if name not in base_shapes and name not in untied}  # biases that the base lacks
     config = {TIED: False} if untied else {}
-    config |= dict.fromkeys(_bias_keys(part, empty_model, plain, needed), True) if needed else {}
+    config |= dict.fromkeys(_bias_keys(part, empty_model, base_shapes, needed), True) if needed else {}
     model = part.shaped(load_empty(part.base, config)) if config else part.shaped(load_empty(part.base))
     shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
     if not_untied := sorted(name for name in untied if name in still_tied or name not in shapes):
@@ -138,7 +129,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
             ),
         )
     copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
-    added = frozenset(shapes.keys() - plain.keys() - copied.keys())
+    added = frozenset(shapes.keys() - base_shapes.keys() - copied.keys())
     return MergePlan(model, stored, changes, copied, added, config)
 
 
@@ -338,10 +329,11 @@ def _stays_tied(
         return False
     values = _adapter_values(part, stored)
     base = dict(stream_parameters(part.base, {*untied.values()})[1])
-    return all(
-        torch.equal(*(_apply_changes(name, base[first], changes, values) for name in (second, first)))
-        for second, first in untied.items()
-    )
+
+    def merged(name: str, value: torch.Tensor) -> torch.Tensor:
+        return _apply_changes(name, value, changes, values)
+
+    return all(torch.equal(merged(second, base[first]), merged(first, base[first])) for second, first in untied.items())
 
 
 def _adapter_values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -371,13 +363,15 @@ def _apply_changes(
     return value
 
 
-def _bias_keys(part: TunedPart, empty_model: PreTrainedModel, plain: weights.Shapes, needed: set[str]) -> list[str]:
+def _bias_keys(
+    part: TunedPart, empty_model: PreTrainedModel, base_shapes: weights.Shapes, needed: set[str]
+) -> list[str]:
     """Return the keys of the base's config which, set to true, give its model some of the biases `needed`; found by
-    trying them on the meta device. `plain`: the base's parameters.
+    trying them on the meta device.
     """
     config, keys = empty_model.config.get_text_config().to_dict(), []
     for key in [key for key, value in config.items() if "bias" in key and value is False]:
-        if needed & (weights.shapes_of(part.shaped(load_empty(part.base, {key: True}))).keys() - plain.keys()):
+        if needed & (weights.shapes_of(part.shaped(load_empty(part.base, {key: True}))).keys() - base_shapes.keys()):
             keys.append(key)
     return keys
 

@@ -20,6 +20,7 @@ def write_shards(
         if group and sum(each.nbytes for each in group.values()) + value.nbytes > most:
             save_checked(group, folder / file_name.format(number), final)
             group, number = {}, number + 1
-        group[name], shards[name], total = value, file_name.format(number), total + value.nbytes
+        group[name], shards[name] = value, file_name.format(number)
+        total += value.nbytes
     save_checked(group, folder / file_name.format(number), final)
     return shards, total

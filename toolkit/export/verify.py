@@ -157,7 +157,5 @@ def aside_if_wrong(folder: Path) -> Iterator[None]:
     except (CheckpointError, ModelError) as error:
         renamed = folder.rename(disk.unused_path(folder.with_name(f"{folder.name}.wrong")))
         raise CheckpointError(
-            "{reason}. The export is kept as {folder} for inspection.",
-            reason=str(error).rstrip("."),
-            folder=renamed,
+            "{reason}. The export is kept as {folder} for inspection.", reason=str(error).rstrip("."), folder=renamed
         ) from error

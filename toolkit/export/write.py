@@ -56,7 +56,7 @@ class ExportOptions:
 
     @property
     def precision(self) -> torch.dtype | None:
-        """Return `dtype` as torch's."""
+        """`dtype` as torch's; None: that of the training."""
         return getattr(torch, self.dtype) if self.dtype else None
 
 
@@ -142,7 +142,7 @@ def scratch_directory(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory to write to; after the body, flush it, add a manifest and rename it to `folder`."""
+    """Yield a path to write a directory to; after the body, flush it, add a manifest and rename it to `folder`."""
     try:
         with scratch_directory(folder) as parent:
             temporary = parent / folder.name
@@ -192,7 +192,8 @@ def is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit; NaN equals NaN."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (left, right)))
+    left, right = left.contiguous().reshape(-1), right.contiguous().reshape(-1)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None) -> None:

@@ -94,9 +94,7 @@ Body = Mapping[str, Any]
 
 
 class Board:
-    """The actions behind the page's requests. `runs`: the directory of runs; `folder`: a temporary one for recipes as
-    typed.
-    """
+    """The actions behind the page's requests. `runs`: the runs' directory; `folder`: temporary, for typed recipes."""
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder, self.launches = runs, folder, Launches(runs)
@@ -106,6 +104,7 @@ class Board:
         self.pending_answers = 0
         """Number of answers that the model has not finished yet."""
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
+        """Run -> (what its row was made of, the row)."""
         self._waiting: dict[tuple[str, Path], float] = {}
         """Directories that are being read, and since when; no second thread waits for the same one."""
         self.actions: dict[str, Callable[[Body], Mapping[str, Any]]] = {
@@ -129,8 +128,8 @@ class Board:
         """Requests answered by a process's output as it comes; processes end with the thread that starts them: main."""
 
     def list_runs(self, body: Body) -> dict[str, Any]:
-        """Return a table of all runs, the newest first, with those that were started here and have no directory yet.
-        What does not answer in time hides nothing else.
+        """Return `heads` and `rows` of a table of all runs, the newest first, with those that were started here and
+        have no directory yet, and a `note`. A directory that does not answer in time is a row that says so.
         """
         heads = page.overview([]).heads
         blank = [page.NONE] * (len(heads) - 2)
@@ -157,12 +156,14 @@ class Board:
         return {"heads": heads, "rows": rows, "note": note}
 
     def _in_time(self, what: str, read: Callable[[Path], Any], paths: Sequence[Path]) -> dict[Path, Any]:
-        """Return what `read` returns of each path, or its error; all are read side by side, for _ROW_S in all. What
-        takes longer is a _Waiting, and after _READING_S a RunFolderError; its thread is left behind.
+        """Return path -> what `read` returns of it, or its error; all are read side by side, for _ROW_S in all. What
+        takes longer is a _Waiting, and after _READING_S a RunFolderError; its thread is left behind. `what`: name of
+        the kind of reading.
         """
         outcomes: dict[Path, Any] = {}
 
         def run(path: Path) -> None:
+            """Read a path in a thread of its own."""
             try:
                 outcomes[path] = read(path)
             except Exception as error:  # of a file that holds anything: the others are shown
@@ -186,13 +187,11 @@ class Board:
         return {path: outcomes[path] for path in paths}
 
     def _row(self, path: Path) -> dict[str, Any]:
-        """Return a run's row of the table, cached until its files change: cells, state, loss curve, and whether there
-        is a model to chat with.
-        """
+        """Return a run's row of the table (its state, curve, verdict, `has_model`), cached until its files change."""
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
         has_model = any((path / name).exists() for name in ("checkpoints/latest", "export"))
-        stamp = (times, is_worked_on(path), has_model)
-        if self._rows.get(path, (None,))[0] != stamp:
+        version = (times, is_worked_on(path), has_model)
+        if path not in self._rows or self._rows[path][0] != version:
             run = read_run(path)
             losses = [loss.mean for _, loss in run.history.training.series("loss")]
             stride = -(-len(losses) // _CURVE_POINTS) or 1
@@ -207,7 +206,7 @@ class Board:
                 "verdict": messages.printable(hide(failure)) or (verdict.text if verdict else ""),
                 "has_model": has_model,
             }
-            self._rows[path] = stamp, row
+            self._rows[path] = version, row
         return self._rows[path][1]
 
     def report(self, names: list[str]) -> str:
@@ -253,9 +252,7 @@ class Board:
         return lines()
 
     def samples(self, body: Body) -> Iterator[str]:
-        """Start `toolkit show` on the recipe that was typed; return an iterator of its output lines, with terminal
-        colors.
-        """
+        """Start `toolkit show` on the typed recipe; return an iterator of its output lines, with terminal colors."""
         problems, file = messages.Problems(), self.folder / "samples.yaml"
         file.write_text(recipe_text(body, problems), encoding="utf-8")
         problems.raise_all()
@@ -286,6 +283,7 @@ class Board:
         question = self.chat.stdin
 
         def lines() -> Iterator[str]:
+            """Send the question, and yield the lines of its answer."""
             assert question is not None
             with suppress(OSError, ValueError):  # the process has ended, which `_answer` says, or was closed
                 self.pending_answers += 1
@@ -296,15 +294,13 @@ class Board:
         return lines()
 
     def _answer(self) -> Iterator[str]:
-        """Yield the lines of the model's answer to the last question; those of earlier answers
-        still due are dropped.
-        """
+        """Yield the lines of the model's answer to the last question, without those of earlier answers still due."""
         assert self.chat is not None and self.chat.stdout is not None
         for line in self.chat.stdout:
-            is_awaited = (
-                self.pending_answers == 1
-            )  # not the rest of one that nobody waits for, as the page was loaded again
-            self.pending_answers -= line.startswith('{"end"')
+            # Not the rest of one that nobody waits for, as the page was loaded again.
+            is_awaited = self.pending_answers == 1
+            if line.startswith('{"end"'):
+                self.pending_answers -= 1
             if is_awaited:
                 yield line
             if not self.pending_answers:
@@ -356,7 +352,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def check_directory(body: Body) -> dict[str, Any]:
-    """Raise ConfigError unless `path` is a directory."""
+    """Raise ConfigError unless `path` is a directory; the answer is empty."""
     path = str(body.get("path", ""))
     if not path or not Path(path).is_dir():
         raise messages.ConfigError("there is no directory {folder}", folder=path)
@@ -380,9 +376,7 @@ def _start_module(module: str, *words: str, **options: Any) -> "subprocess.Popen
 
 
 class Guard:
-    """ASGI middleware: answers only requests with the token and one of HOSTS as host name, and sets
-    security headers.
-    """
+    """ASGI middleware: answers only requests with the token and one of HOSTS as host, and sets security headers."""
 
     def __init__(self, app: Any, token: str, cookie: str) -> None:
         self.app, self.token, self.cookie = app, token, cookie
@@ -433,9 +427,11 @@ class _Worker:
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)` for the request `name`; RunFolderError if that takes too long."""
         seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
+        # Becomes `Future.result` of the thread, which returns, or raises, what the function did.
         outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
 
         def run() -> None:
+            """Call the function in a thread of its own, and hand on what comes of it."""
             result: Future[Any] = Future()
             try:
                 result.set_result(function(*arguments))
@@ -477,9 +473,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     async def act(request: Request) -> Response:
-        """Answer POST /do/NAME, whose body is a JSON object, by the board's stream or action NAME; status 400 for
-        errors.
-        """
+        """Answer POST /do/NAME, whose body is a JSON object, by the stream or action NAME; status 400 for errors."""
         name = request.path_params["name"]
         try:
             body = messages.parsed_json(await request.body())
@@ -572,7 +566,7 @@ class Launches:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def start(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Start the recipe `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached from the board."""
+        """Start `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached; return what was `said`."""
         name, recipe, ranks = (str(body.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
@@ -597,7 +591,7 @@ class Launches:
         return {"said": tr("Started {name}.", name=name)}
 
     def stop(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Stop a run as Ctrl-C does: it saves a checkpoint after its current step."""
+        """Stop a run as Ctrl-C does: it saves a checkpoint after its current step. Return what was `said`."""
         name = str(body.get("run", ""))
         if self.is_alive(name):
             os.kill(self._record(name)["pid"], signal.SIGTERM)
@@ -634,9 +628,7 @@ _NOT_IN_A_FORM = ("recipe", "defaults")
 
 
 def recipe_form() -> dict[str, Any]:
-    """Return what the forms offer: recipes, choices of groups, every key with its sentence and choices, and this
-    machine's GPUs, or an example of some.
-    """
+    """Return what the forms offer: recipes, groups, keys with sentence and choices, and GPUs (here, or an example)."""
     schema = json.loads((files.shipped_folder("recipes") / "recipe.schema.json").read_text(encoding="utf-8"))
     here = gpus_here().get("gpus", "1x24GB")
     recipes, groups = list(files.known_recipes()), group_choices()
@@ -644,9 +636,7 @@ def recipe_form() -> dict[str, Any]:
 
 
 def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
-    """Yield every key of the recipe schema below `prefix`, with its sentence in the current
-    language and its choices.
-    """
+    """Yield every key of the recipe schema below `prefix`, with its sentence in the user's language and its choices."""
     sentences = messages.chinese()["sentences"] if messages.current_language() == "zh" else {}
     for name, key in section["properties"].items():
         value = key.get("anyOf", [key])[0]
@@ -686,13 +676,13 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
-    """Return the typed recipe's text, all errors with their keys, the output of check and plan, and the values in
-    effect. `folder`: where the text is written to be read. Nothing is downloaded: a model known only to Hugging Face is
-    not planned.
+    """Return of the typed recipe the `text`, all `errors` with their keys (and how many `more`), the output of check
+    (`notes`) and `plan`, and the `values` in effect. `folder`: where the text is written to be read. Nothing is
+    downloaded: a model known only to Hugging Face is not planned.
     """
     problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
     answer: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
-    before, messages.console.write = messages.console.write, lines.append
+    before, messages.console.write = messages.console.write, lines.append  # what is printed becomes the notes
     file = folder / "recipe.yaml"
     try:
         answer["text"] = recipe_text(body, problems)
@@ -729,7 +719,9 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
 
 
 def save_recipe(body: Body) -> dict[str, Any]:
-    """Write the typed recipe to `file`; an existing file only with `overwrite`, else `exists` is returned."""
+    """Write the typed recipe to `file`, an existing one only with `overwrite`; return what was `said`, and `exists` if
+    there was one and nothing was written.
+    """
     problems, file = messages.Problems(), Path(str(body.get("file", "")))
     text = recipe_text(body, problems)
     problems.raise_all()

@@ -66,7 +66,9 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
     # Behind a GPU's computation it hides, so there the links' own speed is what counts.
-    gather = _gather(full_cfg, outline, layer_s, device, world_size) if device.type == "cpu" and world_size > 1 else 0.0
+    gather = (
+        _gather_rate(full_cfg, outline, layer_s, device, world_size) if device.type == "cpu" and world_size > 1 else 0.0
+    )
     return Rates(
         flops=speed,
         micro_s=max(0.0, first_s - first_flops / speed),
@@ -103,7 +105,9 @@ def _pass(model: torch.nn.Module, batch: Batch) -> None:
     model.zero_grad()
 
 
-def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
+def _gather_rate(
+    cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int
+) -> float:
     """Return the bytes/s at which ZeRO-3 gathers and reduces a layer, from how much longer a layer takes under it than
     `layer_s`, its seconds without ZeRO. That includes DeepSpeed's copies and work around each collective (0.19.8: on
     CPU ranks as much again).
@@ -155,9 +159,7 @@ def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Modul
 
 
 def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
-    """Return a recipe's model with random weights and `layers` layers, in its precision on `device`; only its config is
-    read.
-    """
+    """Return a recipe's model, random, with `layers` layers, in its precision on `device`; only its config is read."""
     if cfg.model.init is schema.Init.random:
         shape = replace(cfg.model.shape, num_layers=layers)
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))

@@ -36,10 +36,10 @@ def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
 
 
 def _arguments(typed: str, doc: str) -> Iterator[str]:
-    """Yield arguments of a command that may follow, by the usage in its help `doc`; not only those that begin with
-    `typed`.
+    """Yield arguments of a command that may follow what is `typed`, by the usage in its help `doc`; values if that ends
+    with =, else names, also such as do not begin with it.
     """
-    usage = doc.split("\n\n")[1]
+    usage = doc.split("\n\n")[1]  # behind the sentence about what the command does
     placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))  # name=PLACEHOLDER
     takes_keys = placeholders.pop("key", "") == "value"
     name, equals, value = typed.partition("=")

@@ -102,9 +102,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 
 def _state_files(folder: Path) -> _Files:
-    """Return the checkpoint's files of model and optimizer states by (kind, part, rank); CheckpointError for kinds that
-    are not supported.
-    """
+    """Return (kind, part, rank) -> file of model or optimizer states; CheckpointError for an unsupported kind."""
     files = {}
     for path in folder.iterdir():
         if match := _FILE.fullmatch(path.name):
@@ -165,6 +163,7 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
     # peft's wrapper.
     prefix = r"(\d+|tied_modules\.\w+)\." if layers else r"base_model\.model\."
     module = {name: value for file in layers for name, value in _load_file(file).items()}
+    # Parameter -> its whole shape; the part it is taken from; how many of its numbers were found.
     shapes, owners, lengths = dict[str, tuple[int, ...]](), dict[str, int](), Counter[str]()
     for part in range(parts):
         saved = _without_prefixes(_load_file(files["model", part, 0]), prefix)
@@ -176,8 +175,8 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
                 continue  # what all parts have, the first has saved
             shapes[name] = tensor_split.part_shape(name, shape, count, back=True)
             lengths[name] += len(values[fragments.WEIGHT])
-            which = (part, count) if count > 1 else (0, 1)
-            yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, which, values, numbers)
+            split = (part, count) if count > 1 else (0, 1)
+            yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, split, values, numbers)
     if lacking := [name for name, shape in shapes.items() if lengths[name] != math.prod(shape)]:
         raise _unsupported_error(source, ", ".join(lacking[:3]))
     seen = {_storage_key(module[name]) for name in shapes}
@@ -222,10 +221,12 @@ def _saved_slices(files: _Files, part: int, saved: dict[str, Any], prefix: str) 
 def _trained_slices(
     optimizer: dict[str, Any], groups: Sequence[_FlatGroup], sizes: Sequence[int], rank: int, ranks: int
 ) -> Iterator[_Slice]:
-    """Yield what a rank's optimizer state holds of each parameter. `sizes`: of a full partition of each group."""
+    """Yield what a rank's optimizer state holds of each parameter. `groups`: those of the optimizer state; `sizes`:
+    numbers in a full partition of each group.
+    """
     is_stage3 = "fp32_flat_groups" in optimizer
-    padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
-    for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
+    paddings_by_group = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
+    for (flat, state, group), size, paddings in zip(groups, sizes, paddings_by_group, strict=True):
         values, numbers = _weights_and_states(flat, state, size)
         if is_stage3:
             stretches = _stretches_in_stage3(group, paddings, rank, ranks, len(flat))
@@ -246,7 +247,7 @@ def _frozen_slices(saved: dict[str, Any], rank: int) -> Iterator[_Slice]:
 
 def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_FlatGroup]:
     """Yield the flat tensors that a rank saved, with the parameters in each. Without ZeRO no names are saved: the order
-    of parameters tells them.
+    of parameters tells them. `optimizer`: the rank's state dict; `saved`: the model's file.
     """
     inner = _wrapped_state(optimizer)
     states, members = inner["state"], [group["params"] for group in inner["param_groups"]]
@@ -254,14 +255,14 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
         raise ValueError("Muon")
     keys = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
     flats = next((optimizer[key] for key in keys if key in optimizer), None)
-    named = saved["param_shapes"]
     if flats is not None:
-        named = named or _parameter_groups(
-            saved, [len(flat) for flat in flats], lambda group: sum(map(math.prod, group))
+        groups = saved["param_shapes"] or _parameter_groups(
+            saved, [len(flat) for flat in flats], lambda shapes: sum(map(math.prod, shapes))
         )
-        for number, (flat, group) in enumerate(zip(flats, named, strict=True)):
+        for number, (flat, group) in enumerate(zip(flats, groups, strict=True)):
             yield flat, states.get(number, {}), group
         return
+    # One tensor for each parameter.
     masters = optimizer.get("fp32_groups")  # in 16 bits, where DeepSpeed does not know the optimizer
     for number, group in enumerate(_parameter_groups(saved, list(map(len, members)), len)):
         weights = masters[number] if masters else [saved["module"][name] for name in group]
@@ -313,17 +314,17 @@ _Stretch = tuple[str, int, int, int]
 
 
 def _stretches_below_stage3(
-    group: Mapping[str, torch.Size], paddings: Sequence[int], begin: int, size: int
+    group: Mapping[str, torch.Size], paddings: Sequence[int], offset: int, size: int
 ) -> Iterator[_Stretch]:
-    """Yield what a partition, `size` numbers of a group from `begin` on, has of each parameter. In a group, parameters
+    """Yield what a partition, `size` numbers of a group from `offset` on, has of each parameter. In a group, parameters
     follow each other, each with its `paddings` behind it: with partitions of 6, a and b of 4 are aaaabb | bb.
     """
-    start = 0
+    place = 0  # of the parameter in the group
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        first, end = max(start, begin), min(start + shape.numel(), begin + size)
+        first, end = max(place, offset), min(place + shape.numel(), offset + size)
         if first < end:
-            yield name, first - start, first - begin, end - first
-        start += shape.numel() + padding
+            yield name, first - place, first - offset, end - first
+        place += shape.numel() + padding
 
 
 def _stretches_in_stage3(
@@ -344,10 +345,10 @@ def _stretches_in_stage3(
         raise ValueError(f"{offset} / {size}")
 
 
-def _write_fragments(some: Iterable[fragments.Fragment], target: Path) -> None:
+def _write_fragments(all_fragments: Iterable[fragments.Fragment], target: Path) -> None:
     """Write fragments to files of bounded size; a file holds at most one fragment of a parameter."""
     number, size, pending = 0, 0, dict[str, fragments.Fragment]()
-    for fragment in chain(some, [None]):
+    for fragment in chain(all_fragments, [None]):  # None: write what is left
         if pending and (fragment is None or fragment.name in pending or size > _MOST_BYTES):
             fragments.write(fragments.content_of(pending.values()), target / fragments.file_name(number))
             number, size, pending = number + 1, 0, {}

@@ -132,9 +132,7 @@ class Inspector:
         return facts
 
     def _inspect_conversation(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
-        """Count a conversation's turns, control strings in its texts, and patterns (declined, cut, …) of its last
-        answer.
-        """
+        """Count turns, control strings in texts, and patterns (declined, cut, …) of the last answer."""
         messages = conversation.messages
         facts.turns[sum(message["role"] == "user" for message in messages)] += 1
         for is_answer in (False, True):
@@ -191,9 +189,9 @@ def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64
 def _count_scripts(texts: list[str], facts: Facts) -> None:
     """Count the characters of each script, and of each text the script that most of its letters are of."""
     names, table = _script_table()
-    points, rows = _code_points(texts)
-    counts = np.bincount(rows * len(names) + table[points], minlength=len(texts) * len(names))
-    counts = counts.reshape(len(texts), len(names))
+    points, text_indices = _code_points(texts)
+    counts = np.bincount(text_indices * len(names) + table[points], minlength=len(texts) * len(names))
+    counts = counts.reshape(len(texts), len(names))  # [texts, scripts]; script 0 is OTHER
     for name, count in zip(names, counts.sum(0).tolist(), strict=True):
         facts.scripts[name] += count
     letters = counts[:, 1:]
@@ -205,7 +203,7 @@ def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
     """Return the MinHash of each text, [texts, 32]: rows that share many shingles agree in many of the 32 values."""
     hashes, text_indices = _shingle_hashes(texts)
     least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)
-    slots = text_indices * _BINS + (hashes & np.uint64(_BINS - 1)).astype(np.int64)
+    slots = text_indices * _BINS + (hashes & np.uint64(_BINS - 1)).astype(np.int64)  # by a hash's lowest bits
     np.minimum.at(least, slots, (hashes >> np.uint64(32)).astype(np.uint32))
     bins = least.reshape(len(texts), _BINS)
     for _ in range(_BINS):  # an empty bin takes the next one's, shifted, so that the bins stay apart
@@ -247,9 +245,7 @@ class Alike:
 
 
 def alike(facts: Facts) -> tuple[Alike, Alike]:
-    """Return two results: rows that equal an earlier one, and among the others those that are similar to an earlier
-    one.
-    """
+    """Return the rows that equal an earlier one, and among the others those that are similar to an earlier one."""
     if not facts.hashes:
         return Alike(0, []), Alike(0, [])
     _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
@@ -260,9 +256,7 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
 
 
 def _alike_rows(rows: NDArray[np.int64], partners: NDArray[np.int64]) -> Alike:
-    """Return the number of `rows`, and the first few with the earlier row that each repeats
-    (`partners`, of every row).
-    """
+    """Count `rows`, and return the first few with the earlier row that each repeats (`partners`, of every row)."""
     return Alike(len(rows), [(int(row), int(partners[row])) for row in rows[:EXAMPLES]])
 
 
@@ -281,8 +275,8 @@ def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDAr
     for band in range(_BANDS):
         keys = np.ascontiguousarray(bins[distinct, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
         order = np.argsort(keys, kind="stable")  # rows with the same band lie together, in their order
-        rows, begins = distinct[order], np.flatnonzero(np.append(True, keys[order][1:] != keys[order][:-1]))
-        first_of_band = np.repeat(rows[begins], np.diff(np.append(begins, len(rows))))
+        rows, starts = distinct[order], np.flatnonzero(np.append(True, keys[order][1:] != keys[order][:-1]))
+        first_of_band = np.repeat(rows[starts], np.diff(np.append(starts, len(rows))))
         row_before = np.append(rows[:1], rows[:-1])
         for others in (first_of_band, row_before):
             candidates = np.flatnonzero((others < rows) & (similar[rows] < 0))
@@ -322,8 +316,8 @@ def spread(lengths: list[NDArray[Any]]) -> list[str]:
 
 
 def data_page(title: str, facts: Facts, files: Sequence[readers.DataFile], prepared: PrepareReport | None) -> str:
-    """Return the HTML page of the data report; `prepared`: the report of tokenizing, if a recipe's
-    data was tokenized.
+    """Return the HTML page of the data report; `prepared`: the report of tokenizing a recipe's
+    data, None for a file.
     """
     equal, near = alike(facts)
     places = [file_and_line for part in facts.places for file_and_line in part.tolist()]

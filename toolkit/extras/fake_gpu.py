@@ -9,6 +9,7 @@ For a process of its own: the device, the accelerator and the patches stay.
 """
 
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -40,9 +41,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Backend:
-    """The module that PyTorch asks of a device backend; `is_available` is false, so that no number
-    is ever made on it.
-    """
+    """The module that PyTorch asks of a device backend; it is not `is_available`, so that no number is made on it."""
 
     is_initialized = staticmethod(lambda: True)
     is_available = _is_in_bad_fork = staticmethod(lambda: False)
@@ -108,9 +107,7 @@ class _Accelerator(CPU_Accelerator):
     default_stream = current_stream
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Return the stub for every op: DeepSpeed's FusedAdam and FusedLion run, their kernels, which need no memory of
-        their own, do nothing.
-        """
+        """Return the stub for every op: DeepSpeed's FusedAdam and FusedLion run, their kernels do nothing."""
         return _Builder
 
     def create_op_builder(self, op_name: str) -> Any:
@@ -133,9 +130,7 @@ class _Builder:
 
 
 def begin(rank: int, world_size: int) -> None:
-    """Make this process rank `rank` of `world_size` on the fake GPU: patch PyTorch and DeepSpeed, start fake process
-    groups.
-    """
+    """Make this process a rank of `world_size` on the fake GPU: patch PyTorch and DeepSpeed, start process groups."""
     _setup_privateuseone_for_python_backend(NAME, _Backend)
     set_accelerator(_Accelerator())
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
@@ -201,12 +196,8 @@ def _fused_attention(
 
 
 class Watch(LiveBytes):
-    """A dispatch mode that notes bytes of the device's tensors, collectives, and where the host waits for the device. A
-    number that the host reads is 1.0, or 0 if it is an integer or a truth value (such as an overflow). Works above a
-    FakeTensorMode.
-
-    A number that is read is 1.0, or 0 where it is a whole number or a truth value (such as an overflow). Works above a
-    FakeTensorMode.
+    """A dispatch mode above a FakeTensorMode that notes bytes of the device's tensors, collectives, and where the host
+    waits for the device. A number that is read is 1.0, or 0 if it is an integer or a truth value (such as an overflow).
     """
 
     def __init__(self) -> None:
@@ -230,15 +221,14 @@ class Watch(LiveBytes):
         """Return (operation, type and shape; how many; bytes together) of the `most` largest kinds of tensors that were
         alive at the peak since `restart`.
         """
-        # How many events had happened at the peak.
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
-        at = self._begun
+        num_at_peak = self._begun  # how many events had happened then
         for index in range(self._begun, len(self._events)):
             now += self._events[index][1]
             if now > highest:
-                highest, at = now, index + 1
+                highest, num_at_peak = now, index + 1
         alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and what it holds
-        for storage, change, what in self._events[:at]:
+        for storage, change, what in self._events[:num_at_peak]:
             if what:
                 alive[storage] = (alive.get(storage, (0, ""))[0] + change, what)
             else:
@@ -251,6 +241,7 @@ class Watch(LiveBytes):
         return [(what, counts[what], size) for what, size in sizes.most_common(most)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation, and note what it makes, sends and waits for; a number that is read is made up."""
         first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
         on_device = first is not None and first.device.type == NAME
         if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
@@ -286,17 +277,31 @@ class Watch(LiveBytes):
             (name, sizes[0] if sizes else 0, sum(tensor.numel() for tensor in sent), "/".join(kinds))
         )
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the fake GPU, so that its bytes count."""
-        return tensor.device.type == NAME
-
-    def _change(self, key: int, change: int, tensor: torch.Tensor | None = None) -> None:
-        """Note that memory of `key` changed by `change` bytes: a tensor was made, or (without `tensor`) freed."""
-        super()._change(key, change)
-        what = ""
-        if tensor is not None:
+    def count(self, tensor: torch.Tensor) -> None:
+        """Add the memory of a tensor on the fake GPU, unless it is counted already; it is subtracted when it is freed.
+        `LiveBytes` leaves it out, as the storages of fake tensors are on the meta device.
+        """
+        if tensor.device.type != NAME:
+            return
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        counted = self._sizes.get(key)
+        if counted is None:
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if counted != size:
+            self._sizes[key] = size
             name, dtype = self._function.name().removeprefix("aten::"), str(tensor.dtype).removeprefix("torch.")
-            what = f"{name} {dtype} {[*tensor.shape]}"
+            self._note_change(key, size - (counted or 0), f"{name} {dtype} {[*tensor.shape]}")
+
+    def _forget(self, key: int) -> None:
+        """Subtract the memory of `key`, which is freed."""
+        self._note_change(key, -self._sizes.pop(key), "")
+        del self._references[key]
+
+    def _note_change(self, key: int, change: int, what: str) -> None:
+        """Note that memory of `key` changed by `change` bytes. `what`: what was made; "" if it was freed."""
+        self.now += change
+        self.peak = max(self.peak, self.now)
         self._events.append((key, change, what))
 
 

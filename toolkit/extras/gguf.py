@@ -107,7 +107,7 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
                 "llama.cpp does not serve {file} as the model was trained: {findings}. Nothing was written; check=no "
                 "writes it all the same.",
                 file=source.name,
-                findings=clauses("; ".join([one.check, one.text, *one.details[:1]]) for one in failed),
+                findings=clauses("; ".join([item.check, item.text, *item.details[:1]]) for item in failed),
             )
         content.rename(output)
         disk.flush(output.parent)
@@ -117,7 +117,7 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
 
 
 def _quantizer(options: GgufOptions) -> str | None:
-    """Return llama-quantize if the type needs it; ConfigError if there is no such type or program."""
+    """Return llama-quantize's path, None if the type needs none; ConfigError if there is no such type or program."""
     if options.kind in llama_cpp.CONVERTED:
         return None
     if not llama_cpp.is_quantized_type(options.kind):
@@ -137,7 +137,7 @@ def _quantizer(options: GgufOptions) -> str | None:
 
 
 def _converted(options: GgufOptions) -> str:
-    """Return the type that the converter writes."""
+    """Return the type that the converter is to write: "auto" if llama-quantize makes another one of it."""
     return options.kind if options.kind in llama_cpp.CONVERTED else "auto"
 
 
@@ -199,7 +199,9 @@ def _modelfile(source: str, folder: Path, encoder: AnyChatEncoder, config: dict[
 def check(
     file: Path, folder: Path, encoder: AnyChatEncoder, config: dict[str, Any], options: GgufOptions
 ) -> list[Finding]:
-    """Compare a GGUF file with the model directory it was made from."""
+    """Compare a GGUF file with the model directory (`folder`) it was made from: its header, and by llama.cpp's server
+    prompts and greedy answers. `encoder`, `config`: the model's chat encoder and config.json.
+    """
     findings = [_check_header(llama_cpp.read_header(file), folder, encoder, config)]
     program = llama_cpp.find_program("llama-server", options.checkout)
     if not options.check or not program:
@@ -210,7 +212,7 @@ def check(
     note = serving.note_of(left_out)
     longest = max(len(case.ids) for case in cases) + _ANSWER_TOKENS
     served = serving.Served(folder, encoder, cases, preview.BRACKETS)
-    short = sorted(cases, key=lambda case: case.start)[:_ANSWERS]
+    short = sorted(cases, key=lambda case: case.start)[:_ANSWERS]  # those that are answered
     try:
         with serving.llama_server(program, file, context=2 * longest) as url:
             prompts = serving.llama_prompts(url, cases)
@@ -241,26 +243,25 @@ def _check_header(header: dict[str, Any], folder: Path, encoder: AnyChatEncoder,
 
 
 def _check_answers(folder: Path, cases: Sequence[Case], answers: Sequence[list[int]], is_exact: bool) -> Finding:
-    """Compare greedy answers with the toolkit's own. Where they differ first, the two tokens must be nearly as likely,
-    if the weights were not quantized.
+    """Compare llama.cpp's greedy `answers` (token ids, by case) with the toolkit's own. Where they differ first, the
+    two tokens must be nearly as likely, if the weights were not quantized (`is_exact`).
     """
     loaded = load_any(str(folder))
     sampling = Sampling(max_new_tokens=_ANSWER_TOKENS)
-    equal, gaps = 0, [0.0]
+    equal, gaps = 0, [0.0]  # gaps: how much less likely each first different token is, in standard deviations
     for case, theirs in zip(cases, answers, strict=True):
         prompt = case.ids[: case.start]
         [ours] = generate(loaded.model, loaded.encoder, [prompt], sampling, loaded.model.device)
         if ours == theirs:
             equal += 1
             continue
-        common = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-        )
+        differences = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        common = next(differences, min(len(ours), len(theirs)))  # tokens before the first difference
         with torch.no_grad():
             ids = torch.tensor([prompt + ours[:common]], device=loaded.model.device)
             logits = loaded.model(input_ids=ids).logits[0, -1].float()
-        chosen = theirs[common : common + 1] or loaded.encoder.stop_ids
-        gaps.append(float((logits.max() - max(logits[token] for token in chosen)) / logits.std()))
+        their_tokens = theirs[common : common + 1] or loaded.encoder.stop_ids  # the one, or those that end an answer
+        gaps.append(float((logits.max() - max(logits[token] for token in their_tokens)) / logits.std()))
     counts = {"equal": equal, "all": len(cases), "gap": f"{max(gaps):.2f}"}
     text = tr("{equal} of {all} equal to `toolkit generate`, token for token", **counts)
     if equal < len(cases):

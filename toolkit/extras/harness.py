@@ -101,7 +101,9 @@ def _check_task_files(folder: Path, allow_code: bool) -> None:
 
 
 def _load(manager: Any, options: HarnessOptions) -> Any:
-    """Return what the task manager makes of the tasks' names; KeyError if a group has an unknown member."""
+    """Return what the task manager makes of the tasks; errors: as `load_tasks`, KeyError for a
+    group's unknown member.
+    """
     for name in options.tasks:
         if not manager.match_tasks([name]):
             raise _unknown_task(name, manager.all_tasks)
@@ -144,8 +146,8 @@ def _load(manager: Any, options: HarnessOptions) -> Any:
 
 def _unknown_task(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error about a task that does not exist, with the nearest names."""
-    begin = sorted((task for task in known if task.startswith(name)), key=len)
-    near = [*begin, *difflib.get_close_matches(name, known, n=_MOST_NAMES)]
+    longer = sorted((task for task in known if task.startswith(name)), key=len)
+    near = [*longer, *difflib.get_close_matches(name, known, n=_MOST_NAMES)]
     return ConfigError(
         "tasks: there is no task '{name}'. Nearest: {near}. All: lm_eval ls tasks",
         name=name,
@@ -164,7 +166,7 @@ class _OtherRanks:
         return model
 
     def gather(self, tensor: Any) -> Any:
-        """Return a number of each rank."""
+        """Return a tensor of the numbers of all ranks; `tensor`: this rank's."""
         import torch
 
         return torch.tensor(process_group.gather(tensor.item()))
@@ -235,6 +237,7 @@ def scores_of(results: Mapping[str, Any]) -> list[Score]:
     members = {member for names in subtasks.values() for member in names}
 
     def samples(name: str) -> int:
+        """Return the number of samples of a task, or of all tasks in a group."""
         if subtasks.get(name):
             return sum(map(samples, subtasks[name]))
         return int(results["n-samples"].get(name, {}).get("effective", 0))
@@ -279,7 +282,8 @@ def _prompt_and_output(arguments: Sequence[Sequence[Any]], answers: Sequence[Any
         return str(arguments[0][0]), answers[0][0]
     # acc_mutual_info asks for each continuation without a prompt, too (lm_eval 0.4.13, api/task.py).
     choices = [index for index, (prompt, _) in enumerate(arguments) if prompt] or range(len(answers))
-    prompt, output = arguments[max(choices, key=lambda index: answers[index][0])]
+    likeliest = max(choices, key=lambda index: answers[index][0])  # by its log-likelihood
+    prompt, output = arguments[likeliest]
     if len({continuation for _, continuation in arguments}) > 1:
         return str(arguments[0][0]), output
     # The choices are in the prompts, as in Winogrande: the chosen one is the answer.

@@ -55,9 +55,7 @@ def converter(checkout: str = "") -> list[str] | None:
 
 
 def convert(command: Sequence[str], folder: Path, file: Path, kind: str = "auto") -> Path:
-    """Convert a model directory to GGUF and return the file: `{ftype}` in its name becomes the type that is written.
-    ModelError if llama.cpp cannot.
-    """
+    """Convert a model directory; return the file: `{ftype}` in its name becomes its type. ModelError if that fails."""
     _run([*command, str(folder), "--outfile", str(file), "--outtype", kind], folder)
     return next(file.parent.glob(file.name.replace("{ftype}", "*")), file)
 
@@ -68,9 +66,7 @@ def quantize(program: str, source: Path, file: Path, kind: str) -> None:
 
 
 def _run(command: Sequence[str], source: Path) -> None:
-    """Run one of llama.cpp's programs; ModelError with its last line if it fails or does not end. `source`: what it
-    reads.
-    """
+    """Run one of llama.cpp's programs on `source`; ModelError with its last line if it fails or does not end."""
     environment = without_ranks() | {"HF_HUB_OFFLINE": "1"}
     try:
         done = children.run(command, capture_output=True, text=True, env=environment, timeout=_CONVERT_S)
@@ -100,6 +96,7 @@ def _unpack(stream: BinaryIO, form: str) -> Any:
 
 
 def _count(stream: BinaryIO, most: int) -> int:
+    """Return the next number of a header, a length; ValueError if it is above `most`."""
     count = int(_unpack(stream, "Q"))
     if count > most:
         raise ValueError(tr("it is damaged"))
@@ -111,7 +108,7 @@ def _text(stream: BinaryIO) -> str:
 
 
 def _value(stream: BinaryIO, kind: int) -> Any:
-    """Return a value of the header, None for a list, which is skipped."""
+    """Return a value of the type `kind` of the header, None for a list, which is skipped."""
     if kind == _STRING:
         return _text(stream)
     if kind != _ARRAY:

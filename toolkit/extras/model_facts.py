@@ -99,6 +99,7 @@ def facts_of(folder: Path, max_length: int) -> ModelFacts:
 
 
 def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
+    """Find out everything about a directory, in the order in which it may fail, and write it into `facts`."""
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
     facts.quantization = quantized.method_of(folder, config)
@@ -134,6 +135,7 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
 
 
 def _built(folder: Path) -> PreTrainedModel:
+    """Return the model of a directory without weights; ModelError for whatever its code raises."""
     try:
         return load.load_empty(folder)
     except ToolkitError:
@@ -143,6 +145,7 @@ def _built(folder: Path) -> PreTrainedModel:
 
 
 def _method(cfg: schema.RunConfig) -> Method:
+    """Return what a run with this config would train, or why it would be rejected."""
     if cfg.tuning.method is schema.TuningMethod.qlora and (reason := reason_not_to_use_qlora()):
         return Method(refused=reason)
     model, reason = _tried(cfg)
@@ -166,7 +169,7 @@ def _tried(cfg: schema.RunConfig) -> tuple[Any, str]:
 
 
 def _surprise(error: Exception) -> str:
-    """Return what `tasks.language` says of errors that no rule knows."""
+    """Return the text about an error that no rule knows, as the check before a run words it."""
     kind = type(error).__name__
     return tr("the model could not be tried beforehand: {kind}: {reason}.", kind=kind, reason=error)
 

@@ -118,9 +118,9 @@ def _pieces(text: str, messages: Sequence[Message]) -> list[str] | None:
 
 def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
     """Yield the ways to share out the texts that fit, the likeliest first. `system`, `plain`: the pieces of a prompt
-    with a system message and of one without.
+    with a system message and of one without, of which each begins with what is written before a message.
     """
-    for length in range(len(plain[0]) + 1):
+    for length in range(len(plain[0]) + 1):  # of the text before all turns
         start, user = plain[0][:length], plain[0][length:]
         if system[0].startswith(start) and system[1].endswith(user) and plain[2].endswith(user):
             yield _turns(start, system, plain, user, "")
@@ -132,6 +132,7 @@ def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
 
 
 def _turns(start: str, system: Sequence[str], plain: Sequence[str], user: str, own: str) -> Turns:
+    """Return the texts when `start` is written first, `user` before a question, and `own` as the system message."""
     before = {"system": system[0].removeprefix(start), "user": user, "assistant": plain[1]}
     after = {"system": system[1].removesuffix(user), "user": "", "assistant": plain[2].removesuffix(user)}
     return Turns(start, before, after, plain[3], own)

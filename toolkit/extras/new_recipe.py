@@ -121,6 +121,7 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
     is_text = formats == [RowFormat.text]
     cfg = _planned(_compose(facts)).cfg
     lengths = _token_counts(cfg)
+    # Tokens that all but a few of the rows have at most; plain texts are split, so that any length does.
     covered = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
     needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(covered + 1)))
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
@@ -145,8 +146,7 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
 
 def _token_counts(cfg: RunConfig) -> list[int]:
     """Return the token counts of the data's first samples, ascending; [] if no tokenizer on this disk can encode them.
-    Warns of what the recipe can mend; ConfigError or ModelError for a model that cannot be trained, as in `toolkit
-    check`.
+    Warns of what the recipe can mend; raises what `toolkit check` does for a model that cannot be trained.
     """
     if not Path(cfg.model.path or "-").is_dir():  # before slow imports
         return []
@@ -176,8 +176,8 @@ def plan_methods(
     for method in methods:
         if method is TuningMethod.qlora and machine.on_cpu:
             continue
-        size = -(-samples // machine.world_size) * machine.world_size
-        method_facts = {"method": method.value, "dtype": precision, "global_size": size}
+        global_size = -(-samples // machine.world_size) * machine.world_size  # the next multiple of the ranks
+        method_facts = {"method": method.value, "dtype": precision, "global_size": global_size}
         cfg = mesh.with_micro_batch(_planned(_compose({**facts, **method_facts})).cfg)
         outline = outline_of(cfg)
         planned = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
@@ -206,27 +206,25 @@ def machine_of(arguments: Arguments) -> Machine:
 
 
 def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
-    """Return the plan to use: the first that fits on GPUs alone, else the first that fits offloaded; None if nothing
-    fits.
-    """
+    """Return the first plan that fits on GPUs alone, else the first that fits offloaded; None if nothing fits."""
     return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.layout.is_offloaded, default=None)
 
 
 def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
-    """Return arguments with which some method would fit, for each of max_length, host_memory, gpus and nodes the
-    smallest change that is enough.
+    """Return changed arguments, such as "gpus=4x80GB (lora)", with which that method fits: of max_length, host_memory,
+    gpus and nodes each the smallest change that is enough for one.
     """
     ranks, card = machine_of(arguments).ranks, re.sub(r"^\d+\s*[xX*×]", "", arguments["gpus"])
     nodes, length = int(arguments.get("nodes", 1)), int(facts["max_length"])
-    ways = (
+    attempts = (
         [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],
         [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not arguments.get("host_memory")],
         [("gpus", f"{more}x{card.strip()}") for more in (2, 4, 8) if more > ranks],
         [("nodes", str(nodes * factor)) for factor in (2, 4, 8)],
     )
     fitting = []
-    for way in ways:
-        for name, value in way:
+    for values in attempts:
+        for name, value in values:
             changed_facts = {"max_length": int(value)} if name == "max_length" else {}
             if plan := choose(
                 list(plan_methods({**arguments, name: value}, {**facts, **changed_facts}, methods, samples=1))
@@ -243,8 +241,8 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
     for word in overrides(RunConfig(), cfg):
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
-    epoch, epochs = estimated_samples(cfg.data, 10**12), int(cfg.train.epochs)
-    epoch_steps = math.ceil(epoch[1] / cfg.batch.global_size) if epoch else 0
+    estimate, epochs = estimated_samples(cfg.data, 10**12), int(cfg.train.epochs)  # (samples, sequences) of an epoch
+    epoch_steps = math.ceil(estimate[1] / cfg.batch.global_size) if estimate else 0
     if epoch_steps:  # of few samples more passes
         epochs = max(epochs, min(_MOST_EPOCHS, math.ceil(FEWEST_STEPS / epoch_steps)))
     plan_facts = {
@@ -256,14 +254,14 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "machine": plan.machine.name,
         "device": gib(layout.peak),
         "host": gib(layout.host_peak),
-        "rows": f"{epoch[0]:,}" if epoch else "",  # more than can be counted in a second
+        "rows": f"{estimate[0]:,}" if estimate else "",  # more than can be counted in a second
         "epochs": epochs,
         "steps": epochs * epoch_steps,
         "commands": commands,
     }
-    made = {**facts, **plan_facts}
-    assert not overrides(cfg, mesh.with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
-    return _rendered(made)
+    all_facts = {**facts, **plan_facts}
+    assert not overrides(cfg, mesh.with_micro_batch(_compose(all_facts).cfg)), "the recipe is not what was planned"
+    return _rendered(all_facts)
 
 
 def _rendered(facts: Mapping[str, Any]) -> str:

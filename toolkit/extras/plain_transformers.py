@@ -19,9 +19,7 @@ from safetensors.torch import save_file
 
 
 def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
-    """Return the token ids of a conversation's prompt for each mode (options of the chat template); a text where it
-    failed.
-    """
+    """Return a conversation's prompt ids for each mode (options of the template), or a text that says what failed."""
     prompts: list[Any] = []
     for mode in asked["modes"]:
         try:
@@ -33,9 +31,7 @@ def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
 
 
 def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[Any] | None:
-    """Return trained answers as parsed by the response parser of transformers' server for this model; None if it has
-    none.
-    """
+    """Return trained answers as the response parser of transformers' server reads them; None if there is no parser."""
     from transformers.cli.serving.utils import get_response_template
 
     template = get_response_template(tokenizer, SimpleNamespace(config=config))
@@ -52,9 +48,7 @@ def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[An
 
 
 def main() -> None:
-    """Answer the request file: tokenize prompts, parse answers, load the model, compute logits;
-    write the answer file.
-    """
+    """Answer the request file: tokenize prompts, parse answers, load the model, compute logits; write the answer."""
     request_file, answer_file = map(Path, sys.argv[1:])
     request = json.loads(request_file.read_text(encoding="utf-8"))
     folder = request["folder"]

@@ -111,9 +111,7 @@ class Proof:
         return job
 
     def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
-        """Return losses, gradient norms and last logits of the plain loop in `dtype`: float64 or
-        the run's own. Cached.
-        """
+        """Return losses, gradient norms and last logits of the plain loop in `dtype`: float64 or the run's. Cached."""
         key = (dtype, cfg.data.packing, repr(cfg.precision), cfg.tuning.method, mesh.model_ranks(cfg))
         if key not in self.plain_results:
             device = "cpu" if dtype == "float64" else self.device
@@ -122,9 +120,7 @@ class Proof:
         return self.plain_results[key]
 
     def findings(self, job: SweepJob, words: Sequence[str], cfg: schema.RunConfig) -> list[Finding]:
-        """Compare a finished run's losses, gradient norms and export with the plain loop; `words`: its further
-        overrides.
-        """
+        """Compare a finished run's losses, norms and export with the plain loop; `words`: its further overrides."""
         exact, rounded = self.plain(words, cfg, "float64"), self.plain(words, cfg, cfg.precision.dtype.value)
         rows = [row for row in json_lines(self.sweep.run_dir(job) / "metrics.jsonl") if row and "loss" in row]
         run = {"losses": [float(row["loss"]) for row in rows], "norms": [float(row["grad_norm"]) for row in rows]}
@@ -146,8 +142,8 @@ def deviation(values: Sequence[float], exact: Sequence[float]) -> float:
 
 
 def run_reference(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
-    """Run toolkit.extras.reference in a child process with a `spec` (see its `main`), files in `folder`; return its
-    answer, or raise LaunchError.
+    """Run toolkit.extras.reference in a child process, with files in `folder`; return its answer, or raise LaunchError.
+    `words`: recipe and overrides; `spec`: what else its `main` takes.
     """
     request, answer = folder / "reference.json", folder / "reference-answer.json"
     request.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
@@ -162,9 +158,7 @@ def run_reference(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> d
 
 
 def run_prove(words: list[str]) -> int:
-    """Train the recipe, compare it with the plain loop, and look for the setting that deviates; return 0 if everything
-    is right, else 1.
-    """
+    """Train the recipe, compare it with the plain loop, look for what deviates; return 0 if all is right, else 1."""
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
     world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
@@ -303,8 +297,8 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
 
 
 def _resume(proof: Proof, job: SweepJob) -> float:
-    """Resume a copy of the run at its middle checkpoint; return how far the losses deviate from the run's, NaN if that
-    fails.
+    """Resume a copy of the run at its middle checkpoint; return by how much the losses deviate from the run's, NaN if
+    that fails.
     """
     run, again = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
     if not again.exists():
@@ -319,11 +313,11 @@ def _resume(proof: Proof, job: SweepJob) -> float:
     resumed = proof.train([], proof.cfg, again.name)
     if resumed.state != DONE:
         return float("nan")
-    losses, wanted = (
-        [row["loss"] for row in json_lines(folder / "metrics.jsonl") if row and "loss" in row]
+    losses = {
+        folder: [row["loss"] for row in json_lines(folder / "metrics.jsonl") if row and "loss" in row]
         for folder in (again, run)
-    )
-    return deviation(losses, wanted)
+    }
+    return deviation(losses[again], losses[run])
 
 
 def _find_suspects(proof: Proof) -> list[str]:

@@ -78,11 +78,12 @@ def upload(target: Target, folder: Path, *, private: bool, license_id: str) -> s
     card = folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     changed = card_with_license(text, license_id).encode() if license_id else None
-    with _told(target):
+    with _library_errors_translated(target):
         return _SENDERS[target.hub](target.repository, folder, names, changed, private)
 
 
 def _to_hugging_face(repository: str, folder: Path, names: Sequence[str], card: bytes | None, private: bool) -> str:
+    """Upload files `names` of a directory, and the content of a changed `card`, if any; return the address."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
@@ -94,6 +95,7 @@ def _to_hugging_face(repository: str, folder: Path, names: Sequence[str], card: 
 
 
 def _to_modelscope(repository: str, folder: Path, names: Sequence[str], card: bytes | None, private: bool) -> str:
+    """Upload to ModelScope as `_to_hugging_face` does; ConfigError without its library."""
     try:
         from modelscope_hub.api import HubApi  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -121,8 +123,8 @@ _SENDERS: dict[str, Callable[[str, Path, Sequence[str], bytes | None, bool], str
 
 
 @contextmanager
-def _told(target: Target) -> Iterator[None]:
-    """Tell errors of the hubs' libraries in two lines, without tokens."""
+def _library_errors_translated(target: Target) -> Iterator[None]:
+    """Turn errors of the hubs' libraries into a ConfigError or CheckpointError of two lines, without tokens."""
     try:
         yield
     except (ConfigError, ModelError):

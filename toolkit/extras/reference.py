@@ -83,7 +83,7 @@ def follow(
     if dtype != "float64":
         fp8.convert(model, cfg.precision.fp8)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    is_low = loop_dtype in (torch.bfloat16, torch.float16)
+    is_low = loop_dtype in (torch.bfloat16, torch.float16)  # then the optimizer updates copies in fp32
     masters = {
         name: parameter.detach().float().requires_grad_() if is_low else parameter
         for name, parameter in trained.items()
@@ -137,9 +137,10 @@ def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) 
     """Backpropagate a step's mean loss, ROWS samples at a time; return that loss, in nats per trained token."""
     total = sum(int(trained[1:].sum()) for _, trained in samples)
     loss = 0.0
-    for begin in range(0, len(samples), ROWS):
-        batch = loader.collate([[sample] for sample in samples[begin : begin + ROWS]], pad_id)
-        logits, labels = _forward(model, batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(model.device)
+    for first in range(0, len(samples), ROWS):
+        batch = loader.collate([[sample] for sample in samples[first : first + ROWS]], pad_id)
+        logits = _forward(model, batch)[:, :-1].flatten(0, 1)  # each token predicts the next one
+        labels = batch["labels"][:, 1:].flatten().to(model.device)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         part = functional.cross_entropy(logits, labels, ignore_index=UNTRAINED, reduction="sum") / total
         part.backward()

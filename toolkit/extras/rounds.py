@@ -163,30 +163,36 @@ def _sample_and_pair(
             settings["model.chat_template"] = plan.cfg.model.chat_template
             settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in settings.items() if value]
-        generate = [*TOOLKIT, "generate", *words]
-        shards = len(plan.devices)
-        for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
-            if f"-of-{shards}." not in f"{path.name}.":
-                path.unlink()
-        if shards > 1:
-            missing = [n for n in range(shards) if not (folder / f"{samples.name}.{n + 1}-of-{shards}").exists()]
-            commands = [[*generate, f"shard={n + 1}/{shards}"] for n in missing]
-            _run_processes(commands, requests, [_visible_gpus(plan.devices[n]) for n in missing])
-        _run_process(generate, requests, plan.devices[0])  # joins the shards; without any, it generates
+        _generate(plan, requests, samples, [*TOOLKIT, "generate", *words])
     if not scored.exists():
         _run_process(rewards.scoring_command(plan.reward, samples, scored), requests, ",".join(plan.devices))
     rows = rewards.read_lines(scored)
-    is_paired = plan.cfg.preference.is_paired
-    chosen, about = rewards.best_and_worst_pairs(rows) if is_paired else rewards.best_answers(rows, plan.min_reward)
+    if plan.cfg.preference.is_paired:
+        learned_rows, about = rewards.best_and_worst_pairs(rows)
+    else:
+        learned_rows, about = rewards.best_answers(rows, plan.min_reward)
     if not learned.exists():
-        rewards.write_lines(learned, chosen)
+        rewards.write_lines(learned, learned_rows)
     return about
 
 
-def _run_arguments(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
-    """Return the overrides of a round's run: the recipe's, with what this round chose as data, and the
-    last round's model.
+def _generate(plan: RoundsPlan, requests: SignalRequests, samples: Path, command: Sequence[str]) -> None:
+    """Run a command of `toolkit generate` that writes the file `samples`, with several devices a process on each first,
+    which write a shard; shards that are there already are kept.
     """
+    shards = len(plan.devices)
+    for path in samples.parent.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of shards
+        if f"-of-{shards}." not in f"{path.name}.":
+            path.unlink()
+    if shards > 1:
+        missing = [n for n in range(shards) if not samples.with_name(f"{samples.name}.{n + 1}-of-{shards}").exists()]
+        commands = [[*command, f"shard={n + 1}/{shards}"] for n in missing]
+        _run_processes(commands, requests, [_visible_gpus(plan.devices[n]) for n in missing])
+    _run_process(command, requests, plan.devices[0])  # joins the shards; without any, it generates
+
+
+def _run_arguments(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
+    """Return the overrides of a round's run: the recipe's, the chosen answers as data, and the last round's model."""
     round_settings: dict[str, str | Path] = {
         "data": folder / f"{plan.data_name}.jsonl",
         "run.dir": folder,
@@ -219,7 +225,8 @@ def _run_processes(
         for command, variables in zip(commands, environs, strict=True)
     ]
     codes = wait_for(running, requests)
-    code, command = max(zip(codes, commands, strict=True), key=lambda ended: ended[0] != 0, default=(0, []))
+    failures = [(code, command) for code, command in zip(codes, commands, strict=True) if code]
+    code, command = failures[0] if failures else (0, [])
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
     if code < 0:  # it could not leave a message
@@ -239,7 +246,7 @@ def _run_processes(
 
 
 def _accuracy(run: Path) -> float | None:
-    """Return the last accuracy (share of pairs in order) of a run's evaluations, else of its training steps, if any."""
+    """Return the last accuracy (share of pairs in order) of a run's evaluations, else of its steps; None if none."""
     rows = [row for row in json_lines(run / "metrics.jsonl") if row]
     for name in ("eval_rewards/accuracies", "rewards/accuracies"):
         if values := [float(row[name]) for row in rows if name in row]:
@@ -277,7 +284,7 @@ def _open_rounds(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
 
 
 def _record(plan: RoundsPlan, record: dict[str, Any], name: str, about: dict[str, Any]) -> None:
-    """Write the figures of a round ("round-1"), or of the "result", to rounds.json."""
+    """Write the figures (`about`) of a round ("round-1"), or of the "result", into `record` and rounds.json."""
     record[name] = about
     disk.write_atomically(plan.folder / FILE, json.dumps(record, indent=1, ensure_ascii=False).encode())
 
@@ -297,15 +304,18 @@ def _print_round(number: int, about: dict[str, Any]) -> None:
 
 
 def _table(record: dict[str, Any], rounds: int) -> list[str]:
-    """Return the lines of a table of all rounds, of the content of rounds.json."""
+    """Return the lines of a table of so many rounds and the result, from the content of rounds.json (`record`)."""
     heads = (tr("round"), tr("mean reward"), tr("best of each prompt"), tr("pairs"), tr("ties"), tr("accuracy"))
     rows = []
     for name in [*(f"round-{number}" for number in range(1, rounds + 1)), "result"]:
         about = record[name]
         figures = [about[key] for key in ("mean_reward", "best_reward", "pairs", "ties")] + [about.get("accuracy")]
-        cells = [
-            "" if figure is None else f"{figure:.4f}" if isinstance(figure, float) else f"{figure:,}"
-            for figure in figures
-        ]
-        rows.append([name, *cells])
+        rows.append([name, *map(_cell, figures)])
     return text_table(heads, rows)
+
+
+def _cell(figure: float | None) -> str:
+    """Return a reward or a count as text; "" for None."""
+    if figure is None:
+        return ""
+    return f"{figure:.4f}" if isinstance(figure, float) else f"{figure:,}"

@@ -204,16 +204,16 @@ def _score_model(
 def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any], file: Path) -> None:
     """Write the answers to tasks to a file, and scores, settings and the harness's results to one next to it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    if rows := [row for of_model in scored for row in of_model.rows]:
+    if rows := [row for model_scored in scored for row in model_scored.rows]:
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_atomically(file, lines.encode("utf-8", "backslashreplace"))
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": request.path or request.adapter,
         **facts,
-        "computed": [of_model.computed for of_model in scored],
+        "computed": [model_scored.computed for model_scored in scored],
         "settings": asdict(request),
-        "harness": [of_model.results for of_model in scored if of_model.results],
+        "harness": [model_scored.results for model_scored in scored if model_scored.results],
     }
     text = json.dumps(record, indent=1, ensure_ascii=False, default=str) + "\n"
     write_atomically(file.with_suffix(".json"), text.encode("utf-8", "backslashreplace"))
@@ -293,7 +293,7 @@ def _score_answers(
 
 def _joined_scores(scored: Sequence[_Scored]) -> list[dict[str, Any]]:
     """Return the model's scores, each with the base model's if that comes second."""
-    base = {(score.task, score.metric): score for of_model in scored[1:] for score in of_model.scores}
+    base = {(score.task, score.metric): score for model_scored in scored[1:] for score in model_scored.scores}
     joined_scores = []
     for score in scored[0].scores:
         other = base.get((score.task, score.metric))

@@ -120,16 +120,14 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
     except DataError as error:
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
-    held = [file for file in located if file.source >= len(data.sources)] or located
+    held = [file for file in located if file.source >= len(data.sources)] or located  # validation comes last
     return list(islice(readers.usable_rows(held), MOST_CONVERSATIONS))
 
 
 def trained_answers(
     encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
 ) -> tuple[list[Case], Counter[str]]:
-    """Return a case for each trained answer of conversations, and reason -> number of conversations that cannot be
-    compared.
-    """
+    """Return a case for each trained answer, and reason -> number of conversations that cannot be compared."""
     shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
@@ -223,7 +221,7 @@ def verify_serving(
     served = Served(folder, encoder, cases, style)
     findings = [_check_files(folder)]
     saved = probe.read(folder)
-    probes = [] if saved is None else [saved]
+    probes = [] if saved is None else [saved]  # ids with logits: training's, and this toolkit's of a conversation
     if longest := max(cases, key=lambda case: case.start, default=None):
         with suppress(ModelError):  # transformers says what is wrong with it, too
             probes.append(logits_of_directory(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
@@ -232,6 +230,7 @@ def verify_serving(
     except ModelError as error:
         return [*findings, Finding(tr("transformers loads it"), FAILED, str(error))]
     version = answer["version"]
+    # By case and mode: token ids, or a text that says what failed.
     prompts = [[prompt for prompt in by_mode if isinstance(prompt, list)] for by_mode in answer["prompts"]]
     wrong = [by_mode[0] for by_mode in answer["prompts"] if isinstance(by_mode[0], str)]
     note = note_of(left_out)
@@ -331,7 +330,8 @@ def compare_prompts(
     """Compare the tokens before each trained answer with a program's prompts. `prompts`: by case and mode, ids or their
     number alone; one mode must match. `wrong`: errors; `note`: what was not tried.
     """
-    check, details, equal, other = tr("prompts by {program}", program=program), [], 0, 0
+    details: list[str] = []
+    num_equal = num_in_other_mode = 0  # cases that match in some mode, and those of them that do not in the first
     by_length = False
     for case, by_mode in zip(served.cases, prompts, strict=True):
         context, matches = case.ids[: case.start], []
@@ -341,37 +341,41 @@ def compare_prompts(
             same = isinstance(prompt, int) or case.ids[:length] == prompt
             matches.append(same and (length == case.start or (length < case.start and not case.trains_all)))
         if any(matches):
-            equal, other = equal + 1, other + (not matches[0])
+            num_equal += 1
+            if not matches[0]:
+                num_in_other_mode += 1
             continue
         first = next(iter(by_mode), None)
         shown = tr("no prompt") if first is None else tr("{count} tokens", count=first)
         if isinstance(first, list):
             shown = preview.token_diff(served.encoder.tokenizer, context, first, served.style)
         details.append(f"{case.where}: {shown}")
-    count = {"equal": equal, "all": len(served.cases)}
+    count = {"equal": num_equal, "all": len(served.cases)}
     if by_length:
         text = tr("{equal} of {all} have as many tokens as in training (it tells no ids)", **count)
     else:
         text = tr("{equal} of {all} equal to training's, token for token", **count)
-    if other:
-        text += tr("; {count} of them with enable_thinking set, not by default", count=other)
+    if num_in_other_mode:
+        text += tr("; {count} of them with enable_thinking set, not by default", count=num_in_other_mode)
     text += tr("; not tried: {reasons}", reasons=note) if note else ""
+    check = tr("prompts by {program}", program=program)
     if not served.cases:
         return Finding(check, SKIPPED, text)
     return Finding(check, FAILED if details else PASSED, text, [*dict.fromkeys(wrong), *details][:_SHOWN])
 
 
 def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
-    """Check that the parser of transformers' server reads trained answers back as the messages they were."""
+    """Check that transformers' parser reads trained answers back as they were; `answer`: of `_ask_transformers`."""
     check, parsed = tr("calls and reasoning are parsed"), answer["parsed"]
     marked = [i for i, case in enumerate(served.cases) if case.answer.get("tool_calls") or _reasoning(case.answer)]
     if parsed is None or not marked:
-        kind = answer["config"]["model_type"]
-        text = tr("no answer here calls a tool or reasons") if parsed is not None else tr(
-            "transformers {version} has no parser for {kind}: its server returns calls and reasoning as text",
-            version=answer["version"],
-            kind=kind,
-        )  # fmt: skip
+        text = tr("no answer here calls a tool or reasons")
+        if parsed is None:
+            text = tr(
+                "transformers {version} has no parser for {kind}: its server returns calls and reasoning as text",
+                version=answer["version"],
+                kind=answer["config"]["model_type"],
+            )
         return Finding(check, SKIPPED, text)
     details = []
     for index in marked:
@@ -424,8 +428,8 @@ def _check_stop_tokens(served: Served, ends: int | list[int] | None) -> Finding:
 
 
 def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
-    """Check that config.json describes the weights: names, layers, precision, class and vocabulary; `answer`: what
-    transformers says.
+    """Check that config.json describes the weights: names, layers, precision, class, vocabulary. `answer`: see
+    `_ask_transformers`.
     """
     config, files = answer["config"], weights.WeightFiles(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -437,9 +441,9 @@ def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
     if has_layers and not keys:
         wrong.append(tr("there are layers for multi-token prediction, which no field counts"))
     dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in files.values())
-    named_dtype, most = stored.get("dtype") or stored.get("torch_dtype"), dtypes.most_common(1)[0][0]
+    named_dtype, usual_dtype = stored.get("dtype") or stored.get("torch_dtype"), dtypes.most_common(1)[0][0]
     if named_dtype and named_dtype not in dtypes:
-        wrong.append(tr("dtype = {given}, but the weights are {found}", given=named_dtype, found=most))
+        wrong.append(tr("dtype = {given}, but the weights are {found}", given=named_dtype, found=usual_dtype))
     if (named := stored.get("architectures")) and answer["architecture"] not in named:
         loaded = answer["architecture"]
         wrong.append(tr("architectures = {given}, but transformers loads {found}", given=named, found=loaded))
@@ -451,9 +455,7 @@ def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
 
 
 def _check_logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own: bool) -> Finding:
-    """Compare transformers' logits with those that training saved, or with `is_own` with those of this toolkit's
-    forward pass.
-    """
+    """Compare transformers' `logits` with those that training saved, or with `is_own` with this toolkit's own."""
     check = tr("logits of a conversation") if is_own else tr("logits that training saved")
     if not saved.logits.isfinite().all():
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
@@ -461,8 +463,8 @@ def _check_logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own
     try:
         text = judge_logits(load.load_empty(folder), folder, probe.Probe(saved.ids, logits, dtype), saved)
     except (CheckpointError, ModelError) as error:
-        other = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
-        return Finding(check, FAILED, other)
+        reason = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
+        return Finding(check, FAILED, reason)
     if is_own:
         text = tr("transformers gives those of this toolkit's forward pass, {tokens} tokens", tokens=saved.ids.shape[1])
     return Finding(check, PASSED, text)
@@ -587,6 +589,7 @@ def llama_prompts(url: str, cases: Sequence[Case]) -> Prompts:
     """Ask llama.cpp's server for the prompts of cases: the template applied, then tokenized."""
 
     def ask(body: dict[str, Any]) -> list[int]:
+        """Return the ids of the prompt of a chat request."""
         prompt = _post(f"{url}/apply-template", body)["prompt"]
         asked = {"content": prompt, "add_special": True, "parse_special": True}  # as its chat does
         return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]
@@ -595,7 +598,7 @@ def llama_prompts(url: str, cases: Sequence[Case]) -> Prompts:
 
 
 def llama_answer(url: str, prompt: Sequence[int], most: int) -> list[int]:
-    """Return the tokens of llama.cpp's greedy answer to a prompt, without the one that ends it; NotRun if it fails."""
+    """Return llama.cpp's greedy answer to a prompt, at most `most` tokens without the end's; NotRun if it fails."""
     body = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "return_tokens": True, "cache_prompt": False}
     try:  # on a CPU a large model answers slowly
         return [int(token) for token in _post(f"{url}/completion", body, _READY_S)["tokens"]]

@@ -142,15 +142,15 @@ class SweepPlan:
         """Compose and check jobs, each given by its overrides. Each error is added to `problems` once: with the
         overrides of the first job that has it, or without if all have it.
         """
-        configs, wrong = [], dict[str, list[str]]()
+        configs, jobs_by_error = [], dict[str, list[str]]()  # error -> overrides of the jobs that have it
         for job in jobs:
             job_problems = messages.Problems()
             configs.append(job_problems.attempt(self._compose, job, job_problems) or schema.RunConfig())
             for error in job_problems.errors:
-                wrong.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
-        for sentence, names in wrong.items():
-            of_all = len(names) == len(jobs) > 1 or not names[0]
-            problems.add(messages.ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
+                jobs_by_error.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
+        for sentence, overrides in jobs_by_error.items():
+            is_common = len(overrides) == len(jobs) > 1 or not overrides[0]
+            problems.add(messages.ConfigError(sentence if is_common else f"{overrides[0]}: {sentence}"))
         return configs
 
     def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:
@@ -165,13 +165,14 @@ class SweepPlan:
 def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
     """Sort the arguments into launcher options, the sweep's settings and overrides; errors are added to `problems`."""
     launcher, options, rest = deepspeed.typed_options(words)
-    settings, overrides, others, config_dir = dict[str, str](), [], [], ""
+    settings, overrides = dict[str, str](), list[str]()
+    config_dir, config_dir_words = "", list[str]()
     iterator = iter(rest)
     for word in iterator:
         name, equals, value = word.partition("=")
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(iterator, "")
-            others += ["--config-dir", config_dir]
+            config_dir_words += ["--config-dir", config_dir]
         elif word.startswith("-"):
             problems.add(
                 command_line.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant, option_meant)
@@ -192,7 +193,9 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             "`toolkit launch`."
         )
         problems.add(messages.ConfigError(text))
-    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, settings=settings)
+    return SweepPlan(
+        launcher=launcher, options=options, fixed=[*config_dir_words, *fixed], axes=axes, settings=settings
+    )
 
 
 def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems) -> int:
@@ -230,9 +233,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
 
 
 def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -> int:
-    """Run trials chosen by Optuna until there are `trials` of them; return the exit code: 0 if one has finished.
-    Arguments as for `run_grid`.
-    """
+    """Run trials chosen by Optuna until there are `trials`; return 0 if one has finished, else 1. See `run_grid`."""
     most = problems.attempt(command_line.positive_int, plan.settings, "trials") or 1
     try:
         import optuna
@@ -349,9 +350,7 @@ def _chosen_metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
 
 
 def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | None:
-    """Return number and overrides of a trial that was begun but not ended, else of a new one; None if there are `most`
-    trials already.
-    """
+    """Return number and overrides of a trial that was begun but not ended, else of a new one; None from `most` on."""
     from optuna import distributions, trial
 
     begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
@@ -376,9 +375,7 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
 
 
 def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:
-    """Return the sweep's directory, run.dir/NAME, by sweep=NAME or else named after the recipe and a digest of all
-    overrides.
-    """
+    """Return the sweep's directory, run.dir/NAME: sweep=NAME, or named after the recipe and a digest of overrides."""
     words = [*plan.fixed, *map(str, plan.axes), plan.settings.get("metric", "")]
     name = plan.settings.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
     if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
@@ -394,7 +391,7 @@ def typed_command(words: Sequence[str], command: str = "sweep") -> str:
 
 
 def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = None) -> SweepJob:
-    """Return a job that has not run yet, of its overrides, its config, and its number in a search."""
+    """Return a job that has not run yet, of its overrides `words`, its config, and its number in a search."""
     without_place = replace(cfg, language="", run=replace(cfg.run, name="", dir=""))
     config = hashlib.sha256(load.to_yaml(without_place).encode()).hexdigest()[:16]
     name = job_name(words) if trial is None else f"trial-{trial:03}"
@@ -534,16 +531,19 @@ def read_result(folder: Path, metric: str = schema.EVAL_LOSS) -> JobResult:
     rows = []
     with suppress(OSError):
         rows = [row for row in json_lines(folder / "metrics.jsonl") if row is not None]
-    losses, speeds, values = (
-        [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
-        for name in ("loss", "tokens_per_s", metric)
-    )
-    best = (min if metric.endswith(_LOWER_IS_BETTER) else max)(filter(math.isfinite, values), default=math.nan)
+
+    def series(name: str) -> list[float]:
+        """Return the numbers of one name, in order."""
+        return [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+
+    losses, speeds, values = series("loss"), series("tokens_per_s"), filter(math.isfinite, series(metric))
+    is_lower_better = metric.endswith(_LOWER_IS_BETTER)
+    best = min(values, default=math.nan) if is_lower_better else max(values, default=math.nan)
     return JobResult(losses[-1] if losses else math.nan, best, statistics.median(speeds) if speeds else math.nan)
 
 
 def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = schema.EVAL_LOSS) -> None:
-    """Print a table of all jobs, and below it the error of each that failed."""
+    """Print a table of jobs with their best values of `metric`, and below it the error of each that failed."""
     heads = (tr("overrides"), tr("state"), tr("exit code"), tr("loss"), tr("best {metric}", metric=metric))
     rows, errors = [], []
     for job in jobs:

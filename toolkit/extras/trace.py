@@ -64,9 +64,7 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
 
 
 def difference(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return the first collective that differs between ranks, where a run would hang, as a
-    sentence; "" if none does.
-    """
+    """Return the first collective that differs between ranks, where a run would hang, as a sentence; "" for none."""
     first = ranks[0]
     for other in ranks[1:]:
         both = [rank["collectives"] for rank in (first, other)]

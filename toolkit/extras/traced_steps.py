@@ -46,9 +46,7 @@ _LARGEST = 8
 
 
 class _Task(language.LanguageTask):
-    """Language modelling whose tokens are counted beforehand, as fake tensors have no numbers: all tokens of a
-    micro-batch are trained.
-    """
+    """Language modelling whose tokens are counted beforehand, all as trained: fake tensors have no numbers."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -88,10 +86,8 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             cfg.optim,
         )
     batch = with_targets(_longest_batch(cfg, outline, model))
-    sent, most = (
-        batch["input_ids"].numel() * outline.sizes.get("chosen", 0),
-        load_of_busiest_rank(cfg.model.expert_capacity),
-    )
+    sent = batch["input_ids"].numel() * outline.sizes.get("chosen", 0)  # rows for experts: each token goes to some
+    most = load_of_busiest_rank(cfg.model.expert_capacity)
     experts.rows_exchanged = partial(_assumed_rows, sent, most)
     task, guard = _Task(len(batch["target_indices"])), StepGuard(engine, cfg.train)
     with mode, watch:
@@ -115,9 +111,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:
-    """Prepare a random model for training as `build_model` of tasks/language_model.py does: attention, loss head,
-    adapters.
-    """
+    """Prepare a random model for training as `build_model` of tasks/language_model.py: attention, loss, adapters."""
     attention.choose_attention(
         model, cfg.model.attention, cfg.data.packing is schema.Packing.packed, TORCH_DTYPES[cfg.precision.dtype]
     )

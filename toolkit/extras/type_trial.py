@@ -62,6 +62,7 @@ def about(folder: Path, cfg: schema.RunConfig) -> str:
 
 
 def _cached(folder: Path, kind: str, cfg: schema.RunConfig) -> Trial:
+    """Return what was seen of a tiny model of the type `kind` before, else try it and remember that."""
     cached = cache_file(cfg, "type", [kind, version("transformers"), __version__, current_language()])
     if cached.is_file():
         return Trial(**directory.read_object(cached))
@@ -150,8 +151,8 @@ def _check_packing(model: Any) -> None:
 
 
 def _tiny(folder: Path) -> Any:
-    """Return a tiny random model of a directory's type, with weights so strong that what leaks is seen; loaded as
-    training does.
+    """Return a tiny random model of a directory's type, loaded as training does. Its weights are so large that a leak
+    between samples shows.
     """
     import torch
 

@@ -34,10 +34,10 @@ def main(path: str) -> None:
 
     The objects go to a copy of stdout; stdout itself becomes stderr, as libraries print there.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but during an answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # except during an answer
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
-    ends, notes = Lines(pipe, "end"), Lines(pipe, "note")
+    ends, notes = Lines(pipe, "end"), Lines(pipe, "note")  # objects of these names
     try:
         from toolkit.evaluate.chat_session import COMMANDS, ChatSession
         from toolkit.evaluate.generate import Sampling

@@ -39,15 +39,15 @@ _USUAL = "8x80GB"
 def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     """Say what a recipe trains, or raise everything that is wrong with it as one error.
 
-    Without `fetch` a model on Hugging Face is not looked up: its size is not told then.
+    Without `fetch` no URL is read, nor a model on Hugging Face looked up: its size is not told then.
     """
     problems = Problems()
     arguments = parse(words, names=("world_size", "gpus"), problems=problems)
     cfg, values = arguments.loaded.cfg, arguments.values
     machine = problems.attempt(_machine, values, cfg)
     world_size = arguments.world_size or (machine.world_size if machine and "gpus" in values else None)
-    is_other = "gpus" in values and not (machine and machine.on_cpu)
-    check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
+    is_for_others = "gpus" in values and not (machine and machine.on_cpu)  # not for the GPUs of this machine
+    check_parsed(arguments.loaded, world_size, problems, devices=not is_for_others)
     problems.attempt(rules.check_time_left, arguments.loaded)
     problems.attempt(requirements.check_tracker_packages, arguments.loaded)
     problems.attempt(native_ops.check_compiler, arguments.loaded)
@@ -61,7 +61,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     tried = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()
-    if not is_other:
+    if not is_for_others:
         requirements.warn_without_gpu(cfg.model)
     for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
         say(note)
@@ -99,9 +99,11 @@ def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
     """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up."""
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     needed = max(FEWEST_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
-    most = size * math.ceil(needed / cfg.train.epochs)
-    sizes = None if steps or cfg.data.streaming else estimated_samples(cfg.data, most)
-    epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
+    enough = size * math.ceil(needed / cfg.train.epochs)  # with so many samples nothing is wrong
+    epoch = None
+    if not steps and not cfg.data.streaming:
+        samples, sequences = estimated_samples(cfg.data, enough) or (0, 0)
+        epoch = Epoch(samples=samples, sequences=sequences, per_step=size) if sequences else None
     steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
     cfg = mesh.with_micro_batch(cfg)
     if steps:

@@ -49,10 +49,10 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     # Under ZeRO-3 the model is partitioned over ranks as in training, else each rank has a copy.
     loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
-        arguments = loaded, len(data.tokenizer), device, cfg.model.name or cfg.model.path
         from toolkit.models.isolation import check_isolation
 
-        check_isolation(*arguments, shared=data.shares_prefixes)
+        name = cfg.model.name or cfg.model.path
+        check_isolation(loaded, len(data.tokenizer), device, name, shared=data.shares_prefixes)
     evaluation = language_evaluation.Evaluation(
         cfg=cfg, data=data, ranks=ranks, questions=questions, model=loaded, adapter=adapter
     )
@@ -74,7 +74,9 @@ def _table_of_figures(figures: dict[str, float]) -> list[str]:
     """
 
     def shown(value: float | None) -> str:
-        return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        if value is None:
+            return ""
+        return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
     sources = sorted({name.partition("/")[2] for name in figures} - {""})
     rows = []

@@ -130,9 +130,11 @@ def override_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _as_written(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
+    """Return a value in Hydra's grammar: true, null, [a,b], {key:value}, a text in quotes if it needs them."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
@@ -143,8 +145,8 @@ def _as_written(value: Any) -> str:
 
 
 def _run_command(command: list[str], quiet: bool) -> tuple[int, str]:
-    """Run a training and print what it prints; return its exit code and the last lines. In a session of its own, so
-    that it gets one signal at an interrupt, from here, and not also the terminal's.
+    """Run a training and print what it prints, unless `quiet`; return its exit code and its last lines. It runs in a
+    session of its own, so that it gets one signal at an interrupt, from here, and not also the terminal's.
     """
     lines: deque[str] = deque(maxlen=_LAST_LINES)
     child = children.start(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +37,25 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     command, environ = _command(nodes)
     requests, most_restarts = processes.SignalRequests(), cfg.run.max_restarts
     timeout_s = float(cfg.distributed.timeout_s)
-    restart, number, died = 0, 0, 0.0
+    restarts, number, ended_at = 0, 0, 0.0  # restarts so far; number and end of the ranks before, for an `Attempt`
     while True:
-        attempt = Attempt(folder, environ, nodes, number, most_restarts, died)
+        attempt = Attempt(folder, environ, nodes, number, most_restarts, ended_at)
         try:
             launcher_code = processes.run_launcher(
                 command, attempt.environ, nodes.words, requests, attempt.poll, timeout_s
             )
-            is_far = bool(requests.last) and len(nodes.hosts) > 1
-            status = attempt.final_status(timeout_s if is_far else 0.0)
+            is_stopped_elsewhere = bool(requests.last) and len(nodes.hosts) > 1
+            status = attempt.final_status(timeout_s if is_stopped_elsewhere else 0.0)
         finally:
             attempt.end()
         code, run = exit_code_of_run(status, launcher_code, bool(requests.last)), Path(status.get("folder", ""))
-        number, died = 0, status.get("died", time.time())
-        if not (attempt.stop and code == STOPPED and not requests.last):
-            restart += 1
-            number = restart
+        number, ended_at = 0, status.get("died", time.time())
+        is_change_of_nodes = attempt.stop and code == STOPPED and not requests.last
+        if not is_change_of_nodes:
+            restarts += 1
+            number = restarts
             may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
-            if not may_restart or not _announce(run, code, restart, most_restarts):
+            if not may_restart or not _announce(run, code, restarts, most_restarts):
                 if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
                     # That of the rank that failed first: what other nodes print comes in any order.
                     text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
@@ -126,7 +128,7 @@ def should_restart(code: int, status: Mapping[str, Any], is_stopping: bool) -> b
 
 
 def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
-    """Return the launcher's command and its environment; print which variables of `launch.env` the ranks get."""
+    """Return the launcher's command and its environment; print the command, and the names of ranks' variables."""
     hosts, options, cfg = nodes.hosts, nodes.options, nodes.cfg
     backend, env = deepspeed.backend(hosts, options), cfg.launch.env
     if "--launcher" in options and not backend:
@@ -136,21 +138,23 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
             launcher=options["--launcher"],
         )
     names = cfg.launch.forwarded
-    files = variables.variables_of_files(Path.cwd()) if backend and names else {}
-    here = [name for name in names if os.environ.get(name)]
-    for name in here:
+    names_by_file = variables.variables_of_files(Path.cwd()) if backend and names else {}
+    set_here = [name for name in names if os.environ.get(name)]
+    for name in set_here:
         secrets.learn(os.environ[name])
-    if missing := sorted(set(names).difference(here, *files.values())):
+    if missing := sorted(set(names).difference(set_here, *names_by_file.values())):
         raise variables.missing_secrets_error(missing)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
-    environ, exported = variables.launcher_environment(here, backend, os.environ) if backend else (dict(os.environ), [])
+    environ, exported = dict(os.environ), list[str]()
+    if backend:
+        environ, exported = variables.launcher_environment(set_here, backend, os.environ)
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     port = deepspeed.port_of_one_node(hosts, options)
     options = {**options, **port}
     command = [sys.executable, "-m", ancestors.FRONT_END, *quiet]
-    command += [*deepspeed.options_without_ssh(hosts, options), *(word for pair in port.items() for word in pair)]
+    command += [*deepspeed.options_without_ssh(hosts, options), *chain.from_iterable(port.items())]
     command += nodes.typed
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
     # Outside a checkout the installed package's command, without --local_rank, which would come before its `train`; the
@@ -162,7 +166,10 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
 
 
 class Attempt:
-    """One start of the ranks: the `number`th after a death, 0 the first and after a change of nodes."""
+    """One start of the ranks: the `number`th after a death, 0 the first and after a change of nodes.
+
+    `folder`: `run.dir`; `most`: `run.max_restarts`; `ended`: when the ranks before these did, 0 without any.
+    """
 
     def __init__(
         self, folder: Path, environ: Mapping[str, str], nodes: Nodes, number: int, most: int, ended: float
@@ -172,7 +179,6 @@ class Attempt:
         ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o ServerAliveInterval=10 -o ServerAliveCountMax=3".strip()
         self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **environment.status_variables(self.path)}
         self.nodes, self.number, self.most, self.ended = nodes, number, most, ended
-        """`ended`: when the ranks before these did, 0 without any."""
         self.stop: Path | None = None
         """The file by which the run was asked to stop, and to resume on other nodes."""
         self._lost_at = 0.0
@@ -236,7 +242,9 @@ class Attempt:
                     self.stop = stop
 
     def _end_without(self, lost: Mapping[str, float], folder: Path) -> None:
-        """Write the file FAILED, for which all ranks look, so that those end that wait for ranks of a lost node."""
+        """Write the file FAILED into the run directory, for which all ranks look, so that those end that wait for ranks
+        of a lost node. `lost`: node -> seconds since its last sign of life.
+        """
         environment.report_status(self.environ, code=HANG, died=time.time() - max(lost.values()))
         text = tr(
             "{hosts}: no heartbeat for {seconds} s, and no answer through ssh.",

@@ -96,10 +96,10 @@ class Nodes:
         return deepspeed.named_hosts(deepspeed.split_words(self._typed)[0])
 
     def would_change(self) -> bool:
-        """Whether there are nodes for more ranks, or one that takes part has left the hostfile."""
+        """Whether a restart would use more ranks, or leave out a node that is no longer in the hostfile."""
         named = self._named()
-        come = self._answering({host: gpus for host, gpus in named.items() if host not in self.hosts})
-        reachable = {host: gpus for host, gpus in named.items() if host in self.hosts or host in come}
+        newcomers = self._answering({host: gpus for host, gpus in named.items() if host not in self.hosts})
+        reachable = {host: gpus for host, gpus in named.items() if host in self.hosts or host in newcomers}
 
         def is_better(hosts: Resources) -> bool:
             return not set(self.hosts) <= set(named) or ranks_on(hosts) > ranks_on(self.hosts)
@@ -114,20 +114,20 @@ class Nodes:
         """Return the nodes that are gone, with the seconds since their last sign of life: no heartbeat in `logs` of the
         run directory, and no answer through ssh.
         """
-        first, now = 0, time.monotonic()
+        first_rank, now = 0, time.monotonic()
         for host, gpus in self.hosts.items():
             with suppress(OSError, ValueError, KeyError):  # not begun
-                text = (logs / watchdog.heartbeat_file(first)).read_text(encoding="utf-8")
-                if self._heartbeats.get(host, (-1, now))[0] != (beats := json.loads(text)["beats"]):
+                text = (logs / watchdog.heartbeat_file(first_rank)).read_text(encoding="utf-8")
+                beats = json.loads(text)["beats"]
+                if self._heartbeats.get(host, (-1, now))[0] != beats:
                     self._heartbeats[host] = beats, now
-            first += len(gpus)
+            first_rank += len(gpus)
         seconds = {host: now - since for host, (_, since) in self._heartbeats.items()}
-        silent = {
-            host: self.hosts[host] for host in seconds if seconds[host] > presence.SILENT_S * presence.stretch(first)
-        }
+        limit_s = presence.SILENT_S * presence.stretch(first_rank)  # it is now the number of all ranks
+        silent = {host: self.hosts[host] for host in seconds if seconds[host] > limit_s}
         if len(silent) == len(seconds):  # none, or it is the file server that stands still
             return {}
-        for _ in range(2):
+        for _ in range(2):  # one answer may get lost
             silent = {host: silent[host] for host in set(silent).difference(self._answering(silent))}
         return {host: seconds[host] for host in sorted(silent)}
 
@@ -186,12 +186,12 @@ class Nodes:
         if not self.is_elastic:
             self.hosts = hosts
             return
-        self.hosts, more = fitting(self.cfg, hosts)
+        self.hosts, overrides = fitting(self.cfg, hosts)
         included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())
         self.typed = [*deepspeed.without_options(self._typed, hostfile.SELECTION_OPTIONS), "--include", included]
         if len(self.hosts) == 1 and not any(map(hostfile.is_here, self.hosts)) and "--force_multi" not in self.typed:
             self.typed.append("--force_multi")
-        self.words = [*self._recipe, *more]
+        self.words = [*self._recipe, *overrides]
 
     def _check(self) -> None:
         """Raise a LaunchError if DeepSpeed's launcher would misread or not start the nodes, or one is broken."""
@@ -225,8 +225,9 @@ class Nodes:
             say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
         if len({len(gpus) for gpus in self.hosts.values()}) > 1:
             say("Note: the nodes take part with different numbers of GPUs.")
-        for file, names in variables.variables_of_files(Path.cwd()).items() if len(self.hosts) > 1 else ():
-            say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
+        if len(self.hosts) > 1:
+            for file, names in variables.variables_of_files(Path.cwd()).items():
+                say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
 
 
 def _examination(

@@ -14,8 +14,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
-    """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
-    PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
+    """Let PyTorch grow segments of GPU memory, against fragmentation, unless one of its variables in `environ` says
+    what it does. The first of their names is set: PyTorch warns of the others (torch 2.13, AllocatorConfig).
 
     Without a GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
     """
@@ -37,6 +37,7 @@ def share_one_arena(environ: Mapping[str, str]) -> None:
 
 
 def _set_malloc(environ: Mapping[str, str], parameters: Mapping[int, int]) -> None:
+    """Set parameters of glibc's malloc, number -> value (mallopt), unless a variable has settled how it allocates."""
     mallopt = getattr(CDLL(None), "mallopt", None)  # glibc; others have none
     if mallopt is not None and not any(name.startswith(_MALLOC) for name in environ):
         for parameter, value in parameters.items():

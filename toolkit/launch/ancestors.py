@@ -47,13 +47,13 @@ def age_s() -> float:
 
 
 def _program(line: Sequence[str]) -> str:
-    """Return the name of what a command line runs: a module, a script or a program."""
+    """Return the name of what a command line runs: a module, a script or a program; "" for Python alone."""
     program, *words = [Path(word).name for word in line] or [""]
     if not program.startswith("python"):
         return program
     for index, word in enumerate(words):
         if word == "-m":
-            return "".join(words[index + 1 : index + 2])
+            return words[index + 1] if index + 1 < len(words) else ""
         if not word.startswith("-"):
             return word
     return ""
@@ -71,10 +71,10 @@ def typed_command(argv: Sequence[str] | None = None) -> list[str]:
 
 def _launcher_words(words: list[str]) -> list[str]:
     """Return a launcher's command line as one types it, with its name in place of its path; [] for other programs."""
-    for index, word in enumerate(words[:4]):
+    for index, word in enumerate(words[:4]):  # as in `python -u -m torch.distributed.run …`
         name = Path(word).name
         if name in TYPED_LAUNCHERS:
-            is_module = words[index - 1 : index] == ["-m"]
+            is_module = index > 0 and words[index - 1] == "-m"
             return [*(["python", "-m"] if is_module else []), name, *words[index + 1 :]]
         if name == "toolkit" and words[index + 1 : index + 2] in (["launch"], ["train"]):
             return [name, *words[index + 1 :]]

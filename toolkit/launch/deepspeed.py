@@ -66,36 +66,19 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     """
     chain = list(processes_above())
     nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
-    if world_info := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
+    world_info = next((word for _, words in chain for word in words if word.startswith("--world_info=")), "")
+    if world_info:
         nodes = len(json.loads(base64.urlsafe_b64decode(world_info.partition("=")[2])))
+    hostfile: str | None = None
     for process, words in chain:
         options, _ = split_words(launcher_options(words))
-        path = hostfile_of(options)
-        if path is None:
-            check_binding({}, options)
-            continue
-        folder = Path.cwd()
-        with suppress(psutil.Error):
-            folder = Path(process.cwd())
-        hosts = select_gpus(read_hostfile(folder / path), options)
-        if not world_info and ranks.world_size == sum(map(len, hosts.values())):
-            nodes = len(hosts)  # Open MPI starts unequal numbers of ranks, too
-        if nodes and len(hosts) != nodes:
-            raise LaunchError(
-                "the hostfile {path} names {expected} nodes ({hosts}), but {nodes} were started.",
-                path=path,
-                expected=len(hosts),
-                hosts=", ".join(hosts),
-                nodes=nodes,
-            )
-        check_machines(hosts, options)
-        check_binding(hosts, options)
-        if len(hosts) > 1:
-            variables.variables_of_files(folder)
-        break
-    else:
-        if ranks.launcher == "openmpi" and ranks.rank:
-            return  # on another node than mpirun: of unequal nodes each would tell another number
+        hostfile = hostfile_of(options)
+        if hostfile is not None:
+            nodes = _check_hostfile(hostfile, options, process, nodes, 0 if world_info else ranks.world_size)
+            break
+        check_binding({}, options)
+    if hostfile is None and ranks.launcher == "openmpi" and ranks.rank:
+        return  # on another node than mpirun: of unequal nodes each would tell another number
     if ranks.launcher == "slurm" and not nodes:  # srun without --ntasks-per-node
         nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
     if num_nodes and not nodes:
@@ -115,6 +98,33 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         )
 
 
+def _check_hostfile(
+    hostfile: str, options: Mapping[str, str], launcher: psutil.Process, nodes: int, world_size: int
+) -> int:
+    """Check a hostfile as `check_launcher` says, in the folder of its `launcher`; return the number of nodes: `nodes`,
+    or those of the hostfile if it has `world_size` ranks, which is 0 where `nodes` is certain.
+    """
+    folder = Path.cwd()
+    with suppress(psutil.Error):
+        folder = Path(launcher.cwd())
+    hosts = select_gpus(read_hostfile(folder / hostfile), options)
+    if world_size == sum(map(len, hosts.values())):
+        nodes = len(hosts)  # Open MPI starts unequal numbers of ranks, too
+    if nodes and len(hosts) != nodes:
+        raise LaunchError(
+            "the hostfile {path} names {expected} nodes ({hosts}), but {nodes} were started.",
+            path=hostfile,
+            expected=len(hosts),
+            hosts=", ".join(hosts),
+            nodes=nodes,
+        )
+    check_machines(hosts, options)
+    check_binding(hosts, options)
+    if len(hosts) > 1:
+        variables.variables_of_files(folder)  # raises for those that DeepSpeed would misread
+    return nodes
+
+
 def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
     """Raise a LaunchError if `hosts` has one machine alone and it is not this one: DeepSpeed would train here."""
     only = next(iter(hosts)) if len(hosts) == 1 else ""
@@ -129,13 +139,16 @@ def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def launcher_options(line: list[str]) -> list[str]:
     """Return the options of a `deepspeed` command line as they were typed, without the program's; [] for others."""
-    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in DEEPSPEED), len(line))
+    start = next((index for index, word in enumerate(line[:4]) if Path(word).name in DEEPSPEED), len(line))
     words = line[start + 1 :]
-    return words[: len(words) - len(split_words(words)[1])]
+    _, of_program = split_words(words)
+    return words[: len(words) - len(of_program)]
 
 
 def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options that the words begin with, "" where they have no value, and the words after them."""
+    """Return the options that the words begin with, --name -> value, "" where they have none; and the words after them:
+    `--num_gpus 2 run.py recipe=lora` gives {"--num_gpus": "2"} and [run.py, recipe=lora].
+    """
     options: dict[str, str] = {}
     count = 0
     for word, *value_words in _with_values(words):
@@ -151,7 +164,8 @@ def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield each word as a list, together with the next word if it is an option that takes that as its value."""
     rest = iter(words)
     for word in rest:
-        yield [word, *islice(rest, 1 if WITH_VALUE.fullmatch(word) or TOOLKIT_OPTIONS.get(word) else 0)]
+        takes_value = WITH_VALUE.fullmatch(word) or TOOLKIT_OPTIONS.get(word)
+        yield [word, *islice(rest, 1)] if takes_value else [word]
 
 
 def hostfile_of(options: Mapping[str, str]) -> str | None:
@@ -182,7 +196,7 @@ def ranks_of(options: Mapping[str, str]) -> int:
 
 
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return the words that are the launcher's options (hostfile=FILE is --hostfile FILE), these by name, others."""
+    """Return the launcher's options among the words (hostfile=FILE: --hostfile FILE), these by name, and the others."""
     launcher_words: list[str] = []
     others: list[str] = []
     for option_words in _with_values(words):
@@ -291,7 +305,8 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
 def check_mpirun(launcher: str) -> None:
     """Raise a LaunchError if the `mpirun` on PATH is not of the MPI that DeepSpeed's options are for."""
     printed = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
-    if re.search({"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher], printed, re.IGNORECASE):
+    other_mpi = {"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher]  # as the other's mpirun names itself
+    if re.search(other_mpi, printed, re.IGNORECASE):
         raise LaunchError(
             "--launcher {launcher} starts the `mpirun` that is first on PATH, and that is another one: {found}. "
             "Debian has both as mpirun.openmpi and mpirun.mpich:  update-alternatives --config mpirun",
@@ -308,13 +323,14 @@ def mpi_launcher_args(hosts: Resources, options: Mapping[str, str], exported: Se
     `-x NAME="…"` would write the quotes too, as no shell removes them.)
     """
     typed = options.get("--launcher_args", "")
-    first = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
-    ours = {
+    first_host = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
+    # What the user's own arguments have if they settle it -> what settles it else.
+    defaults = {
         "bind-to|binding_policy|cpu-set": ["--bind-to", "none"],
-        "MASTER_ADDR": ["-x", f"MASTER_ADDR={options.get('--master_addr', first)}"],
+        "MASTER_ADDR": ["-x", f"MASTER_ADDR={options.get('--master_addr', first_host)}"],
         "MASTER_PORT": ["-x", f"MASTER_PORT={options.get('--master_port', DEFAULT_PORT)}"],
     }
-    missing = [word for theirs, words in ours.items() if not re.search(theirs, typed) for word in words]
+    missing = [word for pattern, words in defaults.items() if not re.search(pattern, typed) for word in words]
     return ["--launcher_args", f"{typed} {shlex.join([*missing, *exported])}".strip()]
 
 
@@ -356,7 +372,7 @@ def check_restarts(
         environ: this process's environment.
         least_nodes: `launch.min_nodes`.
     """
-    if environment.read_status(environ):
+    if environment.read_status(environ):  # `toolkit launch` has started it, which does
         return
     if ranks.launcher == "torchrun" and not least_nodes:
         most_by_torchrun = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -196,14 +196,14 @@ def meeting_port(rank_variable: str) -> int:
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return an environment for a process of this package that is no rank, and reports nothing to `toolkit launch`."""
-    names = {STATUS_VARIABLE, "MASTER_ADDR", "MASTER_PORT", *(name for names in VARIABLES.values() for name in names)}
-    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working directory
-    path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
-    return {**{name: value for name, value in environ.items() if name not in names}, "PYTHONPATH": path}
+    dropped = {STATUS_VARIABLE, "MASTER_ADDR", "MASTER_PORT", *(name for names in VARIABLES.values() for name in names)}
+    package_parent = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working directory
+    path = os.pathsep.join([package_parent, *filter(None, [environ.get("PYTHONPATH")])])
+    return {**{name: value for name, value in environ.items() if name not in dropped}, "PYTHONPATH": path}
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
-    """Drop --local_rank, which DeepSpeed's and older torch launchers put in front of the user's words."""
+    """Drop --local_rank, which launchers put before the user's words; LaunchError for --deepspeed, not used here."""
     user_words = []
     rest = iter(words)
     for word in rest:
@@ -222,7 +222,7 @@ def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
 
 
 def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
-    """Let NCCL and gloo use one network interface."""
+    """Let NCCL and gloo use a network interface, by variables in `environ`; LaunchError if there is no such one."""
     existing = [interface for _, interface in socket.if_nameindex()]
     if name not in existing:
         raise LaunchError(

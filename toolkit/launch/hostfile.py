@@ -111,9 +111,9 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     """
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""
-    nodes = whole_number(options, "--num_nodes")
-    gpus = asked_gpus(options)
-    if bool(include) + bool(exclude) + (nodes is not None or gpus is not None) > 1:
+    num_nodes = whole_number(options, "--num_nodes")
+    num_gpus = asked_gpus(options)
+    if [bool(include), bool(exclude), bool(num_nodes or num_gpus)].count(True) > 1:
         raise LaunchError(tr("give one of --include, --exclude, or --num_nodes and --num_gpus, not several."))
     selected: Resources = {host: list(range(slots)) for host, slots in hosts.items()}
     if include:
@@ -121,24 +121,24 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
         selected = {host: named[host] or selected[host] for host in selected if host in named}
     elif exclude:
         named = _named_gpus(exclude, selected, "--exclude")
-        taken = {host: gpus or selected[host] for host, gpus in named.items()}
-        selected = {host: [gpu for gpu in gpus if gpu not in taken.get(host, [])] for host, gpus in selected.items()}
+        excluded = {host: gpus or selected[host] for host, gpus in named.items()}
+        selected = {host: [gpu for gpu in gpus if gpu not in excluded.get(host, [])] for host, gpus in selected.items()}
         selected = {host: gpus for host, gpus in selected.items() if gpus}
-    if nodes and nodes > len(selected):
+    if num_nodes and num_nodes > len(selected):
         raise LaunchError(
             "--num_nodes {asked}, but the hostfile names {there}: {hosts}.",
-            asked=nodes,
+            asked=num_nodes,
             there=len(selected),
             hosts=", ".join(selected),
         )
-    selected = dict(list(selected.items())[: nodes or None])
-    small = [host for host in selected if gpus and gpus > hosts[host]]
+    selected = dict(list(selected.items())[:num_nodes])
+    small = [host for host in selected if num_gpus and num_gpus > hosts[host]]
     if small:
         raise LaunchError(
-            "--num_gpus {asked}, but {host} has {slots} slots.", asked=gpus, host=small[0], slots=hosts[small[0]]
+            "--num_gpus {asked}, but {host} has {slots} slots.", asked=num_gpus, host=small[0], slots=hosts[small[0]]
         )
-    if gpus:
-        selected = {host: list(range(gpus)) for host in selected}
+    if num_gpus:
+        selected = {host: list(range(num_gpus)) for host in selected}
     if not selected:
         raise LaunchError(tr("the launcher's options leave no machine of the hostfile."))
     return selected
@@ -177,6 +177,7 @@ def _named_gpus(specification: str, available: Resources, option: str) -> Resour
             )
         numbers = gpus.split(",") if colon else []
         slots = {str(gpu) for gpu in available[host]}
+        # As DeepSpeed reads them, 02 is 2; of zeros alone one stays.
         wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in slots]
         if wrong:
             raise LaunchError(
@@ -192,8 +193,8 @@ def _named_gpus(specification: str, available: Resources, option: str) -> Resour
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a LaunchError for a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) would overwrite, as it
-    does with a hostfile.
+    """Raise a LaunchError if a variable chooses other GPUs of this machine than `hosts`, of a hostfile: DeepSpeed's
+    launcher (0.19.8, launch.py) would overwrite it.
     """
     variable = devices.visible_variable(environ)
     chosen = environ.get(variable)
@@ -209,13 +210,13 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
 
 
 def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a LaunchError for a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads or
-    ignores without a hostfile.
+    """Raise a LaunchError for a variable's choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py)
+    misreads or ignores without a hostfile. `options`: the launcher's, by name.
     """
     variable = devices.visible_variable(environ)
     chosen = environ.get(variable, "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if not chosen or devices.device_here(environ) == "cpu" or {*SELECTION_OPTIONS[:4]} & options.keys():
+    if not chosen or devices.device_here(environ) == "cpu" or {"--include", "-i", "--exclude", "-e"} & options.keys():
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(
@@ -246,6 +247,7 @@ def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
 
 def _as_ranges(numbers: list[int]) -> str:
     """Return ascending numbers as 0-3,5."""
+    # Within a stretch of consecutive numbers the difference between number and index is the same.
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     stretches = [[number for _, number in group] for _, group in groups]
     return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches)
@@ -272,7 +274,7 @@ _RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """Return the hosts of a list such as gpu[01-03,07],login1, in its order, as `scontrol show hostnames` does."""
+    """Return the hosts of a list such as gpu[01-03,07],login1, as `scontrol show hostnames` does; or a LaunchError."""
     wrong = LaunchError(
         "'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=shortened(nodes, _LONGEST_SHOWN)
     )
@@ -282,9 +284,13 @@ def expand_nodes(nodes: str) -> list[str]:
     hosts: list[str] = []
     for item in items:
         choices: list[list[str]] = []
+        # Text, what is in brackets, text, …: gpu[1-2]a is "gpu", "1-2", "a".
         for index, part in enumerate(re.split(r"\[([^\[\]]*)\]", item)):
-            choices.append([] if index % 2 else [part])
-            for numbers in part.split(",") if index % 2 else ():
+            if index % 2 == 0:
+                choices.append([part])
+                continue
+            choices.append([])
+            for numbers in part.split(","):
                 match = _RANGE.fullmatch(numbers)
                 if not match or not 0 <= int(match[2] or match[1]) - int(match[1]) < _MOST_HOSTS:
                     raise wrong

@@ -31,14 +31,14 @@ _REAPERS = ("systemd", "containerd-shim", "conmon")
 
 
 def exit_with_launcher(ranks: Ranks) -> str:
-    """Let this rank get a SIGTERM when its launcher, or what started that, ends; nothing happens without a launcher, or
-    if it does already. Returns why the rank must end at once if one of them has ended before, else "".
+    """Let this rank get a SIGTERM when its launcher, or what started that, ends. Return why the rank must end at
+    once if one of them has ended already, else "". Without a launcher, and in a second call, nothing is done.
     """
     is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
     if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
         return ""
     children.end_with_parent()
-    watched = [front_end()]
+    watched = [front_end()]  # process ids; 0 for none
     with suppress(OSError, psutil.Error):
         rank = psutil.Process()
         if launcher := rank.parent():

@@ -77,7 +77,7 @@ def run_launcher(
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    sent_at = ended_at = 0.0
+    sent_at = ended_at = 0.0  # when the last signal was passed on; when the launcher ended, 0 before that
     status_file, has_had_ranks = environ[STATUS_VARIABLE], False
     while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, status_file):
         now = time.monotonic()

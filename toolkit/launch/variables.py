@@ -59,12 +59,11 @@ def apply_env(
     sent = json.loads(environ.pop(PACKED, "{}"))
     forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
     if missing := [name for name, value in forwarded.items() if not value]:
-        mend = ""  # it is enough to set them, unless somebody else started this rank
+        mend = ""  # it is enough to set them here, unless a launcher started this rank on another node
         if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
             mend = tr(
-                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv "
-                "LC_*`; `deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which "
-                "all nodes are sent."
+                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; "
+                "`deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which all nodes are sent."
             )
         elif ranks.launcher == "openmpi":
             mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
@@ -115,17 +114,19 @@ def launcher_environment(
             names=", ".join(names),
             launcher=launcher,
         )
+    # These would be written into a command with their values, so they go into PACKED; with pdsh all do.
     written = {name for name in names if name.startswith(_ON_COMMAND_LINES)}
     packed = [name for name in names if launcher == "pdsh" or name in written]
-    changed = {name: value for name, value in environ.items() if name not in written}
-    by_name = [name for name in names if name not in packed]
+    for_launcher = {name: value for name, value in environ.items() if name not in written}
+    exported = [name for name in names if name not in packed]
     if packed:
-        changed[PACKED] = json.dumps({name: environ[name] for name in packed})
-        by_name.append(PACKED)
+        for_launcher[PACKED] = json.dumps({name: environ[name] for name in packed})
+        exported.append(PACKED)
     if launcher == "pdsh":
-        changed["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}".strip()
-    # mpich and slurm hand the whole environment on.
-    return changed, [word for name in by_name for word in ("-x", name)] if launcher == "openmpi" else []
+        ssh_arguments = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}"
+        for_launcher["PDSH_SSH_ARGS_APPEND"] = ssh_arguments.strip()
+    # Open MPI is told the names; mpich and slurm hand the whole environment on.
+    return for_launcher, [word for name in exported for word in ("-x", name)] if launcher == "openmpi" else []
 
 
 _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
@@ -155,7 +156,9 @@ def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
         # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, so it would check other lines.
         with reading(file, LaunchError):
             lines = file_bytes(file, _LARGEST_FILE_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
-        for number, line in enumerate(lines if lines != [""] else [], start=1):
+        if lines == [""]:  # an empty file
+            continue
+        for number, line in enumerate(lines, start=1):
             name, equals, value = line.partition("=")
             if not equals or not name.isidentifier():
                 raise LaunchError(

@@ -34,7 +34,7 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
 
 
 def check_divides(model: PreTrainedModel, ranks: int) -> None:
-    """Check that a model's experts can be divided over so many ranks; a ModelError if not."""
+    """Raise ModelError unless a model's experts can be divided over so many ranks."""
     numbers = {weight.size(0) for weight in expert_parameters(model).values()}
     reason = ""
     if not numbers or not model._can_set_experts_implementation():
@@ -51,7 +51,9 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
 
 
 def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
-    """Keep in each layer only the experts of rank `rank` of `ranks`, DeepSpeed's group `group`; returns as `divide`."""
+    """Keep in each layer only the experts of rank `rank` of `ranks`, which are DeepSpeed's group `group`, and let the
+    layer compute by `compute_elsewhere`. Return the same as `divide`.
+    """
     stored = dict.fromkeys(weights.shapes_of(model), slice(None))
     for name, parameter in expert_parameters(model).items():
         module, _, leaf = name.rpartition(".")
@@ -65,8 +67,8 @@ def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str,
 
 
 def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return what experts make of rows [T x K, H] that are sorted by expert, on the ranks that have them; 0 of those
-    that were dropped.
+    """Return what experts make of rows [T x K, H], computed on the ranks that have them; 0 of rows that were dropped.
+    `self`: the layer's experts; `chosen`: the number of each row's expert, by which rows are sorted; < 0: dropped.
     """
     from deepspeed.utils import groups
 
@@ -76,22 +78,24 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, num_experts)
-    sent, came = rows_exchanged(counts.view(ranks, num_experts), received)
-    dropped = len(rows) - sum(sent)  # the first ones
-    rows = row_exchange.exchange_rows(rows[dropped:], group, sent, came)  # [N, H], by rank and expert
+    num_sent, num_received = rows_exchanged(counts.view(ranks, num_experts), received)
+    dropped = len(rows) - sum(num_sent)  # the first ones
+    rows = row_exchange.exchange_rows(rows[dropped:], group, num_sent, num_received)  # [N, H], by rank and expert
     expert = torch.arange(num_experts, device=rows.device).repeat(ranks)
-    expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
+    expert = expert.repeat_interleave(received.flatten(), output_size=sum(num_received))
     order = expert.argsort(stable=True)
     rows = rows[order]
     rows = compute_experts(self, rows, Groups(received.sum(0)), expert[order])
-    back = row_exchange.exchange_rows(rows[order.argsort()], group, came, sent)
+    back = row_exchange.exchange_rows(rows[order.argsort()], group, num_received, num_sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 
 def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank and come from it, of those for each of their and our experts [P, own]."""
-    sent, came = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host waits here
-    return sent, came
+    """Return how many rows go to each rank, and how many come from it. `counts` [P, own]: rows for each expert of each
+    rank; `received` [P, own]: rows from each rank for each expert of this one.
+    """
+    num_sent, num_received = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host waits here
+    return num_sent, num_received
 
 
 class ExpertGroups(MoE):

@@ -67,7 +67,7 @@ def _product(
 
 
 class _Multiply(torch.autograd.Function):
-    """[T, I] states and the weight [O, I] to [T, O]."""
+    """The product of states [T, I] and a weight [O, I], [T, O], and its gradients, multiplied in FP8."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, fp8: Fp8) -> torch.Tensor:

@@ -50,7 +50,7 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     norms = [
         names[part]
         for part in model.base_model.children()
-        if part is not embedding and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
+        if part is not embedding and not isinstance(part, nn.ModuleList) and list(part.parameters())
     ]
     layers = [name for part, name in names.items() if isinstance(part, GradientCheckpointingLayer)]
     head = model.score if probe.is_classifier(model) else model.get_output_embeddings()
@@ -73,9 +73,9 @@ def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -
 def stage_parameters(
     model: PreTrainedModel, num_stages: int, stage: int, tuning: schema.TuningConfig | None = None, num_scores: int = 0
 ) -> dict[str, slice]:
-    """Return the names of the parameters that a stage of an empty model holds, and that it has all of their rows; of
-    tied ones the first name. ModelError where freezing by `tuning` would leave a stage nothing to train. `num_scores`:
-    see `stage_bounds`; then the output layer is on none.
+    """Return by name slice(None), for all rows, of the parameters that a stage of an empty model holds; of tied ones
+    the first name. ModelError where freezing by `tuning` would leave a stage nothing to train. `num_scores`: see
+    `stage_bounds`; then no stage holds the output layer, which will be replaced.
     """
     names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages, num_scores)
     if num_scores and not probe.is_classifier(model):
@@ -101,7 +101,7 @@ def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
 
 
 def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) -> None:
-    """Replace a model's parts, of all `names`, that are not among `own_parts` by ones that hand their input on."""
+    """Let a model's parts (`names`: all) but `own_parts` hand their input on; record whether the first one stays."""
     for name in names:
         if name not in own_parts:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))
@@ -109,7 +109,9 @@ def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) ->
 
 
 class PipelineStage(PipelineModule):
-    """A cut model's stage; a pass takes a micro-batch from `batches` and ends on the last stage with `finish`."""
+    """This rank's stage of a model; `tensor` ranks split each layer. A pass takes a micro-batch from `batches`, and
+    ends on the last stage with `finish`.
+    """
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype, tensor: int = 1) -> None:
         with no_init_weights(), torch.device("meta"):
@@ -194,7 +196,7 @@ class PipelineStage(PipelineModule):
                 value, full = torch.empty(0), torch.empty(0)
                 if rank // per_stage == source // per_stage:
                     full = process_group.gather_parts(name, parameters[name])
-                if source == 0 == rank:
+                if rank == source == 0:
                     value = full.to("cpu", copy=True)
                 elif rank == source:
                     dist.send(full.contiguous(), dst=0)
@@ -205,11 +207,7 @@ class PipelineStage(PipelineModule):
                 yield name, value
 
     def train_window(
-        self,
-        engine: PipelineEngine,
-        micro_batches: Sequence[Batch],
-        finish: Finish,
-        before_update: Callable[[], None],
+        self, engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish, before_update: Callable[[], None]
     ) -> None:
         """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
         The engine averages gradients over its micro-batches and pipelines. `finish` makes, on the last stage, a scalar
@@ -225,10 +223,7 @@ class PipelineStage(PipelineModule):
 
     @torch.no_grad()
     def evaluate_window(
-        self,
-        engine: PipelineEngine,
-        micro_batches: Sequence[Batch],
-        measure: Callable[[PreTrainedModel, Batch], Found],
+        self, engine: PipelineEngine, micro_batches: Sequence[Batch], measure: Callable[[PreTrainedModel, Batch], Found]
     ) -> list[Found]:
         """Run micro-batches forward, as many on each rank; return what `measure` made, [] but on the last stage. A
         collective.
@@ -240,12 +235,14 @@ class PipelineStage(PipelineModule):
             return torch.zeros((), device=engine.device)
 
         engine.total_loss = None  # a sum that it would continue
-        pairs = self._hand_over(micro_batches, keep)
-        engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
+        inputs = self._hand_over(micro_batches, keep)
+        engine.eval_batch(inputs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
         return measurements
 
     def _hand_over(self, micro_batches: Sequence[Batch], finish: Finish) -> Any:
-        """Take the batches; yield input and labels, which the first and the last stage want to see."""
+        """Set what `forward` takes; return the (input, labels) that the engine wants to see on its first and last
+        stage.
+        """
         self.batches, self.finish = deque(micro_batches), finish
         return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])
 
@@ -255,12 +252,12 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
     token `[B, S, labels]`, float32 on the CPU. A collective.
     """
     inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    of_tokens = loss.forward_output
+    compute = loss.forward_output
     if probe.is_classifier(unwrap_model(engine.module)):
-        from toolkit.models.classifier import token_scores as of_tokens
+        from toolkit.models.classifier import token_scores as compute
     with probe.evaluating(engine):
         picked = engine.module.evaluate_window(
-            engine, [inputs], lambda model, rows: pick(of_tokens(model, rows)).float().cpu()
+            engine, [inputs], lambda model, rows: pick(compute(model, rows)).float().cpu()
         )
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
@@ -291,7 +288,7 @@ class _Named(nn.Module):
 
 
 class _HandOn(nn.Module):
-    """In the place of a part that another stage holds."""
+    """Stands in the place of a part that another stage holds, and hands its input on."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()

@@ -43,12 +43,13 @@ def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None
     global _group  # attention is called by transformers, with nothing of ours
     check_splits(model, ranks, tensor)
     model.set_attn_implementation(SEQUENCE)
+    # Each row is a group.
     members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
     _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
 
 
 def check_splits(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
-    """Reject a model whose attention cannot be divided so; a ModelError."""
+    """Raise ModelError unless a model's attention can be divided over `ranks`, each part shared by `tensor` ranks."""
     config = model.config.get_text_config()
     reason = ""
     if config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
@@ -112,9 +113,9 @@ def part_attention(
     # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
     copies = ranks // math.gcd(key.size(1), ranks)
     if copies > 1:
-        key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-    before = key.size(2) - query.size(2)
-    key, value = (_exchange(states, before) for states in (key, value))  # [B, heads / P, before + S, D]
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    before = key.size(2) - query.size(2)  # learned keys
+    key, value = _exchange(key, before), _exchange(value, before)  # [B, heads / P, before + S, D]
     query = _exchange(query)
     if "cu_seq_lens_q" in options:
         mixed, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -189,8 +190,8 @@ def check_sequence_parallel(
     packed: bool,
     shared: bool = False,
 ) -> None:
-    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective. `forward`
-    is that of `check_isolation`.
+    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise ModelError. A
+    collective. `forward`: as of `check_isolation`; `packed`: rows hold several samples; `shared`: these share prefixes.
     """
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
@@ -204,9 +205,8 @@ def check_sequence_parallel(
         size = batch["input_ids"].size(1)
         batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
     part_batch = local_part(with_targets({**batch, "labels": batch["input_ids"]}), part, parts)
-    logits, part_logits = (
-        evaluate_logits(engine, rows, device) if forward is None else forward(rows) for rows in (batch, part_batch)
-    )
+    logits_of = forward or (lambda rows: evaluate_logits(engine, rows, device))
+    logits, part_logits = logits_of(batch), logits_of(part_batch)
     length = part_logits.size(1)
     other = (part_logits - logits[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.

@@ -25,13 +25,15 @@ _REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_wit
 
 
 def _register_hooks(autotp: AutoTP, model: torch.nn.Module) -> None:
-    """Register them for what is trained: PyTorch rejects a hook on anything else (0.19.8, module_inject/auto_tp.py)."""
+    """Register AutoTP's hooks for what is trained: PyTorch rejects others (0.19.8, module_inject/auto_tp.py)."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     _REGISTER(autotp, SimpleNamespace(named_parameters=lambda: trained))
 
 
 def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.nn.Module | None:
-    """Split what is within peft's layers: AutoTP takes each for a matrix, as it has a `weight` (0.19.8, peft 0.21)."""
+    """Split a layer, and return what takes its place. Of peft's layers split what is within them: AutoTP takes each for
+    a matrix, as it has a `weight` (0.19.8, peft 0.21).
+    """
     if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
         replaced = autotp._replace_module(child, name)
         _split_magnitudes(child, name)
@@ -59,6 +61,7 @@ class _SplitDora(DoraLinearLayer):
     def get_weight_norm(
         self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
     ) -> torch.Tensor:
+        """Return the norm of each row of the matrix with LoRA's product, over all ranks that have parts of the row."""
         norm = torch.linalg.vector_norm(weight + scaling * lora_weight, dim=1, dtype=torch.float32)
         if self.split is tensor_split.Split.columns:
             squares = norm.square()
@@ -69,6 +72,7 @@ class _SplitDora(DoraLinearLayer):
     def forward(
         self, x: torch.Tensor, *, base_layer: Any, base_result: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
+        """Return what DoRA adds to the layer's output, which it must get without a bias: peft knows of `bias` alone."""
         result = base_layer(x) if base_result is None else base_result
         if (added := getattr(base_layer, "added_bias", None)) is not None:
             result = result - added
@@ -77,7 +81,7 @@ class _SplitDora(DoraLinearLayer):
 
 
 def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
-    """Split what DoRA has beside a split matrix: a number for each of its rows."""
+    """Split what DoRA has beside a split matrix: a number (magnitude) for each of its rows, in each adapter."""
     magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), tensor_split.split_of(f"{name}.base_layer.weight")
     if split is None:
         return
@@ -139,7 +143,7 @@ AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config = _register_h
 
 
 def tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType:
-    """Return what knows a rank's place where layers are split over ranks.
+    """Return DeepSpeed's module `groups`, which from here on knows a rank's place where layers are split over ranks.
 
     Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
     """
@@ -183,7 +187,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
 
 
 def check_split(model: PreTrainedModel, size: int) -> None:
-    """Check that a model's layers can be split over so many ranks; a ConfigError if not."""
+    """Raise ConfigError unless a model's layers can be split over `size` ranks."""
     config = model.config
     numbers = {"model_type": config.model_type}
     if config.model_type in tensor_split.FAMILIES:

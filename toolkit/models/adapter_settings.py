@@ -41,7 +41,9 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check_names(settings: dict[str, Any], file: Path) -> None:
-    """Raise ModelError for settings that hold regular expressions in place of module names."""
+    """Raise ModelError if `settings`, from an adapter_config.json, hold more of a regular expression than two wildcards
+    `.*` where names of modules belong. `file`: that adapter_config.json, for the message.
+    """
     for key in _NAMES:
         for name in _names_in(settings.get(key)):
             if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
@@ -76,45 +78,53 @@ def misplaced_by_peft(model: PreTrainedModel, names: Collection[str]) -> set[str
         if not stored.endswith(read_as):  # a prefix that is only left out is put back by peft
             misplaced.add(name)
         try:
-            convert_peft_config_for_transformers(config, model, None)
-            misplaced |= {name} - {*(config.target_modules or ())}
+            convert_peft_config_for_transformers(config, model, None)  # changes `target_modules` to where it loads
+            if name not in (config.target_modules or ()):
+                misplaced.add(name)
         except ValueError:  # one of two matrices that transformers 5 joins
             misplaced.add(name)
     return misplaced
 
 
 def with_matched_modules(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return an adapter's settings with regular expressions replaced by the names of the `modules` that they match, in
-    a subprocess with a time limit; ModelError if matching fails or nothing matches.
+    """Return an adapter's settings in which the regular expressions of `_EXPRESSIONS` are replaced by the names of the
+    `modules` that they match. ModelError if one cannot be matched, or if that of `target_modules` matches nothing.
     """
     names = [name for name in modules if name]
     for key in _EXPRESSIONS:
-        expression, reason = settings.get(key), ""
+        expression = settings.get(key)
         if not isinstance(expression, str) or expression == ALL_LINEAR:
             continue
-        if len(expression) > _LONGEST:
-            reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
-        else:
-            try:
-                completed = children.run(
-                    [sys.executable, "-I", "-S", "-c", _MATCH],
-                    input=json.dumps([expression, names]),
-                    capture_output=True,
-                    text=True,
-                    timeout=_MATCHING_S,
-                )
-                settings = settings | {key: json.loads(completed.stdout) if completed.returncode == 0 else []}
-                if completed.returncode or (not settings[key] and key == "target_modules"):
-                    reason = completed.stderr.strip() or tr("it matches no module of the model")
-            except subprocess.TimeoutExpired:
-                reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
-        if reason:
+        matched, reason = _match_in_child(expression, names)
+        if reason or (not matched and key == "target_modules"):
             raise ModelError(
                 "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
                 "names, or of ends of names, such as {example}.",
                 key=key,
                 value=repr(expression)[:200],
-                reason=reason,
+                reason=reason or tr("it matches no module of the model"),
                 example='["q_proj", "v_proj"]',
             )
+        settings = settings | {key: matched}
     return settings
+
+
+def _match_in_child(expression: str, names: list[str]) -> tuple[list[str], str]:
+    """Return those of `names` that a regular expression matches, in a subprocess with a time limit; or no names and the
+    reason, else "", if it is too long, invalid or too slow.
+    """
+    if len(expression) > _LONGEST:
+        return [], tr("it has more than {count} characters", count=f"{_LONGEST:,}")
+    try:
+        completed = children.run(
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps([expression, names]),
+            capture_output=True,
+            text=True,
+            timeout=_MATCHING_S,
+        )
+    except subprocess.TimeoutExpired:
+        return [], tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+    if completed.returncode:
+        return [], completed.stderr.strip() or tr("it matches no module of the model")
+    return json.loads(completed.stdout), ""

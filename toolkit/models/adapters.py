@@ -46,7 +46,7 @@ class AdapterState:
 
     @property
     def exported(self) -> "AdapterState":
-        """What an export is: a plain LoRA where training has initial factors beside the trained ones."""
+        """The state that an export has: with the settings of a plain LoRA if training has initial factors as well."""
         return replace(self, settings=lora_init.as_plain_settings(self.settings))
 
     def describe(self) -> dict[str, bytes]:
@@ -63,8 +63,8 @@ def second_names(model: PreTrainedModel) -> dict[str, str]:
     They are saved under the first name.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    trained = [(name, first_names[id(parameter)]) for name, parameter in every if parameter.requires_grad]
+    under_all_names = model.named_parameters(remove_duplicate=False)
+    trained = [(name, first_names[id(parameter)]) for name, parameter in under_all_names if parameter.requires_grad]
     return {name: first_name for name, first_name in trained if first_name != name}
 
 
@@ -79,6 +79,7 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     if method is TuningMethod.prompt:
         return {_SOFT_PROMPT: _PROMPT}
     copies = [name for name in model.state_dict(keep_vars=True) if f".modules_to_save.{lora.ADAPTER}." in name]
+    # peft renames the keys of a state: an empty tensor for each parameter shows which of its names became which.
     stand_ins = {name: torch.empty(0) for name in dict.fromkeys((*names, *copies))}
     name_of = {id(value): name for name, value in stand_ins.items()}
     # save_embedding_layers=False, as peft would ask a hub for the base's config otherwise.
@@ -112,7 +113,9 @@ def is_original_prefix(path: Path) -> bool:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return an adapter's adapter_config.json, or the same of a ChatGLM repository's prefix; else a ModelError."""
+    """Return the adapter_config.json in an adapter's directory, or what it would be for a ChatGLM repository's prefix.
+    ModelError if there is neither, or if its method or its values are not supported.
+    """
     if not (folder / CONFIG).is_file():
         if not is_original_prefix(folder):
             raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG)
@@ -132,7 +135,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def base_of_adapter(folder: Path, override: str = "") -> Path:
-    """Return the directory of the model that an adapter was trained on; see `find_base`."""
+    """Return the directory of the model that the adapter in `folder` was trained on: `override` if that is not "", else
+    what its files name; see `find_base`.
+    """
     configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
     # Both files are written with the same path: if peft's has another one, somebody has edited it.
     is_edited = base is None or configured != base.path
@@ -154,7 +159,10 @@ def attach_adapter(
     is_resumed: bool = False,
 ) -> None:
     """Add an untrained adapter to a model, which may be on the meta device; only its parameters stay trainable.
-    `is_resumed`: a checkpoint's values follow, so that initial ones which are costly are not computed.
+
+    `settings`: content of adapter_config.json, recorded with `base` in `ModelRecord.tuned`. `dropout`: of a P-Tuning v2
+    prefix. `ds_config`: the DeepSpeed dict if parameters are partitioned, which makes this a collective. `is_resumed`:
+    a checkpoint's values follow, so that initial ones which are costly are not computed.
     """
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     if (settings.get("task_type") == SCORING) != probe.is_classifier(model):
@@ -205,21 +213,23 @@ def load_adapter(
 
 
 def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors by their names in its file; nothing in the file is executed."""
+    """Return an adapter's tensors by their names in its file, ModelError without one; nothing in it is executed."""
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
             # ChatGLM-6B's own P-Tuning script saved lm_head too.
-            only = prompt_tuning.PREFIX if method_of(read_settings(folder)) is TuningMethod.ptuning_v2 else ""
-            return {key: value for key, value in weights.read_tensors(folder / name).items() if key.startswith(only)}
+            start = prompt_tuning.PREFIX if method_of(read_settings(folder)) is TuningMethod.ptuning_v2 else ""
+            return {key: value for key, value in weights.read_tensors(folder / name).items() if key.startswith(start)}
     raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: object) -> None:
-    """Set an adapter's parameters to `values`; ModelError if names or shapes differ. `folder`: for the message."""
+    """Set an adapter's parameters to `values`, full tensors by their names in its file; ModelError if names or shapes
+    differ. `folder`: where they are from, for the message.
+    """
     state = model.state_dict(keep_vars=True)
-    stored = {name: stored for name, stored in stored_names(model).items() if not name.endswith(lora_init.BUFFERS)}
+    names = {name: in_file for name, in_file in stored_names(model).items() if not name.endswith(lora_init.BUFFERS)}
     wrong = []
-    for name, stored_name in stored.items():
+    for name, stored_name in names.items():
         parameter, value = state[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
         if value is not None and value.shape != in_stored_shape(name, torch.empty(expected, device="meta")).shape:
@@ -227,12 +237,12 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
         elif value is not None:
             value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
             parameter.data.copy_(value)
-    check_fit({*stored.values()}, values, folder, wrong)
+    check_fit({*names.values()}, values, folder, wrong)
 
 
 def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, wrong: Sequence[str] = ()) -> None:
-    """Raise ModelError if an adapter's tensors are not `names`, or some are `wrong`. peft (0.21) stores the base layer
-    of a classifier's head too, which is ignored.
+    """Raise ModelError if the names of `values`, the tensors of the adapter in `folder`, are not `names`, or if `wrong`
+    names any that differ otherwise. peft (0.21) stores the base layer of a classifier's head too, which is ignored.
     """
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
     if mismatches := clauses([*misnamed, *wrong][:5]):

@@ -134,20 +134,23 @@ def _template_text(model: ModelConfig, tokenizer: Any) -> str:
 
 
 def _tables(folder: Path, used: int) -> _Tables:
-    """Return the parameters that have a row for each of `used` tokens; ModelError if they cannot grow."""
+    """Return the embedding and output layer of the model in `folder`, with rows for at least `used` ids; ModelError if
+    that takes more rows, and the model cannot have them.
+    """
     model = load.load_empty(folder)
-    text = model.config.get_text_config()
-    rows = (text.vocab_size, max(text.vocab_size, used))
+    text_config = model.config.get_text_config()
+    rows = (text_config.vocab_size, max(text_config.vocab_size, used))
     names = _names_of_tables(model)
     config = directory.read_object(folder / _CONFIG)
     if rows[0] < rows[1]:
         grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": rows[1]})), weights.shapes_of(model)
         changed = {name for name, shape in grown.items() if shape != old[name]}
-        others = {*changed} - names
-        if getattr(text, "hidden_size_per_layer_input", 0):
+        others = {*changed} - names  # what grows besides the tables, and is not supported
+        if getattr(text_config, "hidden_size_per_layer_input", 0):
             others.add(tr("embeddings of each layer"))
-        sections = [config] if text is model.config else []
-        sections += [part for key, part in config.items() if getattr(model.config, key, None) is text]
+        # Where config.json describes the text model: at its top, or in a section such as text_config.
+        sections = [config] if text_config is model.config else []
+        sections += [part for key, part in config.items() if getattr(model.config, key, None) is text_config]
         if others or not changed or not sections:
             raise ModelError(
                 "model.add_tokens: {architecture} in {folder} cannot get more than its {rows} rows: its embeddings do "
@@ -163,19 +166,23 @@ def _tables(folder: Path, used: int) -> _Tables:
 
 
 def _names_of_tables(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters of a model's embedding and output layer, tied ones under each name."""
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     wanted = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in wanted}
 
 
 def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
-    """Write the weight files with tables of more rows; link those that have none of them, or need no more."""
+    """Write the weight files of `folder` into `target`, with as many rows of the tables as `tables.rows` says; link
+    those that hold no table, or all of them if no rows are added.
+    """
     stored, (old, new) = weights.WeightFiles(folder), tables.rows
-    growing: dict[Path, list[str]] = {}
-    for name, info in stored.items() if old < new else ():
-        if info.shape[:1] == (old,) and (name in tables.names or {*tables.layout.parameters(name)} & tables.names):
+    names, layout = tables.names, tables.layout
+    growing: dict[Path, list[str]] = {}  # weight file -> the tables in it
+    for name, info in stored.items():
+        if old < new and info.shape[:1] == (old,) and (name in names or {*layout.parameters(name)} & names):
             growing.setdefault(info.file, []).append(name)
-    added = 0
+    added = 0  # bytes
     for file in directory.weight_files(folder):
         if file not in growing:
             (target / file.name).symlink_to(file.resolve())
@@ -214,10 +221,13 @@ def _check_single(folder: Path, ids: dict[str, int]) -> None:
 
 
 def _report(ids: dict[str, int], new: list[str], special: list[str], rows: tuple[int, int]) -> None:
-    """Report which tokens were added and which rows they have."""
+    """Report the tokens of `ids`, token -> id: which were added (`new`), and which are control tokens (`special`); and
+    the number of rows of the embeddings before and afterwards (`rows`).
+    """
+    marked = [f"{token} ({index})" if token in new else f"{token} ({index})*" for token, index in ids.items()]
     say(
         "model.add_tokens: {tokens}; control tokens, which only the chat template writes: {special}.",
-        tokens=", ".join(f"{token} ({index})" + ("" if token in new else "*") for token, index in ids.items()),
+        tokens=", ".join(marked),
         special=", ".join(special) or tr("none"),
     )
     if len(new) < len(ids):

@@ -41,13 +41,14 @@ class Template:
         names = tokenizer.special_tokens_map
         self.tokens = {name: str(token) for name, token in names.items() if name != "additional_special_tokens"}
         self.deadline = math.inf
-        """When several renderings together must have ended."""
+        """When several renderings together must have ended, by `time.monotonic`."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool, **mode: bool
     ) -> str:
-        """Return the template's text, through transformers' own sandbox. Its public function copies every message
-        first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
+        """Return the text of a conversation, with `tools` that may be called, through transformers' own sandbox. Its
+        public function copies every message first, which plain JSON does not need and costs more than the rendering
+        (transformers 5.23). `mode`: options as in `MODES`. See `_rendered` for errors.
         """
         listed = list(tools) if tools else None
         template = self.text if listed is None else self.tokenizer.get_chat_template(tools=listed)
@@ -87,7 +88,9 @@ class Template:
 def _rendered(
     render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = RENDERING_S
 ) -> Any:
-    """Return a template's rendering, if it fails with calls in other forms; RowError if all fail."""
+    """Return `render(messages)`, a template's rendering; if it fails, that of the messages with their calls in other
+    forms. RowError if all fail, ModelError if that takes more than `seconds` together.
+    """
     try:
         with time_limit(seconds):
             try:
@@ -165,7 +168,9 @@ class AnswerFinder:
     def by_openings(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int], rendered: str
     ) -> tuple[str, list[Span]] | None:
-        """Return the same as `by_comparison`, by one rendering if both agreed on such conversations before."""
+        """Return the same as `by_comparison`, by one rendering if both agreed on such conversations before. `rendered`:
+        the conversation's text if it is known, else "".
+        """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.openings is None or self.traits.no_thinking or not set(trained_indices) <= set(answers):
             return self.by_comparison(messages, tools, trained_indices)
@@ -192,12 +197,11 @@ class AnswerFinder:
         rendered = self.template.render(messages, tools, add_generation_prompt=False)
         spans = []
         for index in trained_indices:
-            last = index == len(messages) - 1
-            after = (
-                rendered if last else self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
-            )
-            stop = self.answer_end(rendered, after)
-            begin = None if stop is None else self._answer_begin(messages[index], after)
+            up_to_answer = rendered
+            if index < len(messages) - 1:
+                up_to_answer = self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
+            stop = self.answer_end(rendered, up_to_answer)
+            begin = None if stop is None else self._answer_begin(messages[index], up_to_answer)
             if stop is not None and begin is None:
                 begin = self.prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
             if stop is None or begin is None:
@@ -209,29 +213,30 @@ class AnswerFinder:
             spans.append((begin, stop))
         return rendered, spans
 
-    def answer_end(self, text: str, after: str) -> int | None:
-        """Return the length of `after`, which ends with an answer, if `text` begins with it, else None. `text` may lack
-        its end token: Phi-3's template writes one after the last answer only.
+    def answer_end(self, text: str, up_to_answer: str) -> int | None:
+        """Return where an answer ends in a conversation's text: the length of `up_to_answer`, the rendering that ends
+        with it, if `text` begins with that, else None. `text` may lack its end token: Phi-3's template writes one after
+        the last answer only.
         """
-        if text.startswith(after):
-            return len(after)
-        shorter = after.removesuffix(self.template.end)
-        if shorter == after or not text.startswith(shorter):
+        if text.startswith(up_to_answer):
+            return len(up_to_answer)
+        shorter = up_to_answer.removesuffix(self.template.end)
+        if shorter == up_to_answer or not text.startswith(shorter):
             return None
         is_other = self.traits.earlier_end and text.startswith(self.traits.earlier_end, len(shorter))
         return None if is_other else len(shorter)
 
     def prompt_length(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, for_answer: bool
     ) -> int | None:
-        """Return the number of characters of the prompt of `messages` that a text begins with, in the first of the
-        template's thinking modes in which it does; None if there is none. `asks`: whether the prompt asks for an
-        answer, without which only the default mode is tried.
+        """Return the length of the prompt that the template makes of `messages`, in the first of `MODES` in which
+        `text` begins with it; None if there is none. `for_answer`: whether the prompt ends with what asks for an
+        answer; without that only the default mode is tried.
         """
-        for mode in MODES if asks else MODES[:1]:
-            before = self.template.render(messages, tools, asks, **mode)
-            if text.startswith(before):
-                return len(before)
+        for mode in MODES if for_answer else MODES[:1]:
+            prompt = self.template.render(messages, tools, for_answer, **mode)
+            if text.startswith(prompt):
+                return len(prompt)
         return None
 
     def _answer_begin(self, message: Message, text: str) -> int | None:
@@ -240,9 +245,9 @@ class AnswerFinder:
         """
         if not self.traits.frame or message["role"] != "assistant" or message.get("tool_calls"):
             return None
-        asks, ending = self.traits.frame
+        opening, ending = self.traits.frame
         begin = len(text) - len(ending) - len(message["content"])
-        is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
+        is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(opening, 0, begin)
         return begin if is_framed else None
 
     def by_marks(
@@ -265,8 +270,9 @@ class AnswerFinder:
         trained_indices: list[int],
         merged: Collection[int] = (),
     ) -> list[tuple[list[int], str]]:
-        """Return the answers that are trained together, each in the text that generation would produce, and that text,
-        which ends with the last of them. `merged`: those whose first tokens the rest of their text would change.
+        """Divide trained answers into groups: of each the indices of its answers, and a text in which generation would
+        produce all of them, which ends with the last. `merged`: answers that can only be the last of their text, as the
+        tokenizer would merge their first characters with the prompt.
         """
         texts = {
             index: self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
@@ -275,11 +281,11 @@ class AnswerFinder:
         groups: list[tuple[list[int], str]] = []
         while trained_indices:
             last = trained_indices[-1]
-            # Else `served_turns.after_prompt` writes the last answer in a text of its own.
-            is_own = self.traits.no_thinking is None
-            if self.traits.earlier_end and is_own:
-                is_own = self.prompt_length(messages[:last], tools, texts[last], asks=True) is not None
-            separate = merged if is_own else {*trained_indices}
+            # Whether its text begins with its prompt. Else `served_turns.after_prompt` gives it a text of its own.
+            has_prompt = self.traits.no_thinking is None
+            if self.traits.earlier_end and has_prompt:
+                has_prompt = self.prompt_length(messages[:last], tools, texts[last], for_answer=True) is not None
+            separate = merged if has_prompt else {*trained_indices}
             included = [
                 index
                 for index in trained_indices
@@ -323,15 +329,17 @@ class Openings:
         return [(begin, end.start() if end else len(text)) for begin, end in zip(begins, ends, strict=True)]
 
     def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
-        """Return the forms of a conversation's messages."""
-        features = [self._form_of(message, reasoning_key) for message in messages]
+        """Return the forms of a conversation's messages, with what stands before, next and later of each.
+        `reasoning_key`: as in `TemplateTraits`.
+        """
+        features = [self._features_of(message, reasoning_key) for message in messages]
         forms: set[Any] = set()
-        before = None
+        following = None
         later = frozenset[Any]()
         for index in range(len(features) - 1, -1, -1):
             previous = features[index - 1] if index else None
-            forms.add((previous, features[index], before, later, bool(tools)))
-            later, before = later.union(*features[index]), features[index]
+            forms.add((previous, features[index], following, later, bool(tools)))
+            later, following = later.union(*features[index]), features[index]
         return forms
 
     def trust(self, forms: set[Any]) -> None:
@@ -339,21 +347,25 @@ class Openings:
         if len(self.trusted) < _MOST_FORMS:
             self.trusted |= forms
 
-    def _form_of(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
-        """Return the features of a message by which a template may decide how to write it."""
+    def _features_of(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
+        """Return the features of a message by which a template may decide how to write it: role, loss and whether there
+        are several calls (None: no call); those of its text; and those of its reasoning, () without one.
+        """
         calls, reasoning = message.get("tool_calls"), message.get(reasoning_key or "")
-        about = message["role"], message.get("loss"), len(calls) > 1 if calls else None
-        return about, self._text_features(message["content"]), self._text_features(str(reasoning)) if reasoning else ()
+        several_calls = len(calls) > 1 if calls else None
+        reasoning_features = self._text_features(str(reasoning)) if reasoning else ()
+        about = message["role"], message.get("loss"), several_calls
+        return about, self._text_features(message["content"]), reasoning_features
 
     def _text_features(self, text: str) -> tuple[Any, ...]:
-        """Return the features of a text by which a template may decide: white space, and the constants in it."""
+        """Return whether a text is blank, and begins or ends with white space; and the constants in it or at an end."""
         contained = [constant for constant in self._constants if constant in text]
         marks = [(constant, text.startswith(constant), text.endswith(constant)) for constant in contained]
         return text.strip() == "", text[:1].isspace(), text[-1:].isspace(), *marks
 
 
 def _compared_constants(tree: nodes.Template) -> set[str]:
-    """Return the strings that a template compares texts with, splits them by or searches in them."""
+    """Return the strings that a template compares texts with, splits texts by or searches in texts; not roles."""
     users = [*tree.find_all((nodes.Call, nodes.Filter, nodes.Test))]
     users += [comparison for comparison in tree.find_all(nodes.Compare) if not _asks_for_role(comparison.expr)]
     constants = (constant.value for user in users for constant in user.find_all(nodes.Const))

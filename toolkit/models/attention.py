@@ -59,7 +59,9 @@ def computes_segments(cfg: RunConfig) -> bool:
 
 
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
-    """Set how a model computes attention; see `model.attention` in the schema. `packed`: rows hold several samples."""
+    """Set how a model computes attention; see `model.attention` in the schema. `packed`: rows hold several samples;
+    `dtype`: precision of training. ModelError if the model does not support it.
+    """
     name = attention.value
     if packed and "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         from toolkit.models.delta_layers import pack_delta_layers
@@ -110,7 +112,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
 
 def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the mask, or what replaces it, in the form that the model's attention takes."""
+    """Return the mask, or what replaces it, as arguments of forward in the form that the model's attention takes."""
     segments, implementation = batch["segment_ids"], module.config._attn_implementation
     if "part" in batch:
         from toolkit.layouts.sequence import part_arguments

@@ -46,13 +46,12 @@ class BaseModel:
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     """Return what identifies a model that was loaded from `path`. A collective under ZeRO-3 and for pipeline stages."""
     # Without the head of a classifier, which is new.
-    parameters = sorted(
-        ((name, parameter) for name, parameter in model.named_parameters() if name != SCORE), key=lambda named: named[0]
-    )
-    indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
-    chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
-    numbers = {name: fingerprint_of(parameter) for name, parameter in chosen}
-    if any(parameter.is_meta for _, parameter in parameters):  # which another stage holds
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name != SCORE}
+    names = sorted(parameters)
+    indices = torch.linspace(0, len(names) - 1, min(_PARAMETERS, len(names))).round().long().tolist()
+    # Evenly spaced from the first to the last name.
+    numbers = {names[index]: fingerprint_of(parameters[names[index]]) for index in dict.fromkeys(indices)}
+    if any(parameter.is_meta for parameter in parameters.values()):  # which another stage holds
         for part in process_group.gather(numbers):
             numbers |= {name: fingerprint for name, fingerprint in part.items() if fingerprint}
     return BaseModel(secrets.hide(str(path.absolute())), numbers)
@@ -64,7 +63,7 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
     """
     if parameter.is_meta:
         return []
-    if fingerprint := getattr(parameter, "fingerprint", None):  # of a quantized one, from before that
+    if fingerprint := getattr(parameter, "fingerprint", None):  # taken before it was quantized
         return list(fingerprint)
     part, count = process_group.part_of(parameter)
     with weights.full_params([parameter]):
@@ -94,7 +93,9 @@ def check_base(expected: BaseModel, actual: BaseModel, folder: object) -> None:
 
 
 def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: object, folder: object) -> None:
-    """Raise ModelError if a parameter differs from the expected base's; `numbers`: its `fingerprint_of`."""
+    """Raise ModelError if the parameter `name` differs from the expected base's; `numbers`: its `fingerprint_of`. For
+    the message: `path` of its model, and `folder` of the adapter or checkpoint.
+    """
     expected_numbers = expected.numbers[name]
     if len(numbers) != len(expected_numbers) or any(
         not abs(wanted - number) <= _ROUNDING * max(abs(wanted), abs(number)) + 1e-6
@@ -112,7 +113,7 @@ def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: ob
 
 def find_base(folder: Path, override: str = "") -> Path:
     """Return the directory of an adapter's or checkpoint's base model: `override`, or if that is "", the recorded path,
-    or that in its run's directory; else a ModelError.
+    or that in its run's directory. BaseMissing if no model is there.
     """
     base = read_base(folder)
     path = override or ("" if base is None else base.path)
@@ -135,10 +136,11 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     """
     recorded, numbers = tuning_state(model).base.numbers, {}
     for name, parameter in model.named_parameters():
-        of_base = name.replace(".base_layer", "").replace(".original_module", "").replace(".token_adapter", "")
-        is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)
-        if of_base in recorded and is_its_own and not parameter.requires_grad:
-            numbers[of_base] = fingerprint_of(parameter)
+        # Its name in the base, without peft's wrappers.
+        base_name = name.replace(".base_layer", "").replace(".original_module", "").replace(".token_adapter", "")
+        is_comparable = parameter.is_floating_point() and not process_group.is_part(parameter)
+        if base_name in recorded and is_comparable and not parameter.requires_grad:
+            numbers[base_name] = fingerprint_of(parameter)
     return numbers
 
 
@@ -152,6 +154,6 @@ def weights_digest(folder: Path) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with open(path, "rb") as file:
-                for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
-                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
+                for offset in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
+                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, offset))
     return digest.hexdigest()

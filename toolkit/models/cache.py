@@ -40,14 +40,15 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def mask_and_positions(
     kwargs: dict[str, Any], ids: torch.Tensor, num_before: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mask `[B, num_before + S]` and positions `[B, S]` of a pass with `num_before` learned tokens in front,
-    which positions do not count. `ids`: `[B, S]`, or embeddings `[B, S, H]`. If `kwargs` have no mask or positions,
-    they are made as transformers makes them, positions from `first` on.
+    """Return mask `[B, num_before + S]` and positions `[B, S]` of a forward pass with `num_before` learned tokens in
+    front, which positions do not count; with cached tokens the mask is longer by these. If `kwargs`, the arguments of
+    the pass, have none, they are made as transformers makes them, positions from `first` on. `ids`: `[B, S]`, or
+    embeddings `[B, S, H]`.
     """
     rows, size = ids.shape[:2]
     mask = kwargs.get("attention_mask")
     if mask is None:
-        earlier = max(num_cached(kwargs) - num_before, 0)
+        earlier = max(num_cached(kwargs) - num_before, 0)  # the cache holds the learned tokens too
         mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
     positions = kwargs.get("position_ids")
     if positions is None:

@@ -88,7 +88,10 @@ AnyChatEncoder = Union["FamilyChatEncoder", TemplateChatEncoder]  # | does not t
 
 
 def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: bool = True) -> AnyChatEncoder:
-    """Return the encoder of a tokenizer, which turns conversations into ids and the mask of trained tokens."""
+    """Return the encoder of a tokenizer, which turns conversations into ids and the mask of trained tokens.
+    `original_labels`: as in `FamilyChatEncoder`; `train_thinking`: as in `TemplateChatEncoder`. ModelError if one is
+    False and the tokenizer has the other kind of encoder, or if none can be chosen.
+    """
     if getattr(tokenizer, "has_own_template", False):  # only ChatGLM's tokenizers have it
         from toolkit.models.chatglm import formats
 

@@ -41,7 +41,7 @@ WORD = "Zygote"
 
 
 def message_with_call(name: str) -> dict[str, Any]:
-    """Return an assistant message that calls a tool."""
+    """Return an assistant message without a text that calls the tool `name`."""
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"a": "b"}}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -88,7 +88,7 @@ class Examination:
         self.traits = TemplateTraits(has_marks=has_marks)
 
     def note(self, **traits: Any) -> None:
-        """Add to what is known."""
+        """Replace these fields of `traits`."""
         self.traits = replace(self.traits, **traits)
 
     @property
@@ -104,9 +104,10 @@ class Examination:
         marks, ends = self._turn_marks()
         self.note(turn_marks=marks, ends=ends)
         self._examine_features()
-        reply, asks = self.render(PROBE[:2], None, False), self.render(PROBE[:1], None, True)
-        # Usual: a reply begins with its prompt, and a longer conversation with a shorter one.
-        is_usual = reply.startswith(asks) and self.render(PROBE[:3], None, False).startswith(reply)
+        prompt = self.render(PROBE[:1], None, add_generation_prompt=True)
+        reply = self.render(PROBE[:2], None, add_generation_prompt=False)
+        longer = self.render(PROBE[:3], None, add_generation_prompt=False)
+        is_usual = reply.startswith(prompt) and longer.startswith(reply)
         if not is_usual or (self.traits.reasoning_key is None and "<think>" in self.template.text):
             from toolkit.models import served_turns
 
@@ -115,17 +116,16 @@ class Examination:
 
     def _examine_features(self) -> None:
         """Determine what of a conversation the template writes; ModelError if it leaves out what the user says."""
-        answered = [[PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING]
-        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
-        key = next(keys, None)
-        missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
+        reasoned = {key: [PROBE[0], {**PROBE[1], key: WORD}] for key in _REASONING}
+        reasoning_key = next((key for key, chat in reasoned.items() if self._writes_word(chat, None)), None)
+        missing = {feature for feature, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
         with suppress(RowError):
             chat = [PROBE[0], {**message_with_call("other"), "content": WORD}, {**_RESULT, "content": "Result."}]
             if WORD in self.render(chat, None, add_generation_prompt=False).partition("Result.")[2]:
                 missing.add("text")  # Gemma 4 writes it after the result
         self.note(
-            reasoning_key=key,
-            moves_thought=key is not None and "</think>" not in self.template.text,
+            reasoning_key=reasoning_key,
+            moves_thought=reasoning_key is not None and "</think>" not in self.template.text,
             matches_ids="tool_call_id" in self.template.text,
             missing=frozenset(missing),
         )
@@ -156,43 +156,49 @@ class Examination:
         if compared is None:
             return
         text, spans = compared
-        asks = text[len(self.render(PROBE[:1], None, add_generation_prompt=False)) : spans[0][0]]
-        self._examine_surroundings(text, spans, asks)
+        question = self.render(PROBE[:1], None, add_generation_prompt=False)
+        opening = text[len(question) : spans[0][0]]  # what the prompt for the first answer has after the question
+        self._examine_surroundings(text, spans, opening)
         if self.traits.has_marks:
-            self._examine_marks(spans, asks)
+            self._examine_marks(spans, opening)
 
     def _examine_rewriting(self) -> None:
         """Determine whether earlier answers are written in another way once another turn follows."""
-        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]]
-        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]]
+        under_key = [m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]
+        in_text = [{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]
         loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
         divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
-        self.note(rewrites_reasoning=any(self._is_divided(chat, None) for chat in reasoned), rewrites=any(divided))
+        rewrites_reasoning = any(self._is_divided(chat, None) for chat in (under_key, in_text))
+        self.note(rewrites_reasoning=rewrites_reasoning, rewrites=any(divided))
 
-    def _examine_surroundings(self, text: str, spans: list[Span], asks: str) -> None:
-        """Determine what is before and after the answers of the probe, whose prompt `asks` for the first."""
-        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, PROBE[1::2], strict=True)]
-        before = {answer.partition(content)[0] for answer, content in answers}
-        if len(before) == 1:
-            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, False)
-            self.note(lead=(text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{WORD}" not in blank))
+    def _examine_surroundings(self, text: str, spans: list[Span], opening: str) -> None:
+        """Determine `lead` and `frame`: what the template writes before and after the answers of the probe. `text`: of
+        the probe, with its answers at `spans`; `opening`: what its first prompt has after the question.
+        """
+        prompt = text[: spans[0][0]]
+        contents = [message["content"] for message in PROBE if message["role"] == "assistant"]
+        answers = [(text[begin:end], content) for (begin, end), content in zip(spans, contents, strict=True)]
+        before_content = {answer.partition(content)[0] for answer, content in answers}
+        if len(before_content) == 1:
+            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, add_generation_prompt=False)
+            self.note(lead=(prompt[-MERGED_CHARS:], before_content.pop(), f"\n{WORD}" not in blank))
         endings = {answer.removeprefix(content) for answer, content in answers}
-        is_default = self.render(PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
+        is_default = self.render(PROBE[:1], None, True) == prompt  # else an answer may have another opening
         is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
-        if asks and is_default and is_same:
-            self.note(frame=(asks, endings.pop()))
+        if opening and is_default and is_same:
+            self.note(frame=(opening, endings.pop()))
 
-    def _examine_marks(self, spans: list[Span], asks: str) -> None:
+    def _examine_marks(self, spans: list[Span], opening: str) -> None:
         """Compare the template's marks with the answers of the probe; ModelError if they differ. `spans`: where the
-        answers are; `asks`: the generation prompt in front of the first.
+        answers are; `opening`: the generation prompt in front of the first.
         """
         text, marks = self.template.render_marked(PROBE, None)
 
-        def answers(spans: list[Span]) -> list[str]:  # without the end token, which a template may leave unmarked
+        def answers_at(spans: list[Span]) -> list[str]:  # without the end token, which a template may leave unmarked
             return [text[begin:end].split(self.template.end)[0].strip() for begin, end in spans]
 
-        marked, written = answers(marks), answers(spans)
-        if marked == [(asks + answer).strip() for answer in written]:
+        marked, written = answers_at(marks), answers_at(spans)
+        if marked == [(opening + answer).strip() for answer in written]:
             self.note(has_marks=False)  # SmolLM3's include the generation prompt, which is not trained: of no use
         elif marked != written:
             raise ModelError(
@@ -204,7 +210,7 @@ class Examination:
             )
 
     def _is_divided(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether the answers of a conversation are trained in several; False if the template rejects it."""
+        """Whether a conversation must be divided into several to train its answers; False if it is rejected."""
         trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
         try:
             listed, tools = prepared(messages, self.traits, self.shield), self.shield.cover(tools)
@@ -217,26 +223,26 @@ class Examination:
         those of them that follow an answer in place of the end token.
         """
         added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
-        answer, ends = PROBE[1]["content"], set[str]()
+        answer, ends, marks = PROBE[1]["content"], set[str](), set[str]()
 
-        def between(role: str) -> list[str]:
-            rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, False)
-            rest = rendered.partition(answer)[2].partition("Two?")[0]
-            if (mark := added_token.match(rest)) and mark[0] != self.template.end:
+        def tokens_before(role: str) -> list[str]:
+            """Return the added tokens between an answer and the content of the role's turn after it; put the first into
+            `ends` if it stands in place of the end token.
+            """
+            rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, add_generation_prompt=False)
+            between = rendered.partition(answer)[2].partition("Two?")[0]
+            if (mark := added_token.match(between)) and mark[0] != self.template.end:
                 ends.add(mark[0])
-            return added_token.findall(rest)
+            return added_token.findall(between)
 
-        marks: set[str] = set()
         with suppress(RowError):
-            question = between("user")
-            marks.update(question)
-            asks = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
-            marks.update(added_token.findall(asks)[:1])
-            result = between("tool")
-            first_difference = next(
-                (i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None
-            )
-            marks.update([] if first_difference is None else [result[first_difference]])
+            before_question = tokens_before("user")
+            marks.update(before_question)
+            opening = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
+            marks.update(added_token.findall(opening)[:1])
+            # Of a result's turn that begins otherwise than a question's, the first token that differs.
+            token_pairs = zip(tokens_before("tool"), before_question, strict=False)
+            marks.update([token for token, of_question in token_pairs if token != of_question][:1])
         return frozenset(marks), frozenset(ends)
 
 
@@ -245,17 +251,18 @@ def _openings(finder: AnswerFinder, shield: Shield) -> Openings | None:
     template = finder.template
     openings, leads, answer = list[str](), set[str](), PROBE[1]["content"]
     for mode in MODES:
-        asked, prompt = (template.render(PROBE[:1], None, asks, **mode) for asks in (False, True))
-        openings.append(prompt.removeprefix(asked))
+        question = template.render(PROBE[:1], None, add_generation_prompt=False, **mode)
+        prompt = template.render(PROBE[:1], None, add_generation_prompt=True, **mode)
+        openings.append(prompt.removeprefix(question))
         leads.add(shield.control_at(openings[-1]))
-    is_same = len(leads) == 1
+    is_same_in_all_modes = len(leads) == 1
     ending = template.render(PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
     for role in ("user", "tool"):
         with suppress(RowError):
             after = template.render([*PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
-            stop = finder.answer_end(after, ending)
-            leads.add(shield.control_at(after, stop or 0))
-    if not is_same or "" in leads:
+            turn_start = finder.answer_end(after, ending) or 0
+            leads.add(shield.control_at(after, turn_start))
+    if not is_same_in_all_modes or "" in leads:
         return None
     chat_template = template.tokenizer.chat_template
     templates = {template.text, *(chat_template.values() if isinstance(chat_template, dict) else ())}
@@ -316,12 +323,14 @@ class TemplateChatEncoder:
         self.template.deadline = math.inf
 
     def _examine_special_tokens(self) -> None:
-        """Determine the special tokens that the tokenizer puts before and after a text."""
+        """Determine the special tokens that the tokenizer puts before and after a text: `before_text`, `after_text`."""
+
+        def ids_of(text: str, add_special_tokens: bool) -> list[int]:
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
-        texts = ((WORD, True), (WORD, False), ((bos or "") + WORD, False))
-        wrapped, bare, with_bos = (
-            list(self.tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for text, adds in texts
-        )
+        wrapped, bare, with_bos = ids_of(WORD, True), ids_of(WORD, False), ids_of((bos or "") + WORD, False)
+        # Where the word's own ids are among `wrapped`.
         start = next((n for n in reversed(range(len(wrapped) + 1)) if wrapped[n : n + len(bare)] == bare), 0)
         self.before_text = wrapped[:start]
         self.after_text: Sequence[int] = wrapped[start + len(bare) :]
@@ -353,9 +362,11 @@ class TemplateChatEncoder:
             if not is_failure(error):
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
-        begins = (self.before_text if messages[0]["role"] == "text" else [] for messages in conversations)
-        pairs = zip(begins, encoded, strict=True)
-        return [(prefix + ids, [False] * len(prefix) + mask) for prefix, (ids, mask) in pairs]
+        result = []
+        for messages, (ids, mask) in zip(conversations, encoded, strict=True):
+            start = self.before_text if messages[0]["role"] == "text" else []
+            result.append((start + ids, [False] * len(start) + mask))
+        return result
 
     def _text_and_spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the rendered text of a conversation, or a plain text, and the spans that are trained."""
@@ -384,10 +395,7 @@ class TemplateChatEncoder:
         shielded, tools = prepared(messages, self.traits, self.shield), self.shield.cover(tools)
         parts: list[list[Message]] = []
         for included, text in self.finder.groups(shielded, tools, trained_indices, merged):
-            marked, marked_shielded = (
-                [{**message, "loss": index in included} for index, message in enumerate(chat[: included[-1] + 1])]
-                for chat in (messages, shielded)
-            )
+            marked, marked_shielded = _up_to_last(messages, included), _up_to_last(shielded, included)
             parts.append(_RenderedPrefix(marked, marked_shielded, text))
         return parts
 
@@ -415,8 +423,12 @@ class TemplateChatEncoder:
     def _trained_spans(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
     ) -> tuple[str, list[Span]]:
-        """Return a conversation's text, `rendered` if that is not "", and the spans of its trained messages."""
+        """Return a conversation's text, `rendered` if that is not "", and the trained part of each of its trained
+        messages. RowError or ModelError if the template does not write what is to be trained, or not as it would be
+        generated.
+        """
         trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
+        # Messages with nothing but role and content.
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
             self._check_nothing_is_lost(messages)
@@ -429,15 +441,15 @@ class TemplateChatEncoder:
         text, spans = located
         for index, (begin, stop) in zip(trained_indices, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
-        is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in trained_indices)
-        if is_plain and self.train_thinking and not self.traits.ends:
+        has_thought = any("</think>" in messages[index]["content"] for index in trained_indices)
+        if is_plain and not has_thought and self.train_thinking and not self.traits.ends:
             return text, spans
-        pairs = zip(trained_indices, spans, strict=True)
-        return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
+        spans_by_message = zip(trained_indices, spans, strict=True)
+        return text, [self._trained_part(messages, tools, index, text, span) for index, span in spans_by_message]
 
     def _check_written(self, message: Message, index: int, text: str) -> None:
-        """Raise RowError if the template does not write a trained message's text after the reasoning, or the names of
-        its calls and their arguments.
+        """Raise RowError unless `text`, which the template writes for a trained message, holds the message's content
+        after the reasoning, and the names of its calls and of their arguments. `index`: of the message.
         """
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [message["content"].rpartition("</think>")[2].strip()]
@@ -455,12 +467,12 @@ class TemplateChatEncoder:
     def _check_nothing_is_lost(self, messages: Sequence[Message]) -> None:
         """Raise RowError if the template would drop a part of a message."""
         for number, message in enumerate(messages, start=1):
-            calls, has = message.get("tool_calls"), set()
+            calls, features = message.get("tool_calls") or [], set[str]()
             if message["role"] == "tool":
-                has = {"tool"}
+                features.add("tool")
             elif calls:
-                has = {"tool_calls", *(["text"] if message["content"] else []), *(["parallel"] if calls[1:] else [])}
-            lost = next(iter(sorted(has & self.traits.missing, reverse=True)), "")
+                features.update(["tool_calls", "text" if message["content"] else "", "parallel" if calls[1:] else ""])
+            lost = max(features & self.traits.missing, default="")
             has_reasoning = message.get("reasoning_content") and _is_trained(message)
             if self.traits.reasoning_key is None and self.traits.thought is None and has_reasoning:
                 lost = "reasoning"
@@ -472,8 +484,9 @@ class TemplateChatEncoder:
     def _trained_part(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span
     ) -> Span:
-        """Return the part of a message's span that is trained: without the reasoning if `train_thinking` is off, and
-        with the token after the message if it ends answers but begins the next turn, as GLM-4's `<|user|>`.
+        """Return the part that is trained of the `span` of the message `index` in a conversation's text: without the
+        reasoning if `train_thinking` is off, and with the token after the message if it ends answers but begins the
+        next turn, as GLM-4's `<|user|>`. RowError if the template leaves out the reasoning.
         """
         (begin, stop), message = span, messages[index]
         block = THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
@@ -486,14 +499,14 @@ class TemplateChatEncoder:
             )
         if not self.train_thinking and message["role"] == "assistant":
             other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}
-            start = begin
+            start = begin  # of the content: where the text with another content differs
             with suppress(RowError):  # gpt-oss' rejects a text beside both reasoning and calls
                 changed = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
                 # Of a text by `served_turns.after_prompt`, the template writes the end.
                 is_own = changed[:begin] == text[:begin]
                 shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
-                pairs = enumerate(zip(text[begin:stop], changed[begin - shift :], strict=False))
-                start += next((offset for offset, (char, other_char) in pairs if char != other_char), 0)
+                chars = zip(text[begin:stop], changed[begin - shift :], strict=False)
+                start += next((offset for offset, (char, changed_char) in enumerate(chars) if char != changed_char), 0)
             if thought and start == begin:
                 start = text.index(thought, begin) + len(thought)
             if thought or "</think>" in text[begin:start]:
@@ -504,7 +517,9 @@ class TemplateChatEncoder:
 
 
 def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield) -> Sequence[Message]:
-    """Return messages as the template gets them: control strings broken up, the reasoning under its key."""
+    """Return messages as the template gets them: control strings broken up, calls and results with ids if it needs
+    these, and the reasoning where it expects that: in the content, or under its key.
+    """
     key = traits.reasoning_key
     if traits.matches_ids or traits.moves_thought:
         from toolkit.models import served_turns
@@ -528,13 +543,19 @@ def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield
 
 
 class _RenderedPrefix(list[Message]):
-    """A prefix of a conversation (`divide`), with the messages for the template (`shielded`) and their rendering, so
-    that `encode_many` does not render it again.
+    """A prefix of a conversation (`divide`), with the messages as the template gets them (`shielded`) and their
+    rendering (`text`), so that `encode_many` does not render it again.
     """
 
     def __init__(self, messages: Sequence[Message], shielded: Sequence[Message], text: str) -> None:
         super().__init__(messages)
         self.shielded, self.text = shielded, text
+
+
+def _up_to_last(messages: Sequence[Message], trained_indices: Sequence[int]) -> list[Message]:
+    """Return the messages up to the last of `trained_indices`, with `loss` for these alone."""
+    shown = messages[: trained_indices[-1] + 1]
+    return [{**message, "loss": index in trained_indices} for index, message in enumerate(shown)]
 
 
 def _as_json(text: str) -> str:

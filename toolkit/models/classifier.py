@@ -55,7 +55,10 @@ def read_head(folder: Path) -> Head | None:
 
 
 def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
-    """Return a language model's layers with a head, whose weights are drawn by `seed`; a classifier keeps its own."""
+    """Return a classifier of a language model's layers, with a new head whose weights are drawn by `seed`. A classifier
+    is returned with its own head. ModelError if its scores or labels are not those of `head`, or if transformers has no
+    classifier of such a language model.
+    """
     config = model.config
     if probe.is_classifier(model):
         if config.num_labels != len(head.labels):
@@ -161,7 +164,8 @@ def _last_token_indices(batch: Batch, pad_token_id: int) -> torch.Tensor:
     """Return the index in B x S tokens of each sample's last token that is no padding, int64 `[samples]`."""
     ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), per_sample.full_row_segments(batch).cpu()
     in_row = per_sample.samples_in_rows(batch)
-    before = (in_row.cumsum(0) - in_row)[:, None]
+    in_earlier_rows = (in_row.cumsum(0) - in_row)[:, None]
     is_read = (ids != pad_token_id) & (segments > 0)
-    samples, token_indices = (before + segments - 1)[is_read], torch.arange(ids.numel()).view(ids.shape)[is_read]
+    samples = (in_earlier_rows + segments - 1)[is_read]  # segments of a row are numbered from 1
+    token_indices = torch.arange(ids.numel()).view(ids.shape)[is_read]
     return torch.zeros(int(in_row.sum()), dtype=torch.int64).scatter_reduce(0, samples, token_indices, "amax")

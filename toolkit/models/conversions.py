@@ -46,6 +46,7 @@ class _Division(loading.Chunk):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
+        """Divide a tensor into parts of the known sizes, or of equal ones if its size is not in `sizes`."""
         [value] = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         if (sizes := self.sizes.get(value.shape[self.dim])) is None:

@@ -24,8 +24,9 @@ def pack_delta_layers(model: PreTrainedModel) -> None:
 
 
 def _join_rows(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a layer the B rows of S tokens as one, as fla's kernel takes bounds for one row alone, and the number of
-    each token's sample, `seq_idx`, int32 [1, B x S]. A hook before its forward pass; `hidden_states`: [B, S, H].
+    """Return a layer's arguments with its B rows of S tokens, `hidden_states` [B, S, H], joined to one, as fla's kernel
+    takes bounds for one row alone; with `seq_idx`, the number of each token's sample, int32 [1, B x S]; and `num_rows`,
+    B, for `_split_rows`. A hook before the forward pass; rows that are not packed stay as they are.
     """
     bounds, states = kwargs.get("cu_seq_lens_q"), kwargs["hidden_states"]
     if bounds is None:

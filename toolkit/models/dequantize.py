@@ -78,7 +78,7 @@ class QuantizedFiles(weights.WeightFiles):
 
     @contextmanager
     def open(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield one tensor, a quantized matrix in the precision asked for."""
+        """Yield one tensor; a quantized matrix is made of its stored tensors, in the precision asked for."""
         with ExitStack() as opened:
             if name not in self._matrices:
                 if self[name].dtype.is_floating_point and self[name].dtype.itemsize == 1:
@@ -86,13 +86,13 @@ class QuantizedFiles(weights.WeightFiles):
                 yield opened.enter_context(self._stored.open(name))
                 return
             stem, kind = self._matrices[name]
-            names = {end: stem + end for end in kind.ends if stem + end in self._stored}
-            tensors = {end: opened.enter_context(self._stored.open(each)) for end, each in names.items()}
+            ends = [end for end in kind.ends if stem + end in self._stored]
+            tensors = {end: opened.enter_context(self._stored.open(stem + end)) for end in ends}
             value = _decoded(name, self[name].file, kind, tensors, self._settings, self.dtype)
         yield value
 
     def _find_matrices(self) -> dict[str, str]:
-        """Fill `_matrices`; return the matrix of each tensor that belongs to one."""
+        """Fill `_matrices`; return name of a stored tensor -> name of the matrix in 16 bits that it belongs to."""
         owners: dict[str, str] = {}
         for kind in _KINDS[self._settings["quant_method"]]:
             for name in self._stored:
@@ -103,6 +103,7 @@ class QuantizedFiles(weights.WeightFiles):
         return owners
 
     def _shape_of(self, matrix: str) -> tuple[int, ...]:
+        """Return the shape of a matrix in 16 bits; ModelError if its stored tensors do not fit together."""
         stem, kind = self._matrices[matrix]
         shapes = {end: self._stored[stem + end].shape for end in kind.ends if stem + end in self._stored}
         if ".weight_shape" in shapes:
@@ -117,7 +118,7 @@ class QuantizedFiles(weights.WeightFiles):
 def _decoded(
     name: str, file: Path, kind: _Kind, tensors: Tensors, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a matrix in the precision of the copy; ModelError if its tensors do not fit, or values are too large."""
+    """Return the matrix `name` in `dtype`; ModelError if its tensors do not fit together, or its values not in that."""
     try:
         value = kind.decode(tensors, settings).to(dtype)
     except (LookupError, ValueError, RuntimeError) as error:
@@ -141,9 +142,10 @@ def _misfit(name: str, file: Path, error: Exception) -> ModelError:
 
 
 def _fp8(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
-    """Read DeepSeek's blocks of FP8, or one scale for all: what is called the inverse of the scale is the factor."""
+    """Read DeepSeek's FP8, with a factor for each block or one for all: the stored "inverse scale" is the factor."""
     values, scales, block = tensors[""].float(), tensors["_scale_inv"], settings.get("weight_block_size")
-    if block and scales.shape == (values.shape[0] / block[0], values.shape[1] / block[1]):  # without a matrix of scales
+    # Where blocks divide the matrix evenly, without a factor for each element in memory.
+    if block and scales.shape == (values.shape[0] / block[0], values.shape[1] / block[1]):
         blocks = values.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
         return blocks.mul_(scales.float()[:, None, :, None]).view_as(values)
     return values.mul_(_spread(scales, values.shape, block))
@@ -167,16 +169,16 @@ def _gptq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     zeros = _unpacked(tensors[".qzeros"], bits)
     if quantized.format_of(settings) == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)
-    group, size = tensors.get(".g_idx"), -(-(len(tensors[".qweight"]) * 32 // bits) // len(scales))
-    if group is not None and torch.equal(group, torch.arange(len(group)) // size):  # not in act order
-        group = None
-    return _decode_affine(_unpacked(tensors[".qweight"].T, bits), zeros.T, scales.T, group)
+    group_of_input, group_size = tensors.get(".g_idx"), -(-(len(tensors[".qweight"]) * 32 // bits) // len(scales))
+    if group_of_input is not None and torch.equal(group_of_input, torch.arange(len(group_of_input)) // group_size):
+        group_of_input = None  # not in act order
+    return _decode_affine(_unpacked(tensors[".qweight"].T, bits), zeros.T, scales.T, group_of_input)
 
 
 def _awq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Read qweight [inputs, outputs / 8], qzeros [groups, outputs / 8] and scales [groups, outputs], interleaved."""
-    codes, zeros = (_unpacked(tensors[name], 4, _AWQ_ORDER).T for name in (".qweight", ".qzeros"))
-    return _decode_affine(codes.contiguous(), zeros, tensors[".scales"].T)
+    codes = _unpacked(tensors[".qweight"], 4, _AWQ_ORDER).T.contiguous()
+    return _decode_affine(codes, _unpacked(tensors[".qzeros"], 4, _AWQ_ORDER).T, tensors[".scales"].T)
 
 
 def _packed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -199,9 +201,9 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Read compressed-tensors' codes of a byte each: with one scale for all, or for each output, group or block."""
     codes, scales = tensors[".weight"], tensors[".weight_scale"]
     groups = settings.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
-    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
-    block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
+    of_weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    block = next((each["block_structure"] for each in of_weights if each.get("block_structure")), None)
+    block = [int(size) for size in block.split("x")] if isinstance(block, str) else block  # or a list already
     zeros = tensors.get(".weight_zero_point")
     values = codes.float() if zeros is None else codes.float() - _spread(zeros, codes.shape, block)
     return values * _spread(scales, codes.shape, block)
@@ -229,31 +231,33 @@ def _decode_affine(
 
 
 def _spread(scales: torch.Tensor, shape: torch.Size, block: Any = None) -> torch.Tensor:
-    """Return scales as one factor for each element of a matrix, or a stack of them. `block`: rows and columns that have
-    one scale in common, the last ones perhaps fewer; None: as many as divide the matrix evenly.
+    """Return `scales` as factors for the elements of a matrix of this shape, or of a stack of matrices. `block`: rows
+    and columns that have one scale in common, the last ones perhaps fewer; None: as many as divide the matrix evenly.
+    ValueError if the shapes do not fit.
     """
     scales = _power_of_2(scales) if scales.dtype == torch.uint8 else scales.float()
     if scales.numel() == 1 or scales.ndim == 1:
         return scales.reshape(())
     for dim in (-2, -1):
         size, count = shape[dim], scales.shape[dim]
-        each = block[dim] if block and count > 1 else size // count
-        if -(-size // each) != count:
+        repeats = block[dim] if block and count > 1 else size // count
+        if -(-size // repeats) != count:  # rounded up
             raise ValueError(f"{tuple(shape)}: {tuple(scales.shape)}")
         if count > 1:
-            scales = scales.repeat_interleave(each, dim).narrow(dim, 0, size)
+            scales = scales.repeat_interleave(repeats, dim).narrow(dim, 0, size)
     return scales
 
 
 def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the unsigned codes in the int32s of a matrix's rows, the lowest bits first, a byte each. `order`: place of
-    each.
+    """Return the unsigned codes of `bits` bits in the int32s of a matrix's rows, the lowest first, as a byte each.
+    `order`: for each output, which of the codes in an int32 it is; None if they are in order.
     """
     if bits not in (2, 4, 8):
         raise ValueError(f"{bits} bits")
     bytes_of_rows = words.contiguous().view(torch.uint8)
     codes = bytes_of_rows.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8) & (2**bits - 1)
-    return codes.flatten(-2).unflatten(-1, (-1, 32 // bits))[..., order].flatten(-2) if order else codes.flatten(-2)
+    codes = codes.flatten(-2)
+    return codes.unflatten(-1, (-1, 32 // bits))[..., order].flatten(-2) if order else codes
 
 
 def _bits(packed: torch.Tensor, unpacked: torch.Tensor) -> int:
@@ -307,19 +311,9 @@ _KINDS = {
         ),
     ),
     "compressed-tensors": (
+        _Kind(r"(.+)\.weight_packed", ".weight", (".weight_packed", *_SCALES, *_INPUTS), _shape_of_packed, _packed),
         _Kind(
-            r"(.+)\.weight_packed",
-            ".weight",
-            (".weight_packed", *_SCALES, *_INPUTS),
-            _shape_of_packed,
-            _packed,
-        ),
-        _Kind(
-            r"(.+)\.weight_scale",
-            ".weight",
-            (".weight", *_SCALES, *_INPUTS),
-            lambda shapes: shapes[".weight"],
-            _scaled,
+            r"(.+)\.weight_scale", ".weight", (".weight", *_SCALES, *_INPUTS), lambda shapes: shapes[".weight"], _scaled
         ),
     ),
 }

@@ -100,8 +100,8 @@ def sections_of(config: Mapping[str, Any]) -> list[Any]:
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantization_config of a config.json or of its text model's section, {} if there is none."""
-    found = (section[key] for section in sections_of(config) for key in QUANTIZATION_KEYS if section.get(key))
-    settings: Any = next(found, {})
+    values = (section[key] for section in sections_of(config) for key in QUANTIZATION_KEYS if section.get(key))
+    settings: Any = next(values, {})
     return settings if isinstance(settings, Mapping) else {"quant_method": settings}
 
 
@@ -117,7 +117,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def trust_code(path: str) -> None:
-    """Trust the Python files of a directory, with their present content, to run in this process."""
+    """Trust the Python files of a directory, as they are, to run in this process; ModelError if none of them would."""
     if not has_runnable_code(path):
         raise ModelError(
             "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the "
@@ -144,7 +144,8 @@ def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool)
     for keys, text in _strings(config):
         if is_run and "auto_map" in keys:
             match = re.fullmatch(r"(\w+)\.\w+", text)
-            names += [text] if match is None or match[1] not in modules else []
+            if match is None or match[1] not in modules:
+                names.append(text)
         elif "/" in text and any("_implementation" in key for key in keys):
             names.append(text)
     if names:
@@ -198,7 +199,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weight_files(folder: Path, architecture: Architecture | None) -> None:
-    """Raise ModelError if weight files are missing, cut short, or pickles of another architecture than ChatGLM."""
+    """Raise ModelError if weight files are missing, cut short, or pickles of another model than an official ChatGLM."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -267,7 +268,7 @@ def _check_safetensors(file: Path, size: int) -> None:
 
 
 def saved_template(folder: Path) -> Any:
-    """Return the chat template in a directory, None without one; a list if an older tokenizer has several."""
+    """Return the chat template in a directory, None if it has none; a list if an older tokenizer has several."""
     file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file.read_bytes().decode(errors="replace")
@@ -336,15 +337,15 @@ _REQUIRED_KEYS = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hid
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError if a size in a config.json is not a number, or is out of range."""
+    """Raise ModelError if a value of `_SIZES` or `_FRACTIONS` in a config.json is no number, or is out of range."""
     for section in sections_of(config):
         for key, (least, most) in {**_SIZES, **_FRACTIONS}.items():
             value, is_size = section.get(key), key in _SIZES
             if value is None and (key not in section or key not in _REQUIRED_KEYS):
                 continue
-            kinds = int if is_size else (int, float)
-            for number in value if is_size and isinstance(value, list) else [value]:
-                if isinstance(number, bool) or not isinstance(number, kinds) or not least <= number <= most:
+            types = int if is_size else (int, float)
+            for number in value if is_size and isinstance(value, list) else [value]:  # a list has one for each layer
+                if isinstance(number, bool) or not isinstance(number, types) or not least <= number <= most:
                     raise ModelError(
                         "{file}: {key} = {value} is not {kind} from {least} to {most}. Correct it, or download the "
                         "file again.",

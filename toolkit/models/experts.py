@@ -89,7 +89,9 @@ def pretend_full_expert_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 
 def quantize_matrices(layer: Any, name: str, device: torch.device) -> Any:
-    """Replace a layer's experts' matrices `name`, or this rank's, by 4-bit ones on a device, and return these."""
+    """Replace the parameter `name` of `layer`, the matrices of its experts or of this rank's, by 4-bit ones on a
+    device, and return these. ModelError if there are too many numbers for bitsandbytes.
+    """
     from bitsandbytes import nn as bnb
 
     attribute = name.rpartition(".")[2]
@@ -101,15 +103,11 @@ def quantize_matrices(layer: Any, name: str, device: torch.device) -> Any:
             name=name,
             count=f"{matrices.numel():,}",
         )
-    quantized = bnb.Params4bit(matrices.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(
-        device
-    )
-    setattr(
-        layer,
-        attribute,
-        mark_as_divided(quantized, matrices.group_name) if process_group.is_expert_part(matrices) else quantized,
-    )
-    return quantized
+    packed = bnb.Params4bit(matrices.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+    if process_group.is_expert_part(matrices):
+        mark_as_divided(packed, matrices.group_name)
+    setattr(layer, attribute, packed)
+    return packed
 
 
 def use_sorted_experts(model: PreTrainedModel) -> bool:
@@ -213,7 +211,9 @@ class Groups:
 
 
 def compute_experts(self: Any, rows: torch.Tensor, groups: Groups, expert: torch.Tensor) -> torch.Tensor:
-    """Return the experts' outputs [N, H] for rows [N, H] sorted by their experts, `expert` [N]."""
+    """Return the outputs [N, H] of a layer's experts, whose module is `self`, for rows [N, H] that are sorted by their
+    experts; `groups`: how many rows each expert has; `expert`: the expert of each row [N].
+    """
     inner = _expert_products(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups, expert)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     outer = _expert_products(self, "down_proj", inner, groups, expert)

@@ -23,8 +23,8 @@ _COMPUTED = re.compile(r"(bias|position_ids|position_index|inv_freq|num_batches_
 
 def record(model: PreTrainedModel, files: weights.WeightFiles, names: Iterable[str]) -> None:
     """Record the tensors `names` of a model's files in `ModelRecord.extra_tensors`, except for buffers."""
-    names = [name for name in names if not _COMPUTED.search(name) or is_predicting(name, model.config)]
-    tensors = {name: dtype_and_shape(files, name) for name in names}
+    extra_names = [name for name in names if not _COMPUTED.search(name) or is_predicting(name, model.config)]
+    tensors = {name: dtype_and_shape(files, name) for name in extra_names}
     if tensors:
         record_of(model).extra_tensors = {"folder": str(files.folder.absolute()), "tensors": tensors}
 
@@ -65,7 +65,7 @@ def count_layers(model: PreTrainedModel) -> None:
     skips those of GLM-4.5, DeepSeek-V3 and others at loading, and vLLM and llama.cpp would look for them.
     """
     names = [name for name, _ in model.named_parameters()]
-    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+    for config in (model.config, model.config.get_text_config()):  # the same if it is a model of text
         if not has_predicting_layers(names, getattr(config, "num_hidden_layers", 0)):
             for key in predicting_keys(config.to_dict()):
                 setattr(config, key, 0)

@@ -32,9 +32,7 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
     number = len(decoder_layers(model))
     if config.last_layers > number:
         raise ConfigError(
-            "tuning.last_layers = {value}, but the model has {number} layers.",
-            value=config.last_layers,
-            number=number,
+            "tuning.last_layers = {value}, but the model has {number} layers.", value=config.last_layers, number=number
         )
     names = [name for name, _ in model.named_parameters()]
     layers = decoder_layers_name(model)
@@ -47,7 +45,9 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
 
 
 def freeze_untrained(model: PreTrainedModel, base: Path) -> None:
-    """Freeze what the loss of text gives no gradient: weight decay would still change it."""
+    """Freeze what the loss of text gives no gradient, as weight decay would still change it, and record that the model
+    of the directory `base` is trained in part.
+    """
     if untrained := untrained_prefixes(model):
         for name, parameter in model.named_parameters():
             if name.startswith(untrained):
@@ -127,10 +127,11 @@ def _check_learns_tokens(model: PreTrainedModel, config: TuningConfig) -> None:
             tables=", ".join(tables),
         )
     if ids and not any(value.requires_grad for value in embedding.parameters()):
+        adapter, method = f"tuning.adapter = {config.adapter}", f"tuning.method = {config.method.value}"
         raise ConfigError(
             "model.add_tokens: {setting} leaves the embeddings as they are, so that new tokens would never be learned. "
             "With tuning=freeze add tuning.patterns=[embed_tokens.*,lm_head.*]; else start a new adapter.",
-            setting=f"tuning.{'adapter' if config.adapter else 'method'} = {config.adapter or config.method.value}",
+            setting=adapter if config.adapter else method,
         )
 
 
@@ -140,22 +141,22 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
     if config.method is TuningMethod.ptuning_v2:
         return prompt_tuning.prefix_settings(config.num_tokens, config.projection, base)
     if config.method is TuningMethod.prompt:
-        text = model.config.get_text_config()
+        text_config = model.config.get_text_config()
         settings = PromptTuningConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
             num_virtual_tokens=config.num_tokens,
             token_dim=model.get_input_embeddings().embedding_dim,  # OPT's and ELECTRA's differ from hidden_size
-            num_layers=text.num_hidden_layers,
-            num_attention_heads=getattr(text, "num_attention_heads", None) or 1,  # peft wants a number of Mamba, too
+            num_layers=text_config.num_hidden_layers,
+            num_attention_heads=getattr(text_config, "num_attention_heads", None) or 1,  # Mamba's for peft, too
             num_transformer_submodules=1,
         )
     else:
         modules = dict(model.named_modules())
-        held = {name for name, part in modules.items() if next(part.parameters(recurse=False), None) is not None}
+        with_weights = {name for name, part in modules.items() if any(True for _ in part.parameters(recurse=False))}
         for name in config.save_modules:
-            check_matches("tuning.save_modules", name, held)
-        targets, of_experts = lora.choose_targets(model, config)
+            check_matches("tuning.save_modules", name, with_weights)
+        targets, expert_matrices = lora.choose_targets(model, config)
         settings = LoraConfig(
             task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",
             base_model_name_or_path=base,
@@ -165,7 +166,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             use_rslora=config.rslora,
             use_dora=config.dora,
             target_modules=targets,
-            target_parameters=of_experts or None,
+            target_parameters=expert_matrices or None,
             fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in select_names(modules, targets)),
             modules_to_save=config.save_modules or None,
             trainable_token_indices=lora.trained_rows(model, config.save_modules) or None,
@@ -177,7 +178,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
 
 
 def _peft_init(config: TuningConfig) -> Any:
-    """Return peft's name of `tuning.init`."""
+    """Return peft's `init_lora_weights` for `tuning.init`: True, or a name such as pissa or pissa_niter_4."""
     if config.init is LoraInit.default:
         return True
     return config.init.value + (f"_niter_{config.init_iterations}" if config.init_iterations else "")

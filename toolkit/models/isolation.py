@@ -37,7 +37,8 @@ def check_isolation(
     is_tf32 = accelerator.uses_tf32(device)
     most = _MOST_IN_FLOAT32 if dtypes == {torch.float32} and not is_tf32 else _MOST_CHANGE
     for trunk in (0, 8) if shared else (0,):
-        batch, first, length_alone = isolation_rows(vocab_size, trunk=trunk), 12 + trunk, 20 + trunk
+        batch = isolation_rows(vocab_size, trunk=trunk)
+        begin, stop_alone = 12 + trunk, 20 + trunk  # of b in [a b] and [c b], after the trunk; and its end in [b]
         remedy = "data.share_prefixes=false" if trunk else remedy
         try:
             logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
@@ -51,11 +52,9 @@ def check_isolation(
                 name=name,
                 reason=reason_of(error),
             ) from error
-        after_other, after_third, by_itself = logits[0, first:], logits[1, first:], logits[2, trunk:length_alone]
-        changes = torch.stack(
-            [(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, by_itself)]
-        )
-        change = float(changes.max() / after_other.std())
+        after_a, after_c, by_itself = logits[0, begin:], logits[1, begin:], logits[2, trunk:stop_alone]
+        changes = torch.stack([(after_a - other).square().mean(-1).sqrt().max() for other in (after_c, by_itself)])
+        change = float(changes.max() / after_a.std())
         if not change <= most:  # nan too
             raise ModelError(
                 "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
@@ -84,18 +83,19 @@ def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
     """Return three packed rows [a b], [c b] and [b]: a and c have `times` x 12 tokens, b has `times` x 20. Each row
     begins with `times` x `trunk` more, a prefix that its samples share.
     """
-    trunk, first, second = trunk * times, (12 + trunk) * times, 20 * times
-    width, length_alone = first + second, trunk + second
+    # Rows [trunk a | b], [trunk c | b] and [trunk b | padding]; `begin`: of b in the first two.
+    trunk, begin, length = trunk * times, (12 + trunk) * times, 20 * times
+    width, stop_alone = begin + length, trunk + length
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab_size, (3, width), generator=generator)
     ids[:, :trunk] = ids[0, :trunk]
-    ids[1, first:] = ids[2, trunk:length_alone] = ids[0, first:]
+    ids[1, begin:] = ids[2, trunk:stop_alone] = ids[0, begin:]
     segments = torch.ones_like(ids)
-    segments[:2, first:] = 2
-    segments[2, length_alone:] = 0
-    positions = torch.cat((torch.arange(first), torch.arange(trunk, length_alone))).repeat(3, 1)
+    segments[:2, begin:] = 2
+    segments[2, stop_alone:] = 0
+    positions = torch.cat((torch.arange(begin), torch.arange(trunk, stop_alone))).repeat(3, 1)
     positions[2] = torch.arange(width)
-    bounds = [0, first, width, width + first, 2 * width, 2 * width + length_alone, 3 * width]
+    bounds = [0, begin, width, width + begin, 2 * width, 2 * width + stop_alone, 3 * width]
     batch = {
         "input_ids": ids,
         "segment_ids": segments,
@@ -105,8 +105,9 @@ def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
     if trunk:
         batch["seen_until"] = segments.clone()
         batch["seen_until"][:2, :trunk] = 2
-        path = torch.cat((torch.arange(first), torch.arange(trunk), torch.arange(first, width)))
+        # Trunk and a see themselves, b sees the trunk and itself.
+        path = torch.cat((torch.arange(begin), torch.arange(trunk), torch.arange(begin, width)))
         batch["keys"] = torch.cat((path, width + path, torch.arange(2 * width, 3 * width)))
-        seen = torch.tensor([0, first, length_alone, first, length_alone, length_alone, first - trunk])
-        batch["cu_seq_lens_k"] = seen.cumsum(0).int()
+        num_seen = torch.tensor([0, begin, stop_alone, begin, stop_alone, stop_alone, begin - trunk])
+        batch["cu_seq_lens_k"] = num_seen.cumsum(0).int()
     return batch

@@ -47,6 +47,8 @@ def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.
 
 
 class _Tiled(torch.autograd.Function):
+    """A feed-forward layer applied to its tokens in pieces, whose activations the backward pass computes again."""
+
     @staticmethod
     def forward(
         ctx: Any, states: torch.Tensor, mlp_forward: Forward, pieces: int, trained: list[nn.Parameter]
@@ -60,10 +62,10 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mlp_forward, pieces, trained = ctx.settings
         [states] = ctx.saved_tensors
-        flat, outer = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
+        flat, output_gradient = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
         state_gradients = []
-        cut = zip(flat.tensor_split(pieces), outer.tensor_split(pieces), strict=True)
-        for number, (piece, gradient) in enumerate(cut, start=1):
+        in_pieces = zip(flat.tensor_split(pieces), output_gradient.tensor_split(pieces), strict=True)
+        for number, (piece, gradient) in enumerate(in_pieces, start=1):
             for parameter in trained:  # only with the last piece ZeRO may reduce the gradient (deepspeed 0.19.8)
                 parameter.ds_grad_is_ready = number == pieces
             piece = piece.clone().requires_grad_()

@@ -42,6 +42,7 @@ def mixing_layers(model: PreTrainedModel) -> set[str]:
         return set()
     linear = linear_layers(model)
     lists = layer_lists(model)
+    # Modules inside decoder layers that hold linear layers.
     blocks = {name.rpartition(".")[0] for name in linear} - {layer_of(name, lists) for name in linear}
     mixing = tuple(f"{name}." for name in blocks if _SEES_OTHERS & _arguments(model.get_submodule(name)))
     nested = tuple(block for block in mixing if any(block != other and block.startswith(other) for other in mixing))
@@ -52,12 +53,12 @@ def with_weight_read_directly(model: PreTrainedModel, names: set[str]) -> set[st
     """Return those of the linear layers `names` whose weight the code of their block reads without calling the layer,
     as kernels for state spaces do: LoRA on such a layer would have no effect.
     """
-    weights: dict[str, set[str]] = {}
+    read_in_block: dict[str, set[str]] = {}
     for block in {name.rpartition(".")[0] for name in names}:
         part = model.get_submodule(block)
         code = inspect.getsource(type(part)) if _CACHES & _arguments(part) else ""
-        weights[block] = {*re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:device|dtype|shape))", code)}
-    return {name for name in names if name.rpartition(".")[2] in weights[name.rpartition(".")[0]]}
+        read_in_block[block] = {*re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:device|dtype|shape))", code)}
+    return {name for name in names if name.rpartition(".")[2] in read_in_block[name.rpartition(".")[0]]}
 
 
 def _arguments(part: nn.Module) -> frozenset[str]:

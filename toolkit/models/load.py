@@ -131,8 +131,8 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     if directory.architecture_of(config) is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
-        only = {key: value for key, value in config.items() if key not in foreign}
-        return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**only)
+        own_keys = {key: value for key, value in config.items() if key not in foreign}
+        return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**own_keys)
     divides = official_files.divides_positions(config, folder)
     return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 
@@ -145,7 +145,9 @@ def open_directory(
     read_as: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, weights.WeightFiles, weights.Layout]:
     """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters.
-    `read_as`: the precision in which quantized matrices are read, by default `dtype`.
+    ModelError if files and model do not fit, NotStreamable if single parameters cannot be read. `config`: its
+    config.json; `dtype`, `ds_config`: as in `load_weights.load_model`; `read_as`: the precision in which quantized
+    matrices are read, by default `dtype`. Records in the model what exports need of the files.
     """
     files = weights.files_of(folder, read_as or dtype)
     model = _build_empty(folder, config, dtype, ds_config)

@@ -74,14 +74,14 @@ def read_weights(
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
     with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
-        for targets, names in groups.items():
+        for targets, names in groups.items():  # parameters, and the stored tensors that fill them
             partitioned = [tensors[target] for target in targets if hasattr(tensors[target], "ds_shape")]
             with weights.full_params(partitioned, modifier_rank=0):  # all ranks keep what rank 0 writes
                 for name in names:
                     index = layout.index(name)
                     if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
-                        with files.open(name) as value:
-                            for target, part in zip(targets, layout.split(name, value), strict=True):
+                        with files.open(name) as stored:
+                            for target, part in zip(targets, layout.split(name, stored), strict=True):
                                 if is_partitioned:
                                     tensors[target].data[index].copy_(part)
                                 else:

@@ -32,8 +32,8 @@ _MERGE_WARNINGS = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=T
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
-    """Add untrained LoRA matrices to a model; they and `modules_to_save` alone stay trainable. A collective under
-    ZeRO-3.
+    """Add untrained LoRA matrices to a model; they and `modules_to_save` alone stay trainable. With `ds_config`, the
+    DeepSpeed dict, a collective if parameters are partitioned. ModelError or ConfigError for unsupported layers.
     """
     precision = model.dtype
     with ExitStack() as stack:
@@ -154,7 +154,9 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
 
 
 def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
-    """Return peft's `target_modules` and `target_parameters` (matrices of experts); report layers that get no LoRA."""
+    """Return peft's `target_modules`, as ends of names if these select the same layers, and its `target_parameters`
+    (matrices of experts); report layers that get no LoRA. ConfigError for settings that cannot be.
+    """
     patterns, chosen, of_experts = _select_layers(model, config.target_modules)
     for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
         if of_experts and value:
@@ -168,17 +170,16 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
     left_out = _unsupported_targets(model, chosen, has_others=bool(of_experts))
     chosen = chosen - left_out
     lists, modules = structure.layer_lists(model), [name for name, _ in model.named_modules()]
-    layers = {name: linear_layers.layer_of(name, lists) for name in (*chosen, *of_experts)}
+    layers = {name: linear_layers.layer_of(name, lists) for name in (*chosen, *of_experts)}  # target -> decoder layer
     reached, total = {*layers.values()} - {""}, sum(name.rpartition(".")[0] in lists for name in modules)
     if len(reached) < total:
         say("LoRA reaches {count} of {total} layers (tuning.target_modules).", count=len(reached), total=total)
     patterns = [pattern for pattern in patterns if not select_names(left_out, [pattern])]
     ends = sorted({name.removeprefix(f"{layers[name]}.") for name in chosen})
     if not of_experts and not any(sign in pattern for pattern in patterns for sign in "*?["):
-        for names in (patterns, ends):
-            # Short names, if peft, which matches them against all modules, selects the same layers.
-            if {*select_names(modules, names)} == chosen:
-                return names, []
+        for short_names in (patterns, ends):  # peft matches them against all modules
+            if {*select_names(modules, short_names)} == chosen:
+                return short_names, []
     return sorted(chosen), of_experts
 
 
@@ -216,15 +217,15 @@ def _unsupported_targets(model: PreTrainedModel, chosen: set[str], has_others: b
 
 def linear_targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
     """Return the names of the linear layers that LoRA is added to, of patterns as in `tuning.target_modules`."""
-    chosen = _select_layers(model, patterns)[1]
+    _, chosen, _ = _select_layers(model, patterns)
     with silent():
         return sorted(chosen - _unsupported_targets(model, chosen, has_others=True))
 
 
 def _select_layers(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set[str], list[str]]:
-    """Return the patterns, the linear layers that they match, and the matrices of experts that they match. Without
-    patterns: query, key and value; in a hybrid all linear layers of the blocks that mix tokens; every linear layer of
-    an unknown model.
+    """Return patterns of the ends of names, the linear layers that they match, and the matrices of experts that they
+    match. The patterns are `patterns`; without these query, key and value; in a hybrid none, for all linear layers of
+    the blocks that mix tokens; every linear layer of an unknown model. ConfigError for a pattern without a match.
     """
     linear, mixing = linear_layers.linear_layers(model), linear_layers.mixing_layers(model)
     defaults = [] if patterns else default_targets(model.config.model_type, linear)

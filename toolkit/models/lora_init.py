@@ -94,7 +94,9 @@ def attach(model: PreTrainedModel, kind: str, compute: bool) -> None:
 
 @torch.no_grad()
 def _compute(layers: list[Any], kind: str) -> None:
-    """Set the factors of layers: each is computed by one rank, which sends it to all others."""
+    """Set the factors of layers, initial and trained ones: a layer's are computed by one rank, which sends them to all
+    others. ModelError if some are not finite. A collective if there are several ranks.
+    """
     from deepspeed.accelerator import get_accelerator  # as in `attention`
 
     device = torch.device(get_accelerator().current_device_name())
@@ -107,14 +109,15 @@ def _compute(layers: list[Any], kind: str) -> None:
             if rank < len(group):
                 computed = _factors_of(group[rank], kind, device, seed + begin + rank)
         for owner, layer in enumerate(group):
-            for number, buffer in enumerate((layer.initial_A, layer.initial_B)):
-                value = torch.empty(buffer.shape, device=device)
+            factors = ((layer.initial_A, layer.lora_A), (layer.initial_B, layer.lora_B))
+            for number, (initial, trained) in enumerate(factors):
+                value = torch.empty(initial.shape, device=device)
                 if computed is not None and owner == rank:
                     value = computed[number].contiguous()
                 if ranks > 1:
                     distributed.broadcast(value, src=owner)
-                buffer.copy_(value)
-                (layer.lora_A, layer.lora_B)[number][ADAPTER].weight.data.copy_(buffer)
+                initial.copy_(value)
+                trained[ADAPTER].weight.data.copy_(initial)
             if not (layer.initial_A.isfinite().all() and layer.initial_B.isfinite().all()):
                 raise ModelError(
                     "tuning.init = {kind}: a weight of the model has NaN or Inf, or its decomposition does not "
@@ -170,9 +173,10 @@ def as_plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     B A - B0 A0 is the product of [B, -B0] and [A; A0]. Empty tensors, of ranks that gather nothing, stay empty.
     """
     plain = {name: value for name, value in state.items() if not name.endswith(BUFFERS)}
-    for end, trained, axis, sign in ((FIRST, "lora_A.weight", 0, 1), (SECOND, "lora_B.weight", 1, -1)):
-        for name in (name for name in state if name.endswith(f".{end}")):
-            factor, initial = f"{name.removesuffix(end)}{trained}", sign * state[name]
-            if initial.numel():
+    # The axis of each factor is that of the rank.
+    for buffer, trained, axis, sign in ((FIRST, "lora_A.weight", 0, 1), (SECOND, "lora_B.weight", 1, -1)):
+        for name in state:
+            if name.endswith(f".{buffer}") and state[name].numel():
+                factor, initial = f"{name.removesuffix(buffer)}{trained}", sign * state[name]
                 plain[factor] = torch.cat([state[factor], initial.to(state[factor].dtype)], dim=axis)
     return plain

@@ -50,6 +50,8 @@ def chunked_loss_sum(
 
 
 class _ChunkedLossSum(torch.autograd.Function):
+    """The forward pass keeps the gradients of the sum in `ctx.gradients`, a tuple of one `LossGradients`."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
@@ -57,6 +59,7 @@ class _ChunkedLossSum(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
+            """Subtract the targets' log-probabilities from `total`; return the gradients by the logits."""
             log_probabilities, target_ids = _log_probabilities(hidden[part], weight, bias), targets[part, None]
             total.sub_(log_probabilities.gather(1, target_ids).sum())
             # The gradient of a token's loss by its logits: the probabilities, minus 1 at the target.
@@ -74,8 +77,9 @@ class _ChunkedLossSum(torch.autograd.Function):
 
 
 class LossGradients:
-    """Gradients, in float32, of a sum of tokens' losses by states, weight and bias, if `needs` has True for them.
-    `of_logits` returns the gradients by the logits for a slice of tokens; it is called for `size` tokens at a time.
+    """Gradients, in float32, of a sum of tokens' losses by states, weight and bias, for which `needs` says, in this
+    order, whether they are needed. `of_logits` returns the gradients by the logits [tokens, V] of a slice of tokens; it
+    is called for `size` tokens at a time.
     """
 
     def __init__(
@@ -87,14 +91,15 @@ class LossGradients:
         self.of_hidden = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
         self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and of_weight else None
         self.of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
-        group = size
+        group_size = size
         if weight is not None and of_weight:  # several chunks at once, up to half the bytes of the weight's gradient
-            group = max(size, 2 * weight.size(1) // hidden.element_size())
-        for start in range(0, len(hidden), group):
-            stop = min(start + group, len(hidden))
+            group_size = max(size, 2 * weight.size(1) // hidden.element_size())
+        for start in range(0, len(hidden), group_size):
+            stop = min(start + group_size, len(hidden))
+            # The gradient by the logits of a group; that of a single chunk is not copied.
             gradient = hidden.new_empty(stop - start, scores.vocabulary) if stop - start > size else None
-            for begin in range(start, stop, size):
-                part = slice(begin, min(begin + size, stop))
+            for part_start in range(start, stop, size):
+                part = slice(part_start, min(part_start + size, stop))
                 of_part = of_logits(part)
                 if self.of_bias is not None:
                     self.of_bias += of_part.sum(dim=0)
@@ -129,8 +134,8 @@ def chunked_losses(
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """As the outer gradient of each token is known in the backward pass only, the logits of each chunk are computed
-    again there.
+    """Each token's loss. The backward pass, in which alone the outer gradients are known, computes the logits of each
+    chunk again.
     """
 
     @staticmethod

@@ -47,14 +47,14 @@ def _is_tagged(value: Any) -> bool:
 
 
 def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, Any]:
-    """Return the keys that transformers 4 reads in place of rope_parameters, {} for model types that it does not know.
-    `names`: of `_OLD_ROPE`, None if the type is not there.
+    """Return the keys and values that transformers 4 reads in place of `rope`, a section's rope_parameters; {} if it
+    knows none. `names`: what `_OLD_ROPE` has for the model type, None without an entry.
     """
     if names is None:
         has_kinds = any(isinstance(value, dict) for value in rope.values())
         names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
-    full_attention, sliding = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-    full_attention = full_attention or rope
+    # Parameters of the whole model, or of each kind of layers.
+    full_attention, sliding = rope.get("full_attention") or rope, rope.get("sliding_attention") or {}
     values = [("sliding", sliding.get("rope_theta")), *full_attention.items()]
     old = {names[name]: value for name, value in values if name in names and isinstance(value, (int, float))}
     is_scaled = full_attention.get("rope_type", "default") != "default"

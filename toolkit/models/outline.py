@@ -49,22 +49,21 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
     text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     if text.is_heterogeneous:
         return _saved(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
-    # In a hybrid the mean of layers with attention and of those without.
+    # In a hybrid the mean of layers with attention and of those without, of each kind by its last layer.
     kinds = getattr(text, "layer_types", None) or ["full_attention"]
     numbers: dict[str, list[int]] = {}
     for number, kind in enumerate(kinds):
         numbers.setdefault(kind if kind in WITHOUT_ATTENTION else "attention", []).append(number)
-    saved = {alike[-1]: len(alike) for alike in numbers.values()}
     try:
-        total = sum(count * _saved_by_two(folder, dtype, trains, number) for number, count in saved.items())
+        total = sum(len(alike) * _saved_by_layers(folder, dtype, trains, alike[-1]) for alike in numbers.values())
     except LookupError:  # Zamba2 needs a layer of each kind
-        total = len(kinds) * _saved_by_two(folder, dtype, trains, -1)
+        total = len(kinds) * _saved_by_layers(folder, dtype, trains, -1)
     return total // (len(kinds) * _LAYERS * _LENGTH)
 
 
-def _saved_by_two(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
-    """Return the bytes that `_LAYERS` layers like layer `number` save."""
-    shallow, deep = (_saved(folder, layers, dtype, trains, number) for layers in (_LAYERS, 2 * _LAYERS))
+def _saved_by_layers(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
+    """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens."""
+    deep, shallow = _saved(folder, 2 * _LAYERS, dtype, trains, number), _saved(folder, _LAYERS, dtype, trains, number)
     return deep - shallow
 
 
@@ -82,28 +81,30 @@ def outline(folder: Path) -> dict[str, Any]:
     heads, size = sizes["heads"], sizes["head_size"]
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     # Of layers that differ (Gemma 4 31B) no number is the model's, and reading it raises.
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
+    key_width = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
     untrained, shapes = untrained_prefixes(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if name.startswith(untrained):
             shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
         else:
             shapes[name] = list(_shape_of(model, name))
+    saved = saved_by_layer(folder, torch.bfloat16)
+    frozen = saved_by_layer(folder, torch.bfloat16, trains=False)
     return {
         "shapes": shapes,
-        "targets": {word: lora.linear_targets(model, word.split()) for word in ("", ALL_LINEAR)},
+        "targets": {pattern: lora.linear_targets(model, pattern.split()) for pattern in ("", ALL_LINEAR)},
         "sizes": {
             **sizes,
             "hidden": text.hidden_size,
             "inner": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            "keys": keys,
-            "prefix": 2 * text.num_hidden_layers * keys,
+            "keys": key_width,
+            "prefix": 2 * text.num_hidden_layers * key_width,
             "norms": 2,
             "logits_change": int(any(getattr(text, name, None) not in (None, 1.0) for name in _AFTER_THE_HEAD)),
             "rotary": size,
-            "saved_2": (saved := saved_by_layer(folder, torch.bfloat16)),
+            "saved_2": saved,
             "saved_4": saved_by_layer(folder, torch.float32) if dense else 2 * saved,
-            "frozen_2": (frozen := saved_by_layer(folder, torch.bfloat16, trains=False)),
+            "frozen_2": frozen,
             "frozen_4": saved_by_layer(folder, torch.float32, trains=False) if dense else 2 * frozen,
         },
     }
@@ -118,8 +119,9 @@ def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
 
 
 def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: int = -1) -> int:
-    """Return the bytes that a forward pass of a model of `layers` layers, all like layer `number`, saves; 0: of all its
-    layers.
+    """Return the bytes that a forward pass over `_LENGTH` tokens saves, of a model with `layers` layers that are all
+    like the layer `number` of the one in `folder`; with 0 of that model itself. `trains`: whether all parameters are
+    trained, or the embedding alone.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
@@ -152,7 +154,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: 
 
     original_attention = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Fused.apply(query, key, value)
-    uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
+    original_use_gqa, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             # A mask of four dimensions is passed on as it is; any other is looked at.
@@ -161,7 +163,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: 
             ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
-        functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = original_attention, uses_groups
+        functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = original_attention, original_use_gqa
     return sum(storage.nbytes() for storage in saved_storages.values())
 
 

@@ -50,27 +50,27 @@ def reason_not_to_divide_rows(model: ModelConfig, max_length: int) -> str:
 
 
 def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: bool) -> str:
-    """Return why a row cannot hold several samples, or parts of them; `takes_bounds`: whether layers other than
-    attention may be told where samples begin.
+    """Return why a row cannot hold several samples, or parts of them; "" if it can. `max_length`: of a sample;
+    `takes_bounds`: whether layers other than attention may be told where samples begin.
     """
     config = {} if model.init is Init.random else _attention_settings(model.path)
-    layers, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
+    layer_types, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
     if window and config.get("use_sliding_window", True):
         if window >= max_length:
-            layers.discard("sliding_attention")
-        elif not config.get("layer_types") or "sliding_attention" in layers:
+            layer_types.discard("sliding_attention")
+        elif not config.get("layer_types") or "sliding_attention" in layer_types:
             return tr(
                 "its attention reaches back {window} tokens only, less than data.max_length = {length}",
                 window=window,
                 length=max_length,
             )
-    if takes_bounds and "linear_attention" in layers:
+    if takes_bounds and "linear_attention" in layer_types:
         from toolkit.plan.kernels import kernels_of, missing
 
         kernels = kernels_of(config)
         if kernels and kernels.packs and not missing(kernels):
-            layers.discard("linear_attention")
-    if others := sorted(layers - _PACKABLE):
+            layer_types.discard("linear_attention")
+    if others := sorted(layer_types - _PACKABLE):
         return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others))
     return "" if config.get("takes_positions", True) else tr("its positions run on over a whole row")
 

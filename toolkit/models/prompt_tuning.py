@@ -59,20 +59,15 @@ class PrefixEncoder(nn.Module):
             states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
         states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
         states = states[:, None].expand(-1, batch_size, -1, -1, -1)
-        states = functional.dropout(
-            states, self.dropout, self.training
-        )  # another mask for each row, as in the original
+        # Another mask for each row, as in the original.
+        states = functional.dropout(states, self.dropout, self.training)
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 
     def prepend_prefix(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Let the cache of a forward pass begin with the prefix: a hook before the model's forward pass.
-
-        Args:
-            model: the model that runs, for the names of its positional arguments.
-            args: positional arguments of the pass.
-            kwargs: its keyword arguments; `input_ids` [B, S] or `inputs_embeds` [B, S, H].
+        """Let the cache of a forward pass begin with the prefix: a hook before the model's forward pass. `args` and
+        `kwargs` are the arguments of the pass, with `input_ids` [B, S] or `inputs_embeds` [B, S, H].
 
         Returns:
             No positional arguments, and all by keyword: with a cache that holds P keys and values of each layer before
@@ -148,12 +143,8 @@ class SoftPrompt(nn.Module):
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Put P filler tokens in front of each row, with mask and positions: a hook before the model's forward pass.
 
-        Later passes of generation, whose cache holds the prompt already, get the mask and the positions alone.
-
-        Args:
-            model: the model that runs, for the names of its positional arguments.
-            args: positional arguments of the pass.
-            kwargs: its keyword arguments; `input_ids` [B, S].
+        Later passes of generation, whose cache holds the prompt already, get the mask and the positions alone. `args`,
+        `kwargs`: the arguments of the pass; `input_ids` [B, S].
 
         Returns:
             No positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass.
@@ -174,13 +165,8 @@ class SoftPrompt(nn.Module):
         return (), kwargs
 
     def insert_prompt(self, _: nn.Module, __: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
-        """Replace the embeddings of the filler tokens by the prompt: a hook after the input embedding.
-
-        Args:
-            embedded: what the embedding returned, [B, P + S, H] in the first pass.
-
-        Returns:
-            The same with the learned embeddings [P, H] at the first P positions of each row.
+        """Return `embedded`, [B, P + S, H] in the first pass, with the learned embeddings [P, H] in place of the filler
+        tokens': a hook after the input embedding.
         """
         if not self.is_due:
             return embedded
@@ -266,10 +252,10 @@ def initial_values(
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ConfigError("tuning.init_text = '{text}' holds no token.", text=config.init_text)
-        chosen = torch.tensor((ids * (number // len(ids) + 1))[:number])
+        token_ids = torch.tensor((ids * (number // len(ids) + 1))[:number])  # repeated until there are enough
     else:
-        chosen = torch.randint(len(tokenizer), (number,))
+        token_ids = torch.randint(len(tokenizer), (number,))
     if embedding.weight.is_meta:
         return torch.empty(number, embedding.embedding_dim, device="meta")
     with weights.full_params([embedding.weight]):
-        return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()
+        return embedding.weight.detach()[token_ids.to(embedding.weight.device)].cpu()

@@ -29,7 +29,7 @@ _FORMATS = {
 
 
 def drop_settings(config: Any) -> None:
-    """Take from transformers' config of a model that its weights are quantized."""
+    """Delete from transformers' config of a model, and of its text model, how the weights are quantized."""
     for section in (config, config.get_text_config()):
         for key in QUANTIZATION_KEYS:
             if hasattr(section, key):
@@ -44,7 +44,7 @@ def method_of(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def format_of(settings: Mapping[str, Any]) -> str:
-    """Return the packing that a quantization_config names, or its method's default; "" for a method with one."""
+    """Return the packing that a quantization_config names, or its method's default; "" if its method has only one."""
     method = _method(settings)
     if method == "awq" and settings.get("backend") == "llm-awq":
         return "llm-awq"
@@ -102,7 +102,7 @@ def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """Return the quant_method of a quantization_config; ModelOpt's with its algorithm."""
+    """Return the quant_method of a quantization_config, "?" if it names none; ModelOpt's with its algorithm."""
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):  # of before there was a quant_method
         return "bitsandbytes"
     if settings.keys() >= {"bits", "group_size"} and "quant_method" not in settings:

@@ -6,8 +6,7 @@ https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro
 added, times the coefficient. Ranks that have parts of the same rows compute f and P over all their tokens. transformers
 (5.23) pools all layers before it multiplies, so that one layer can compensate for another.
 
-Models that balance_loss with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the
-bias
+Models that balance with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the bias
 moves by a rate, up where an expert got fewer tokens of the global batch than the mean of its layer, down where more:
 Wang et al. 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
 
@@ -58,6 +57,8 @@ class Routers:
         """What `collect` returns, of the micro-batches so far."""
         self._samples: torch.Tensor | None = None
         """How many samples each token of the micro-batch is in, [B, S]; None while nothing is observed."""
+        # Of the micro-batch, set by `begin`: ranks that its rows are divided over, how often learned tokens in front of
+        # a row count, factor of the routers' loss, and whether it is a filler.
         self._parts, self._learned, self._factor, self._is_filler = 1, 1, 0.0, False
         for number, router in enumerate(self._routers):
             router.register_forward_hook(lambda router, _, output, number=number: self._observe(number, router, output))
@@ -88,12 +89,14 @@ class Routers:
         """Raise the biases of experts with fewer tokens than the mean of their layer by the rate, and lower those of
         experts with more; `loads` of the global batch, in the order of `collect`.
         """
-        for number, load in self._by_layer(loads) if self.bias_rate else ():
+        if not self.bias_rate:
+            return
+        for number, load in self._by_layer(loads):
             bias: Any = self._routers[number].e_score_correction_bias
             bias.add_(torch.sign(load.mean() - load).to(bias), alpha=self.bias_rate)
 
     def table(self, loads: torch.Tensor) -> dict[str, list[int]]:
-        """Return each expert's tokens, by layer."""
+        """Return layer -> tokens of each expert; `loads`: in the order of `collect`."""
         return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
 
     def dropped(self, loads: torch.Tensor) -> dict[str, float]:
@@ -110,10 +113,10 @@ class Routers:
         """
         if self._observed:
             self._sizes = {number: len(self._observed[number][1]) for number in sorted(self._observed)}
-            losses, loads, *dropped = zip(*(self._observed[number] for number in self._sizes), strict=True)
-            sums = torch.cat(
-                (torch.stack(losses).mean()[None], *loads, *(torch.stack(counts).sum()[None] for counts in dropped))
-            )
+            observed = [self._observed[number] for number in self._sizes]
+            mean_loss, loads = torch.stack([loss for loss, *_ in observed]).mean(), [load for _, load, *_ in observed]
+            dropped = [torch.stack([counts[2] for counts in observed]).sum()[None]] if self.capacity else []
+            sums = torch.cat((mean_loss[None], *loads, *dropped))
             if self._is_filler:
                 sums.zero_()
             self._sum = sums if self._sum is None else self._sum + sums
@@ -130,13 +133,11 @@ class Routers:
         if self._samples is None or not router.training:
             return None
         if not isinstance(output, tuple) or len(output) < 3:
-            if asked := [
-                key for key, value in (("router_loss", self.coefficient), ("expert_capacity", self.capacity)) if value
-            ]:
+            if self.coefficient or self.capacity:
                 raise ConfigError(
                     "model.{key}: the routers of this model give no more than their logits, so what they choose cannot "
                     "be seen. Set model.{key}=0.",
-                    key=asked[0],
+                    key="router_loss" if self.coefficient else "expert_capacity",
                 )
             return None
         logits, weights, chosen, *others = output
@@ -145,16 +146,16 @@ class Routers:
         learned = logits.flatten(0, -2).size(0) // rows - size
         samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
         load = expert_loads(chosen, samples, logits.size(-1))
-        value = balance_loss(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
-        self._observed[number] = value.detach(), load  # twice the same where the layer is computed again
+        loss = balance_loss(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
+        self._observed[number] = loss.detach(), load  # twice the same where the layer is computed again
         if self.capacity:
             fits = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
             self._observed[number] += (((~fits).sum(-1).flatten() * samples).sum().float(),)
             weights, chosen = weights * fits, torch.where(fits, chosen, ~chosen)
-        elif not value.requires_grad:
+        elif not loss.requires_grad:
             return None
-        if value.requires_grad:
-            weights = _WithLoss.apply(weights, value, self._factor)
+        if loss.requires_grad:
+            weights = _WithLoss.apply(weights, loss, self._factor)
         return (logits, weights, chosen, *others)
 
 
@@ -171,17 +172,18 @@ def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torc
 def within_capacity(
     chosen: torch.Tensor, weights: torch.Tensor, is_real: torch.Tensor, size: int, factor: float
 ) -> torch.Tensor:
-    """Return which choices [tokens, K] are within the capacity of their experts, bool; see `model.expert_capacity`. Of
-    an expert with more, those with the smallest weights are not, of equal ones the last.
-    `chosen`, `weights`: numbers and weights of the experts, [tokens, K]. `is_real`: no padding, [tokens]. `size`: E. An
-    expert takes `factor` times the mean of n x K / E choices of n real tokens, rounded up.
+    """Return which choices [tokens, K] are within the capacity of their experts, bool; see `model.expert_capacity`. An
+    expert takes `factor` times the mean of n x K / E choices of n real tokens, rounded up. Of more those with the
+    smallest weights are not within it, of equal ones the last. Choices of padding never are.
+
+    `chosen`, `weights`: numbers and weights of the experts, [tokens, K]. `is_real`: no padding, [tokens]. `size`: E.
     """
     choices = chosen.flatten(0, -2)
     limit = (is_real.sum().double() * (factor * choices.size(-1) / size)).ceil()
-    expert = choices.masked_fill(~is_real.unsqueeze(-1), size).flatten()
+    expert = choices.masked_fill(~is_real.unsqueeze(-1), size).flatten()  # padding's has the number E
     order = weights.flatten().argsort(descending=True, stable=True)
     order = order[expert[order].argsort(stable=True)]
-    expert = expert[order]  # [tokens x K], those of an expert next to each other
+    expert = expert[order]  # [tokens x K], those of an expert next to each other, by falling weights
     counts = experts.count_choices(expert, size + 1)
     rank_in_expert = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
     fits = (rank_in_expert < limit) & (expert < size)

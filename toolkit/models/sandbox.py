@@ -39,16 +39,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    is_first, before = not _limited, None
+    is_first, previous_handler = not _limited, None
     if is_first:
-        before, _limited = signal.signal(signal.SIGALRM, _stop), True
+        previous_handler, _limited = signal.signal(signal.SIGALRM, _stop), True
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if is_first:
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
             _limited = False
 
 
@@ -95,8 +95,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             _check(bits, _MOST_BITS)
         elif operator == "*":
-            pairs = ((left, right), (right, left))
-            _check(max((len(a) * b for a, b in pairs if isinstance(a, _SEQUENCES) and isinstance(b, int)), default=0))
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
+                    _check(len(sequence) * times)
         elif operator == "%" and isinstance(left, str):
             _check_call("%", (left, right), {})
         return self.binop_table[operator](left, right)
@@ -203,8 +204,8 @@ def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> No
 
 
 def _padded_size(values: list[Any]) -> int:
-    """Return the longest that a text can get if every line or tab is padded to a width, or gets a text; `values`: the
-    text, and widths or texts.
+    """Return the longest that a text can get if each of its lines or tabs is padded to a width, or gets another text.
+    `values`: the text, then widths or texts.
     """
     count = sum(values[0].count(mark) for mark in "\n\t") + 1 if isinstance(values[0], str) else 1
     return _length(values[0]) + count * _longest(values[1:])
@@ -234,8 +235,8 @@ def _longest(values: Iterable[Any]) -> int:
     """Return the largest int, or length of a text, among values and the items in them."""
     longest = 0
     for value in values:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(inner))
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(items))
     return longest
 
 

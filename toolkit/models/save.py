@@ -62,7 +62,9 @@ def save_model(
 
 
 def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:
-    """Return path and content of all files but weights of a model's directory in transformers' layout."""
+    """Return path and content of all files but weights of a model's directory in transformers' layout, for programs
+    that generate with it: the model's configs get what they need for that. `encoder`: of its tokenizer, None without.
+    """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         writes = model.can_generate()  # a classifier gives scores alone
@@ -143,7 +145,9 @@ class Origin:
 
 
 def load_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Set `ModelRecord.origin` from the `official/` of a saved model's directory, if there is one."""
+    """Set `ModelRecord.origin` from the `official/` of a saved model's directory, if there is one; ModelError if it is
+    damaged.
+    """
     record = folder / ORIGIN_DIR / RECORD
     if not record.is_file():
         return

@@ -132,6 +132,7 @@ def attend_to_segments(
         q, k, v = (repeat_kv(tensor.transpose(0, 1)[None], heads // tensor.size(1)) for tensor in (q, k, v))
         seen, shared = k.size(2), k.size(2) - q.size(2)
         mask = torch.ones(q.size(2), seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
-        part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
+        is_causal = mask is None
+        part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scaling)
         parts.append(part.squeeze(0).transpose(0, 1))
     return torch.cat(parts).to(dtype).view(rows, size, -1, width)

@@ -18,38 +18,49 @@ if TYPE_CHECKING:
 
 
 def examine(examination: "Examination") -> None:
-    """Determine what ends earlier answers and calls where that is not the end token, and `no_thinking`."""
-    template, traits = examination.template, examination.traits
-    question, answer = PROBE[0]["content"], PROBE[1]["content"]
-    added = re.compile(any_of(token.content for token in template.tokenizer.added_tokens_decoder.values()))
-    asked = template.render(PROBE[:1], None, add_generation_prompt=False)
-    last = template.render(PROBE[:2], None, add_generation_prompt=False)
-    earlier = template.render(PROBE[:3], None, add_generation_prompt=False)
-    if last.partition(answer)[2].startswith(template.end):
-        mark = added.match(earlier.partition(answer)[2])
-        if mark and mark[0] != template.end and asked.partition(question)[2].startswith(mark[0]):
-            examination.note(earlier_end=mark[0], ends=traits.ends - {mark[0]})
-        with suppress(RowError):
-            called = template.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
-            ending = [token for token in added.findall(called) if called.rstrip().endswith(token)]
-            examination.note(call_ends=frozenset(ending[-1:]) - {template.end})
-    is_asked = any(last.startswith(template.render(PROBE[:1], None, True, **mode)) for mode in MODES)
-    *_, asks = prompts = [
-        template.render(PROBE[:1], None, True, **mode).removeprefix(template.render(PROBE[:1], None, False, **mode))
-        for mode in MODES
+    """Determine the `TemplateTraits` `earlier_end` and `call_ends` (`_examine_ends`), `no_thinking` and `thought`."""
+    template, answer = examination.template, PROBE[1]["content"]
+    question = template.render(PROBE[:1], None, add_generation_prompt=False)
+    answered = template.render(PROBE[:2], None, add_generation_prompt=False)
+    if answered.partition(answer)[2].startswith(template.end):
+        _examine_ends(examination, question)
+    prompts = [template.render(PROBE[:1], None, True, **mode) for mode in MODES]
+    begins_with_prompt = any(answered.startswith(prompt) for prompt in prompts)
+    openings = [
+        prompt.removeprefix(template.render(PROBE[:1], None, False, **mode))
+        for prompt, mode in zip(prompts, MODES, strict=True)
     ]
-    for mode, prompt in zip(MODES[:-1], prompts, strict=False):
-        rest = prompt.removeprefix(asks)
-        if not asks or rest in ("", prompt):
+    thinking_opening = openings[-1]
+    for mode, opening in zip(MODES[:-1], openings, strict=False):
+        # What the opening of a mode has after that which leaves the reasoning to the model, if it begins with that.
+        no_thought = opening.removeprefix(thinking_opening)
+        if not thinking_opening or no_thought in ("", opening):
             continue
-        if last.startswith(asked + asks) and not is_asked:
-            examination.note(no_thinking=(asks, rest, mode))
-        if traits.reasoning_key is None and (block := re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", rest)):
+        if answered.startswith(question + thinking_opening) and not begins_with_prompt:
+            examination.note(no_thinking=(thinking_opening, no_thought, mode))
+        block = re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", no_thought)
+        if examination.traits.reasoning_key is None and block:
             thought = f"{block[1]}Why.{block[2]}"
             chat = [PROBE[0], {**PROBE[1], "content": thought + answer}]
             if thought + answer in template.render(chat, None, add_generation_prompt=False):
                 examination.note(thought=(block[1], block[2]))
         return
+
+
+def _examine_ends(examination: "Examination", question: str) -> None:
+    """Determine what ends earlier answers and calls, of a template that ends a last answer with the end token.
+    `question`: the rendering of the probe's first.
+    """
+    template = examination.template
+    added_token = re.compile(any_of(token.content for token in template.tokenizer.added_tokens_decoder.values()))
+    followed = template.render(PROBE[:3], None, add_generation_prompt=False)
+    mark = added_token.match(followed.partition(PROBE[1]["content"])[2])
+    if mark and mark[0] != template.end and question.partition(PROBE[0]["content"])[2].startswith(mark[0]):
+        examination.note(earlier_end=mark[0], ends=examination.traits.ends - {mark[0]})
+    with suppress(RowError):
+        called = template.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
+        ending = [token for token in added_token.findall(called) if called.rstrip().endswith(token)]
+        examination.note(call_ends=frozenset(ending[-1:]) - {template.end})
 
 
 def after_prompt(
@@ -67,23 +78,23 @@ def after_prompt(
     if message["role"] != "assistant":
         return None
     if traits.no_thinking:
-        asks, rest, mode = traits.no_thinking
-        start = template.render(before, tools, False, **mode) + asks
-        prompt, written = start + rest, rendered.removeprefix(start)
+        opening, no_thought, mode = traits.no_thinking
+        start = template.render(before, tools, False, **mode) + opening
+        prompt, written = start + no_thought, rendered.removeprefix(start)
         if written == rendered or template.render(before, tools, True, **mode) != prompt:
             return None
-    else:
+    else:  # what is written for the message is seen where it follows one question
         prompt = template.render(before, tools, True)
-        short = template.render(PROBE[:1], tools, False), template.render(PROBE[:1], tools, True)
-        asks, rendering = short[1].removeprefix(short[0]), template.render([PROBE[0], message], tools, False)
-        written = rendering.removeprefix(short[1])
-        if not asks or written == rendering or not prompt.endswith(asks) or not rendered.endswith(asks + written):
+        question, question_prompt = template.render(PROBE[:1], tools, False), template.render(PROBE[:1], tools, True)
+        opening, short = question_prompt.removeprefix(question), template.render([PROBE[0], message], tools, False)
+        written = short.removeprefix(question_prompt)
+        if not opening or written == short or not prompt.endswith(opening) or not rendered.endswith(opening + written):
             return None
     return prompt + written, [(len(prompt), len(prompt) + len(written))]
 
 
 def with_key(message: Message) -> Message:
-    """Return an answer with the reasoning of its text under its key."""
+    """Return an answer with the <think> block that its content begins with under `reasoning_content` instead."""
     before, end, content = message["content"].partition("</think>")
     if not end or message.get("reasoning_content") or not before.lstrip().startswith("<think>"):
         return message

@@ -59,6 +59,7 @@ class Shield:
         return control[0] if control else ""
 
     def _holds_control(self, value: Any) -> bool:
+        """Whether a JSON value has a control string in one of its texts or keys."""
         if isinstance(value, str):
             return self._hint.search(value) is not None and self._control.search(value) is not None
         if isinstance(value, dict):
@@ -66,8 +67,10 @@ class Shield:
         return isinstance(value, (list, tuple)) and any(self._holds_control(inner) for inner in value)
 
     def _cover(self, value: Any) -> Any:
+        """Return a copy of a JSON value in which every control string of its texts and keys is broken up."""
         if isinstance(value, str):
-            return self._control.sub(lambda control: "".join(c + self._breaks[control[0]] for c in control[0]), value)
+            # The break follows each character of a control string.
+            return self._control.sub(lambda match: "".join(char + self._breaks[match[0]] for char in match[0]), value)
         if isinstance(value, dict):
             return {self._cover(key): self._cover(inner) for key, inner in value.items()}
         return [self._cover(inner) for inner in value] if isinstance(value, (list, tuple)) else value
@@ -161,8 +164,8 @@ class SpanTokenizer:
         return WholeTexts(self.tokenizer, self.shield, self.end_id, self.last_ids)
 
     def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
-        """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
-        text. What follows (a newline, mostly) is dropped: generation has stopped by then.
+        """Return the ids of each text and the mask of those in its `spans`. If the last span ends the text, both end
+        with the end token: what the template writes after it (a newline, mostly) is dropped, as generation has stopped.
         """
         if not self.tokenizer.is_fast:
             return [
@@ -171,16 +174,17 @@ class SpanTokenizer:
         encoded: dict[int, Encoded] = {}
         is_covered = [BREAKS.search(text) is not None for text in texts]
         for covered_texts in (False, True):
-            chosen = [index for index, covered in enumerate(is_covered) if covered is covered_texts]
-            if not chosen:
+            indices = [index for index, covered in enumerate(is_covered) if covered is covered_texts]
+            if not indices:
                 continue
             backend = self.shield.backend if covered_texts else self._backend()
             in_pieces = self._encode_in_pieces(
-                backend, [texts[index] for index in chosen], [spans[index] for index in chosen]
+                backend, [texts[index] for index in indices], [spans[index] for index in indices]
             )
-            pairs = zip(chosen, in_pieces, strict=True)
-            encoded.update((index, ids_and_mask) for index, ids_and_mask in pairs if ids_and_mask)
-            others = [index for index in chosen if index not in encoded]
+            for index, ids_and_mask in zip(indices, in_pieces, strict=True):
+                if ids_and_mask is not None:
+                    encoded[index] = ids_and_mask
+            others = [index for index in indices if index not in encoded]
             if others:
                 by_offsets = self.whole_texts.encode_by_offsets(
                     backend, [texts[index] for index in others], [spans[index] for index in others]
@@ -198,19 +202,19 @@ class SpanTokenizer:
     def _encode_in_pieces(
         self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> Iterator[Encoded | None]:
-        """Yield ids and mask of each text; None where a span is not what an opening precedes."""
+        """Yield ids and mask of each text, split before each `mark`; None where no opening precedes a span."""
         if not self.mark:
             yield from [None] * len(texts)
             return
-        numbers: dict[str, int] = {}
-        rows = []
+        pieces_of_texts = []
         for text in texts:
-            pieces = text.split(self.mark)
-            pieces[1:] = [self.mark + piece for piece in pieces[1:]]
-            rows.append([(piece, numbers.setdefault(piece, len(numbers))) for piece in pieces])
-        ids = [encoding.ids for encoding in backend.encode_batch_fast([*numbers], add_special_tokens=False)]
-        for text, marks, row in zip(texts, spans, rows, strict=True):
-            yield self._join_pieces(text, marks, [(piece, ids[number]) for piece, number in row])
+            before, *pieces = text.split(self.mark)
+            pieces_of_texts.append([before, *(self.mark + piece for piece in pieces)])
+        different = list(dict.fromkeys(piece for pieces in pieces_of_texts for piece in pieces))
+        encodings = backend.encode_batch_fast(different, add_special_tokens=False)
+        ids_of = {piece: encoding.ids for piece, encoding in zip(different, encodings, strict=True)}
+        for text, text_spans, pieces in zip(texts, spans, pieces_of_texts, strict=True):
+            yield self._join_pieces(text, text_spans, [(piece, ids_of[piece]) for piece in pieces])
 
     def _join_pieces(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
         """Return a text's ids and mask from its pieces and their ids; None where no opening precedes a span."""
@@ -219,17 +223,17 @@ class SpanTokenizer:
         mask: list[bool] = []
         position, remaining = 0, list(reversed(() if is_whole else spans))
         for piece, ids in pieces:
+            piece_end, num_before = position + len(piece), len(joined)
             joined += ids
             mask += [is_whole] * len(ids)
-            after = position + len(piece)
-            if remaining and remaining[-1][0] < after:
+            if remaining and remaining[-1][0] < piece_end:
                 begin, stop = remaining.pop()
                 trained = self._trained_ids(piece, ids, begin - position, stop - position)
                 if trained is None:
                     return None
-                start, end = (len(joined) - len(ids) + index for index in trained)
+                start, end = num_before + trained[0], num_before + trained[1]
                 mask[start:end] = [True] * (end - start)
-            position = after
+            position = piece_end
         if remaining or (is_whole and not text.endswith(self.end)):
             return None
         if spans and spans[-1][1] == len(text) and not is_whole:
@@ -256,15 +260,15 @@ class SpanTokenizer:
             return None
         # A span may leave out the end token that follows it.
         closing = ids.index(self.closing_ids[control[0]], start)
-        return start, closing + (is_end or after <= stop)
+        return start, closing + 1 if is_end or after <= stop else closing
 
     def merges(self, prompt: str, answer: str) -> bool:
         """Whether a prompt that ends with `prompt` would have other tokens if the answer followed in the same text."""
         if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
             return False
         backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
-        before, both = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + beginning))
-        return both[: len(before)] != before
+        prompt_ids = backend.encode(prompt, add_special_tokens=False).ids
+        return backend.encode(prompt + beginning, add_special_tokens=False).ids[: len(prompt_ids)] != prompt_ids
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -103,18 +103,18 @@ class TransformersLayout(weights.Layout):
 
     def conversions(self) -> list[loading.WeightTransform]:
         """Return those conversions of transformers' table that the files need, so that their reverse makes the files'
-        form.
+        form: also the unequal sizes of parts that one of them concatenates.
         """
         for parts in self._parts.values():
             pattern = next(iter(parts))
-            converter = self._converter_of(pattern)
-            joined = [
+            converter, is_stacked = self._converter_of(pattern), "*" in pattern
+            joining = [
                 number for number, step in enumerate(converter.operations) if isinstance(step, loading.Concatenate)
             ]
-            if not joined or ("*" in pattern and len(converter.operations) == 1):
+            if not joining or (is_stacked and len(converter.operations) == 1):
                 continue
-            step = converter.operations[joined[0]]
-            axis = int(step.dim) - ("*" in pattern)
+            step = converter.operations[joining[0]]
+            axis = int(step.dim) - 1 if is_stacked else int(step.dim)  # an expert's tensor lacks the first dimension
             sizes = [
                 self._size(parts[source][0], axis) if source in parts else 0 for source in converter.source_patterns
             ]
@@ -122,12 +122,14 @@ class TransformersLayout(weights.Layout):
                 from toolkit.models.conversions import UnequalParts
 
                 if not isinstance(step, UnequalParts):
-                    step = converter.operations[joined[0]] = UnequalParts(step.dim)
+                    step = converter.operations[joining[0]] = UnequalParts(step.dim)
                 step.sizes[sum(sizes)] = sizes
         return [entry for entry in self._table if entry.was_used()]
 
     def _rename(self, name: str) -> tuple[str, str | None]:
-        """Return the (first) parameter that a stored tensor fills, and the pattern of a converter that it needs."""
+        """Return the (first) parameter that a stored tensor fills, and the pattern of the converter that it needs, None
+        if it needs none. A name without a parameter is returned as renamed.
+        """
         prefix, used = self._model.base_model_prefix, [entry.was_used() for entry in self._table]
         parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if parameter not in self._shapes and name in self._shapes:  # a conversion's pattern matches it by mistake
@@ -140,8 +142,8 @@ class TransformersLayout(weights.Layout):
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
     def _settle_transposes(self) -> None:
-        """Transpose always or never, where transformers decides by a tensor's shape as it loads it, and so never as it
-        saves (5.23: Qwen3-VL-MoE).
+        """Replace conversions that transpose or not by a tensor's shape as transformers loads it, and so never as it
+        saves (5.23: Qwen3-VL-MoE): by one that always does, or never.
         """
         for parameter, parts in self._parts.items():
             for pattern, names in parts.items():
@@ -187,6 +189,7 @@ class TransformersLayout(weights.Layout):
                 architecture=type(self._model).__name__,
                 name=name,
             )
+        # Experts by their order; if their tensors fill several parameters, one after the other.
         names = self._parts[parameter][pattern]
         group, number = divmod(names.index(name), -(-len(names) // len(targets)))
         index: list[Any] = [number] if is_stacked else []

@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from toolkit.models.chat_template import TemplateChatEncoder
 
 
-def untrainable(encoder: "TemplateChatEncoder", messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
-    """Return the error that says why the trained answers of a conversation cannot be found in its text."""
-    for index in wanted:
-        if not has_reasoning(messages[index]) and (asks := _asks_for_reasoning(encoder, messages[:index])):
+def untrainable(encoder: "TemplateChatEncoder", messages: Sequence[Message], trained: Sequence[int]) -> Exception:
+    """Return the error that says why the answers with the indices `trained` cannot be found in a conversation's text: a
+    RowError, or a ModelError if the template cannot be trained with at all.
+    """
+    for index in trained:
+        if not has_reasoning(messages[index]) and (opening := _thinking_opening(encoder, messages[:index])):
             return RowError(
                 "message {number}: the chat template's prompt for an answer ends with {asks}, which asks for "
                 "reasoning, and the answer has none. Write it into its `reasoning_content`, or give a template "
                 "that does not ask: model.chat_template=FILE",
                 number=index + 1,
-                asks=repr(shortened(asks, EXCERPT_CHARS)),
+                asks=repr(shortened(opening, EXCERPT_CHARS)),
             )
-    if wanted != [len(messages) - 1]:
+    if trained != [len(messages) - 1]:
         return RowError(
             tr(
                 "the chat template writes an earlier answer of this conversation otherwise once another turn "
@@ -46,21 +48,21 @@ def untrainable(encoder: "TemplateChatEncoder", messages: Sequence[Message], wan
     )
 
 
-def _asks_for_reasoning(encoder: "TemplateChatEncoder", messages: Sequence[Message]) -> str:
+def _thinking_opening(encoder: "TemplateChatEncoder", messages: Sequence[Message]) -> str:
     """Return the end of the prompt for an answer if it begins the reasoning in every mode, else ""."""
-    asks = ""
+    opening = ""
     with suppress(RowError):
         before = encoder.render(messages, None, add_generation_prompt=False)
         for mode in MODES:
-            asks = encoder.render(messages, None, add_generation_prompt=True, **mode).removeprefix(before)
-            if "<think>" not in asks.rpartition("</think>")[2]:
+            opening = encoder.render(messages, None, add_generation_prompt=True, **mode).removeprefix(before)
+            if "<think>" not in opening.rpartition("</think>")[2]:
                 return ""
-    return asks
+    return opening
 
 
 def lost_part(number: int, part: str, setting: str) -> RowError:
-    """Return the error that a template has no place for a part of a message. `part`: a key of `_FEATURES`, or
-    "reasoning"; `setting`: what gives another template.
+    """Return the error that a template has no place for a part of the message `number`, counted from 1. `part`: a key
+    of `_FEATURES`, or "reasoning"; `setting`: what gives another template.
     """
     kinds = {
         "tool_calls": tr("calls of tools"),

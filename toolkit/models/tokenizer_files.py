@@ -73,8 +73,9 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
     from toolkit.models.chatglm import tokenizers
 
     detected = tokenizers.family_of(vocabulary)
-    shared = {schema.Family.chatglm2, schema.Family.chatglm3, schema.Family.auto}
-    if family not in (schema.Family.auto, detected) and not {family, detected} <= shared:
+    # ChatGLM2 and ChatGLM3 have the same vocabulary.
+    same_vocabulary = {schema.Family.chatglm2, schema.Family.chatglm3, schema.Family.auto}
+    if family not in (schema.Family.auto, detected) and not {family, detected} <= same_vocabulary:
         raise ModelError(
             "model.family = {family}, but {file} is the vocabulary of {found}.",
             family=family.value,
@@ -124,7 +125,9 @@ def load_chat_encoder(
     chat_template: str = "",
     original_labels: bool = True,
 ) -> AnyChatEncoder:
-    """Return the encoder of a model directory, which turns conversations into ids and the mask of trained tokens."""
+    """Return what turns conversations into ids and the mask of trained tokens, for the tokenizer in a directory; see
+    `load_tokenizer` and `chat.chat_encoder`.
+    """
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 

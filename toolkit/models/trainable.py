@@ -74,15 +74,8 @@ that is False in modules of classes that read the key; the value to set.
 
 
 def check_trains(model: PreTrainedModel, folder: Path, task: TaskKind) -> None:
-    """Raise ModelError for a model that cannot be trained.
-
-    Args:
-        model: may be on the meta device.
-        folder: its directory, for the message.
-        task: for prediction of tokens, attention must be causal.
-
-    Raises:
-        ModelError: naming the key of config.json, its value, and what to do.
+    """Raise ModelError, with the key of config.json and what to do, for a model that cannot be trained; it may be on
+    the meta device. `folder`: its directory, for the message. `task`: to predict tokens, attention must be causal.
     """
     kind, config = model.config.model_type, model.config.get_text_config()
     if reason := read_table("models/refused.yaml").get(kind):
@@ -164,10 +157,8 @@ def is_tested(kind: str) -> bool:
 def report_untested_type(model: PreTrainedModel) -> None:
     """Report a model type that no test trains."""
     if not is_tested(model.config.model_type):
-        say(
-            "model_type = {kind} is untested: `toolkit check` tries a tiny model of it.",
-            kind=model.config.model_type,
-        )
+        kind = model.config.model_type
+        say("model_type = {kind} is untested: `toolkit check` tries a tiny model of it.", kind=kind)
 
 
 def report_frozen_parts(model: PreTrainedModel) -> None:

@@ -322,7 +322,7 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    filled = dict.fromkeys(shapes, 0)
+    filled = dict.fromkeys(shapes, 0)  # how many numbers of each parameter the files have
     unexpected, mismatched = [], []
     for name, info in files.items():
         targets = layout.parameters(name)

@@ -39,6 +39,7 @@ class WholeTexts:
         if not borders:
             return encoding, text, spans
         pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
+        # A span moves by one character for each border before it, which `SPLIT` now marks.
         shifted = [
             (begin + sum(border <= begin for border in borders), stop + sum(border < stop for border in borders))
             for begin, stop in spans
@@ -73,6 +74,7 @@ class WholeTexts:
         is_covered, borders = BREAKS.search(text) is not None, [0]
 
         def tokens(part: str) -> list[int]:
+            """Return the ids of a beginning of the text, tokenized separately before and after each of `borders`."""
             ids: list[int] = []
             for begin, stop in pairwise([*(border for border in borders if border < len(part)), len(part)]):
                 if is_covered:
@@ -88,9 +90,9 @@ class WholeTexts:
                 ids = tokens(text)
 
         def id_index(position: int) -> int:
-            beginning = tokens(text[:position])
-            pairs = enumerate(zip(beginning, ids, strict=False))
-            return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
+            prefix_ids = tokens(text[:position])
+            differs = (prefix_id != text_id for prefix_id, text_id in zip(prefix_ids, ids, strict=False))
+            return next((index for index, is_other in enumerate(differs) if is_other), min(len(prefix_ids), len(ids)))
 
         return self._mask_to_end(ids, [(id_index(begin), id_index(stop)) for begin, stop in spans])
 

@@ -78,7 +78,8 @@ def layer_activation_bytes(
     """Return the bytes of one layer's activations by kind; `width`, `dropout`: as in `activation_bytes`."""
     if f"saved_{width}" in outline.sizes:
         return _measured_bytes(outline, rows, width, layer, dropout)
-    return dict((_ChatGLM6BLayer if outline.is_v1 else _DecoderLayer)(outline, rows, width, layer, dropout).bytes)
+    layer_type = _ChatGLM6BLayer if outline.is_v1 else _DecoderLayer
+    return dict(layer_type(outline, rows, width, layer, dropout).bytes)
 
 
 def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> dict[str, int]:
@@ -96,18 +97,19 @@ def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, d
     """Return the bytes that a layer's LoRA saves: the output of each first factor, and the inputs, of which those of
     the same width count once in a module.
     """
-    outputs, inputs = 0, dict[tuple[str, int], int]()
+    outputs, inputs = 0, dict[tuple[str, int], int]()  # by owner and width
+    mask_width = width if rows.on_cpu else 1
     for name in outline.targets:
         if layer_of(name) != layer:
             continue
-        factor, count = outline.shapes[f"{name}.lora_A.default.weight"], 1.0
-        rank = factor[0]
+        rank, width_in = outline.shapes[f"{name}.lora_A.default.weight"]
+        times = 1.0  # how often a token comes
         if is_routed(name):
-            rank, count = factor[0] // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
-        outputs += int(rows.tokens * count * width * rank)
-        is_apart = dropout > 0  # then each has its own input, and a mask
-        key = (name if is_apart else name.rpartition(".")[0], factor[1])
-        inputs[key] = int(rows.tokens * count * factor[1] * (width + is_apart * (width if rows.on_cpu else 1)))
+            rank, times = rank // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
+        outputs += int(rows.tokens * times * width * rank)
+        drops = dropout > 0  # then each has its own input, and a mask
+        owner = name if drops else name.rpartition(".")[0]
+        inputs[owner, width_in] = int(rows.tokens * times * width_in * (width + (mask_width if drops else 0)))
     return outputs + sum(inputs.values())
 
 
@@ -144,7 +146,9 @@ def _mask_size(rows: Rows) -> int:
 
 
 class _Layer:
-    """Adds up the bytes that a layer saves for its backward pass, by kind; `width`: bytes of an element."""
+    """Adds up the bytes that a layer saves for its backward pass, by kind; `width`: bytes of an element. Its parts are
+    added in the order of the forward pass: each may set `has_gradient`, without which the next ones save less.
+    """
 
     def __init__(self, outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> None:
         self.outline, self.rows, self.width, self.dropout = outline, rows, width, dropout
@@ -171,7 +175,9 @@ class _Layer:
     def linear(self, kind: str, modules: tuple[str, ...], width_in: int, is_kept: bool = False) -> None:
         """Add linear layers that share one input of `width_in` elements per token; `is_kept`: it is counted already."""
         with_lora = [name for name in modules if self.at + name in self.outline.targets]
-        drops, mask_width = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
+        drops, mask_width = self.dropout > 0, 0
+        if self.has_gradient:
+            mask_width = self.width if self.rows.on_cpu else 1
         trains = any(self.trains(name) for name in modules)
         needs_input = trains or (with_lora and not drops) or (self.rows.keeps_inputs and self.has_gradient)
         if needs_input and not is_kept:
@@ -208,6 +214,7 @@ class _DecoderLayer(_Layer):
     """A decoder layer of transformers' Llama, GLM and their kind."""
 
     def norm(self, name: str, wide: int = 0, groups: int = 1) -> None:
+        """Add an RMSNorm over `wide` elements per token (0: the hidden width), in so many groups with a norm each."""
         wide, trains = wide or self.size["hidden"], self.trains(name)
         if self.has_gradient:
             self.save("norms", 4 * wide + 4 * groups)
@@ -216,7 +223,9 @@ class _DecoderLayer(_Layer):
         self.has_gradient = self.has_gradient or trains
 
     def add_parts(self) -> None:
+        """Add the layer's parts in forward order, see `_Layer`."""
         size, rows = self.size, self.rows
+        # Elements of a token's queries, and heads of keys.
         wide, groups = size["heads"] * size["head_size"], size["keys"] // size["head_size"]
         self.norm("input_layernorm")
         self.linear("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), size["hidden"])
@@ -250,9 +259,7 @@ class _ChatGLM6BLayer(_Layer):
             self.has_gradient = True
 
     def add_parts(self) -> None:
-        """Add the layer's parts in forward order: each adds to `bytes` and may set `has_gradient`, which the next one
-        reads. Attention itself saves only what a trained part before it needs.
-        """
+        """Add the layer's parts in forward order, see `_Layer`; attention saves only what gradients need."""
         hidden = self.size["hidden"]
         self.norm("input_layernorm")
         self.linear("attention", ("attention.query_key_value",), hidden)

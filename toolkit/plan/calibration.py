@@ -24,7 +24,7 @@ _POLL_S = 0.1
 
 
 def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None:
-    """Measure this machine's rates and keep them."""
+    """Measure this machine's rates and save them in `rates_file`; ConfigError if `machine` is another one."""
     if machine.nodes > 1:
         raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
     if not machine.on_cpu:
@@ -39,10 +39,8 @@ def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None
     with tempfile.TemporaryDirectory() as folder:
         measured = _measure(cfg, machine, Path(folder))
     # All wait for the slowest: its rates are the machine's.
-    slowest = {
-        name: (max if name in ("micro_s", "latency_s") else min)(rates[name] for rates in measured)
-        for name in measured[0]
-    }
+    slowest = {name: min(rates[name] for rates in measured) for name in measured[0]}
+    slowest |= {name: max(rates[name] for rates in measured) for name in ("micro_s", "latency_s") if name in slowest}
     write_cache(rates_file(cfg, machine, outline), slowest)
 
 

@@ -29,7 +29,8 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
     after = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in before}
-    after |= {} if {HEAD, SCORE} & {*after} else {name: shape for name, shape in before.items() if not _is_added(name)}
+    if not {HEAD, SCORE} & {*after}:  # a tied head: the last stage holds the embedding too
+        after |= {name: shape for name, shape in before.items() if not _is_added(name)}
     inner = [{key: shape for key, shape in outline.shapes.items() if layer_of(key) == layer} for layer in range(layers)]
     parts = [before, *inner, after]
     sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]
@@ -84,8 +85,8 @@ def _is_added(name: str) -> bool:
 
 
 def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int]:
-    """Return the bounds of stages in a model's parts: embedding, `layers` layers, and the rest, of such `sizes`. Each
-    stage gets a layer, so that each has parameters that an adapter trains.
+    """Return the first part of each stage, and the end. `sizes`: of the parts: embedding, `layers` layers, the rest.
+    Each stage gets a layer, so that each has parameters that an adapter trains; ModelError if there are too few.
     """
     if num_stages > layers:
         raise ModelError(
@@ -103,6 +104,7 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
     with the shortest last part (deepspeed 0.19.8, runtime/utils.py, partition_balanced). No part is empty.
     """
     ends = [0, *accumulate(sizes)]
+    # Number of sizes that are divided -> (largest, smallest part, bounds) of the best division of these.
     divisions: dict[int, tuple[float, float, list[int]]] = {0: (0, math.inf, [0])}
     for _ in range(num_parts):
         longer = {}
@@ -119,7 +121,7 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
 
 
 def tensor_part(outline: Outline, size: int) -> Outline:
-    """Return a rank's part of a model under tensor parallelism."""
+    """Return a rank's part of a model under tensor parallelism over `size` ranks."""
     if size == 1:
         return outline
     sizes = outline.sizes
@@ -132,7 +134,9 @@ def tensor_part(outline: Outline, size: int) -> Outline:
 
 
 def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
-    """Return a rank's part of a model whose routed experts are divided over `size` ranks; the rest is not divided."""
+    """Return a rank's part of a model whose routed experts are divided over `size` ranks; the rest is not divided.
+    `capacity`: `model.expert_capacity`. ConfigError if `size` does not divide the number of experts.
+    """
     if size == 1:
         return outline
     routed = {name: shape for name, shape in outline.shapes.items() if is_routed(name)}
@@ -163,9 +167,10 @@ def expert_parallel_bytes(part: Outline, states_bytes: int, recomputes: bool) ->
     size = part.sizes.get("expert_ranks", 1)
     if size == 1:
         return 0.0, 0
-    layers, passes = len({layer_of(name) for name in part.shapes if is_routed(name)}), 3 if recomputes else 2
-    once = part.sizes.get("chosen", 0) * states_bytes * (size - 1) / size
-    return layers * passes * 2 * once, layers * (3 * passes - 1)
+    layers = len({layer_of(name) for name in part.shapes if is_routed(name)})
+    passes = 3 if recomputes else 2
+    one_way = part.sizes.get("chosen", 0) * states_bytes * (size - 1) / size
+    return layers * 2 * passes * one_way, layers * (2 * passes + passes - 1)
 
 
 def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:

@@ -112,7 +112,7 @@ def formula(
     names = shapes if trained is None else trained
     # The first trained parameter in the order of computation: nothing before it gets a gradient.
     first = min((_position_of(name, layers) for name in names), default=(layers + 1, 0))
-    # FLOPs per token of each matrix; of LoRA's `save_modules` the trained copy is used, and not the original.
+    # FLOPs per token of each matrix, experts' in three dimensions; of LoRA's `save_modules` only the trained copy's.
     costs = {
         name: 2 * elements_used_by_token(name, math.prod(shape), sizes)
         for name, shape in shapes.items()
@@ -122,16 +122,17 @@ def formula(
         and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
     }
     outside = [name for name in costs if layer_of(name) < 0]
-    outer = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
-    if not outer and outside:  # a tied embedding, the largest matrix, is the head
-        outer = [max(outside, key=costs.__getitem__)]
+    head_names = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
+    if not head_names and outside:  # a tied embedding, the largest matrix, is the head
+        head_names = [max(outside, key=costs.__getitem__)]
+    # (FLOPs per token, whether it is trained, position) of each matrix.
     matrices = [(costs[name], name in names, _position_of(name, layers)) for name in costs if name not in outside]
-    heads = [(costs[name], name in names, (layers, 1)) for name in outer]
+    heads = [(costs[name], name in names, (layers, 1)) for name in head_names]
     attending = sizes.get("attending", layers)
     # Per pair of tokens and layer: scores and weighted values.
     pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
-    with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))  # layers whose attention has one
-    recomputed = sum(layer >= first[0] for layer in range(layers))
+    attending_with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))
+    recomputed_layers = sum(layer >= first[0] for layer in range(layers))
 
     def rates(per_token: int, num_layers: int, per_trained_token: int) -> FlopRates:
         per_pair = num_layers * pair_flops * attending // layers  # hybrids alternate from the first layer to the last
@@ -144,9 +145,9 @@ def formula(
     # A recomputed layer's input gets a gradient even if nothing before it is trained.
     layers_again = sum(cost * (1 + (position <= first)) for cost, _, position in matrices if position[0] >= first[0])
     return Formula(
-        rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
-        rates(backward(matrices), 2 * with_gradient, backward(heads)),
-        rates(layers_again, recomputed + 2 * (recomputed - with_gradient), 0),
+        forward=rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
+        backward=rates(backward(matrices), 2 * attending_with_gradient, backward(heads)),
+        recomputed=rates(layers_again, recomputed_layers + 2 * (recomputed_layers - attending_with_gradient), 0),
     )
 
 

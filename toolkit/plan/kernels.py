@@ -42,11 +42,7 @@ TABLE = (
     ),
 )
 """As in transformers 5.24; a test compares it with the sources of the installed version."""
-DISTRIBUTIONS = {
-    "causal_conv1d": "causal-conv1d",
-    "fla": "flash-linear-attention",
-    "mamba_ssm": "mamba-ssm",
-}
+DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 """Name to import -> name to install."""
 
 

@@ -9,15 +9,7 @@ from typing import Any
 from toolkit import disk
 from toolkit.config import objective, schema
 from toolkit.messages import ConfigError, tr
-from toolkit.plan.outline import (
-    HEAD,
-    Outline,
-    Shapes,
-    Sizes,
-    Targets,
-    shapes_of_random,
-    with_tuning,
-)
+from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, Targets, shapes_of_random, with_tuning
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 
@@ -32,8 +24,8 @@ def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
         outline = _outline_with_tuning(cfg, *measured_shapes(cfg))
     if not outline.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
-    other = _config_of_teacher(cfg)
-    return replace(outline, teacher=outline_of(other)) if other else outline
+    cfg_of_teacher = _config_of_teacher(cfg)
+    return replace(outline, teacher=outline_of(cfg_of_teacher)) if cfg_of_teacher else outline
 
 
 def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None:
@@ -54,7 +46,7 @@ def _with_teacher(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
     if (cfg_of_teacher := _config_of_teacher(cfg)) is None:
         return outline
     teacher = cached_outline(cfg_of_teacher)
-    return teacher and replace(outline, teacher=teacher)
+    return replace(outline, teacher=teacher) if teacher else None
 
 
 def _config_of_teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
@@ -72,18 +64,20 @@ def _config_of_teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
 def _outline_with_tuning(
     cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None
 ) -> Outline:
-    """Return the outline of a language model with its task's head and its method's parameters, if any."""
+    """Return the outline of a language model of such shapes and sizes, with its task's head, its fine-tuning method's
+    parameters and the rows of added tokens, if any. `targets`: of a measured model, see `outline.Targets`.
+    """
     if cfg.task.has_head:
         without_head = {name: shape for name, shape in shapes.items() if name != HEAD}
         # If only the data show the labels, two are assumed: a head is very small.
         head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
         shapes, sizes = without_head | {SCORE: head}, sizes | {"logits_change": 0}
-    outline, tokens = with_tuning(shapes, sizes, tuning_of(cfg), targets), len(cfg.model.add_tokens)
-    if not tokens or not outline.targets:
+    outline = with_tuning(shapes, sizes, tuning_of(cfg), targets)
+    if not cfg.model.add_tokens or not outline.targets:
         return outline
     from toolkit.plan.lora_outline import with_trained_rows
 
-    return with_trained_rows(outline, tokens)
+    return with_trained_rows(outline, len(cfg.model.add_tokens))
 
 
 def cache_file(cfg: schema.RunConfig, kind: str, inputs: object) -> Path:

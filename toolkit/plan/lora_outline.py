@@ -12,14 +12,16 @@ _EXPERT_LIKE_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 
 
 def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:
-    """Return the outline of a model with LoRA in `targets`, or in those of the settings if there are none."""
+    """Return the outline of a model with LoRA in the layers `targets`; [] means those that `tuning.target_modules`
+    matches. ConfigError if a pattern of the settings matches nothing.
+    """
     # A head that is tied to the embedding can be a target, though it has no parameter of its own.
-    embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
-    is_tied = bool(embedded) and not any(name in shapes for name in OUTPUT)
-    named = shapes | {HEAD: embedded[0]} if is_tied else shapes
+    embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    is_tied = bool(embeddings) and not any(name in shapes for name in OUTPUT)
+    with_head = shapes | {HEAD: embeddings[0]} if is_tied else shapes
     modules = {
         name.removesuffix(".weight"): shape
-        for name, shape in named.items()
+        for name, shape in with_head.items()
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
     experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
@@ -32,7 +34,7 @@ def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets
     elif not targets:
         fitting = modules.keys() | experts.keys()
         targets = [name for pattern in patterns for name in check_matches("tuning.target_modules", pattern, fitting)]
-    owners = {name.rpartition(".")[0] for name in named}
+    owners = {name.rpartition(".")[0] for name in with_head}
     saved = {name for pattern in tuning.save_modules for name in check_matches("tuning.save_modules", pattern, owners)}
     added: Shapes = {}
     frozen: Shapes = {}
@@ -42,14 +44,14 @@ def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets
             added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
             added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)
             continue
-        out, width = named[f"{name}.weight"]
+        out, width = with_head[f"{name}.weight"]
         added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
         if tuning.init in (schema.LoraInit.pissa, schema.LoraInit.olora):
             frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
         if tuning.dora:
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
-    for name, shape in named.items():
+    for name, shape in with_head.items():
         owner, _, end = name.rpartition(".")
         if owner in saved:  # peft keeps the original too
             added[f"{owner}.modules_to_save.default.{end}"] = shape
@@ -64,6 +66,6 @@ def with_trained_rows(outline: Outline, count: int) -> Outline:
     tables = [name for name, shape in outline.shapes.items() if shape == vocabulary and layer_of(name) < 0]
     if any(name in outline.trained for name in tables):
         return outline
-    ends = f".{TRAINED_ROWS}.trainable_tokens_delta.default"
-    rows = {name.removesuffix(".weight") + ends: (count, vocabulary[1]) for name in tables}
+    suffix = f".{TRAINED_ROWS}.trainable_tokens_delta.default"
+    rows = {name.removesuffix(".weight") + suffix: (count, vocabulary[1]) for name in tables}
     return replace(outline, shapes=outline.shapes | rows, trained=outline.trained | rows.keys())

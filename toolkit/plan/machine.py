@@ -84,7 +84,8 @@ class Machine:
     @property
     def name(self) -> str:
         """Description for users, such as `2 x 8 x A100 80GB`."""
-        gpu = "CPU" if self.on_cpu else self.card.name if self.card else ""
+        card = self.card.name if self.card else ""
+        gpu = "CPU" if self.on_cpu else card
         memory = "" if gpu.endswith("GB") or "GB " in gpu else f"{self.memory_bytes / GIB:.0f} GiB"
         return " ".join(filter(None, [f"{self.nodes} x {self.ranks} x", gpu, memory]))
 
@@ -133,6 +134,7 @@ def find_gpu(name: str) -> Gpu | None:
 def identifying_words(name: str) -> set[str]:
     """Return the words that identify a GPU, the same for `RTX4090`, `rtx 4090` and `NVIDIA GeForce RTX 4090`."""
     name = re.sub(r"nvidia|geforce|rtx|ascend", " ", name.lower()).replace(" gb", "gb")
+    # A space before what follows a number: 4090d, pro6000, 100sxm.
     name = re.sub(r"(?<=\d{4})(?=[a-z])|(?<=pro)(?=\d)|(?<=\d)(?=sxm|pcie|nvl)", " ", name)
     return set(re.findall(r"[a-z0-9]+", name))
 

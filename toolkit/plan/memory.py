@@ -29,16 +29,8 @@ _KEPT_INPUTS = 3
 (deepspeed 0.19.8, offload_activations.py, keep_last_count and max_fwd_stash_count)."""
 BF16_CHUNK = 2**22
 """Elements that an update with states in bf16 computes in float32 at once (engine/bf16_adam.py)."""
-
-
-def bf16_chunk_elements(trained: int) -> int:
-    """Return the float32 numbers of an update with states in bf16 of so many parameters: a chunk's five tensors."""
-    return 5 * min(BF16_CHUNK, trained)
-
-
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
 """Bytes of a weight."""
-
 PROCESS_BYTES = int(0.7 * GIB)
 """Private memory of a rank with torch, DeepSpeed, transformers and peft imported."""
 CUDA_BYTES = 2 * GIB
@@ -77,19 +69,22 @@ class RankMemory:
         return max(self.device, key=self.peak)
 
 
+def bf16_chunk_elements(trained: int) -> int:
+    """Return the float32 numbers of an update with states in bf16 of so many parameters: a chunk's five tensors."""
+    return 5 * min(BF16_CHUNK, trained)
+
+
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
-    """Return the memory of one rank on the longest rows that the config allows; on CPUs host memory is in `device`."""
+    """Return the memory of a rank, of the largest pipeline stage, on the longest rows; a CPU's `device` is the host."""
     if (stages := cfg.parallel.pipeline) == 1:
         return RankPlanner(rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
     from toolkit.plan.division import stage_outlines
 
     # Stages alternate forward and backward passes; earlier stages wait longer for their first backward pass.
-    held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
-    parts = (rank_part(part, cfg) for part in stage_outlines(outline, stages))
-    ranks = [
-        RankPlanner(part, cfg, world_size, on_cpu, in_flight).memory()
-        for part, in_flight in zip(parts, held, strict=True)
-    ]
+    ranks = []
+    for stage, stage_outline in enumerate(stage_outlines(outline, stages)):
+        in_flight = min(mesh.accumulation(cfg, world_size), stages - stage)
+        ranks.append(RankPlanner(rank_part(stage_outline, cfg), cfg, world_size, on_cpu, in_flight).memory())
     peaks = tuple(rank.peak(rank.worst) for rank in ranks)
     return replace(ranks[peaks.index(max(peaks))], stages=peaks)
 
@@ -98,17 +93,17 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     """Return the largest micro-batch that the config allows."""
     packed = cfg.data.packing is schema.Packing.packed or objective.shares_prompts(cfg)
     varlen = packed and cfg.model.attention in (schema.Attention.auto, schema.Attention.varlen)
-    blocks = packed and not varlen
+    by_mask = packed and not varlen  # a mask keeps the samples of a row apart
     width = WIDTHS[cfg.precision.dtype]
     learned = cfg.tuning.method in (schema.TuningMethod.ptuning_v2, schema.TuningMethod.prompt)
     has_mask = learned and cfg.parallel.sequence == 1
     return Rows(
         # A pair has two rows, or one if its answers share a mask.
-        rows=mesh.micro_rows(cfg) * (1 if blocks else objective.data_unit(cfg)[1]),
-        length=cfg.data.max_length * (objective.data_unit(cfg)[1] if blocks else 1),
+        rows=mesh.micro_rows(cfg) * (1 if by_mask else objective.data_unit(cfg)[1]),
+        length=cfg.data.max_length * (objective.data_unit(cfg)[1] if by_mask else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
-        mask_bytes=width if outline.is_v1 or blocks or has_mask else 0,
-        mask_per_layer=blocks or (has_mask and not outline.is_v1),
+        mask_bytes=width if outline.is_v1 or by_mask or has_mask else 0,
+        mask_per_layer=by_mask or (has_mask and not outline.is_v1),
         varlen=varlen,
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
@@ -162,39 +157,46 @@ class RankPlanner:
         stage = _STAGES[self.cfg.zero.stage](self)
         stage = replace(stage, at_rest=stage.at_rest | self.teacher())
         forward = self.forward(stage)
-        moments = [_add_parts(stage.at_rest, parts) for parts in (forward, forward | stage.first_gradient)]
-        moments += [_add_parts(stage.at_rest, parts) for parts in (stage.backward, stage.update)]
+        moments = (forward, forward | stage.first_gradient, stage.backward, stage.update)
+        exported = {"gathered": self.weight * self.largest_of_all} if self.cfg.zero.stage == 3 else {}
         device = {
             "load": stage.load,
-            "step": max(moments, key=lambda parts: sum(parts.values())),
+            "step": _add_parts(stage.at_rest, max(moments, key=lambda parts: sum(parts.values()))),
             "evaluation": _add_parts(stage.at_rest, self.evaluation()),
             "save": _add_parts(stage.at_rest, self.gathered()),  # a checkpoint's probe is a forward pass
-            "export": _add_parts(
-                stage.at_rest, {"gathered": self.weight * self.largest_of_all} if self.cfg.zero.stage == 3 else {}
-            ),
+            "export": _add_parts(stage.at_rest, exported),
         }
         if self.outline.teacher and self.cfg.distill.top_k:  # it is freed before the student is loaded
             device = {"teacher": self.teacher(is_ahead=True), **device}
         host = self.host()
-        if not self.on_cpu:
-            return RankMemory(device=device, host=host)
+        if self.on_cpu:
+            return RankMemory(device=self._with_host(device, host), host={})
+        return RankMemory(device=device, host=host)
+
+    def _with_host(self, device: dict[str, Parts], host: Parts) -> dict[str, Parts]:
+        """Return the bytes of a CPU rank's phases: those of `device`, what loading takes besides, and offloaded states,
+        of which before the first step there are only the master weights.
+        """
+        device = dict(device)
         # DeepSpeed copies weights while the ones that were read, or created in float32, still exist.
         if self.cfg.model.init is schema.Init.random:
-            device["load"] = _add_parts(stage.load, {"weights": max(0, 4 * self.all - sum(stage.load.values()))})
+            missing = max(0, 4 * self.all - sum(device["load"].values()))
+            device["load"] = _add_parts(device["load"], {"weights": missing})
         else:
-            device["load"] = stage.load | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
+            device["load"] = device["load"] | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
         loaded = dict(host)
         if "optimizer" in host:
             loaded["optimizer"] = int(host["optimizer"] * self.master / (self.master + self.states))
-        device = {phase: _add_parts(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
-        return RankMemory(device=device, host={})
+        return {phase: _add_parts(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
 
     def teacher(self, is_ahead: bool = False) -> Parts:
         """Return the bytes of distillation's teacher, which only runs forward: its weights (under stage 3 this rank's
-        part, and the layers that are gathered), and one layer's states. `is_ahead`: whether it runs before training.
+        part, and the layers that are gathered), and one layer's states. `is_ahead`: before training, where its scores
+        are stored (distill.top_k); else during it. {} for the other of the two, and without a teacher.
         """
         other = self.outline.teacher
-        if other is None or bool(self.cfg.distill.top_k) != is_ahead:
+        runs_ahead = self.cfg.distill.top_k > 0
+        if other is None or runs_ahead != is_ahead:
             return {}
         size, zero = other.num_parameters, self.cfg.zero
         if zero.stage == 3:
@@ -283,30 +285,32 @@ class RankPlanner:
             return rows.tokens * (vocab * copies + self.weight * hidden)
         is_distilled = self.cfg.task.kind is schema.TaskKind.distill
         chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES // (_DISTILLED_PART if is_distilled else 1))
-        held = _DISTILLED_COPIES if is_distilled else _CHUNK_COPIES if with_gradients else 2.0
+        copies_of_chunk = _DISTILLED_COPIES if is_distilled else _CHUNK_COPIES if with_gradients else 2.0
         if not with_gradients:
-            return int(held * chunk) + self.weight * hidden * rows.tokens
-        inputs = int(held * chunk) + (self.weight + 4) * hidden * rows.tokens
+            return int(copies_of_chunk * chunk) + self.weight * hidden * rows.tokens
+        inputs = int(copies_of_chunk * chunk) + (self.weight + 4) * hidden * rows.tokens
         if not self.outline.trains_head:
             return inputs
-        matrix, group = 4 * vocab * hidden, 2 * hidden // self.weight
-        logits = (
-            min(rows.tokens, group) * vocab * self.weight if min(rows.tokens, group) * vocab * 4 > CHUNK_BYTES else 0
-        )
-        return inputs + matrix + logits + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
+        # The head's gradient in float32, and the logits of the tokens that it is computed of, if they exceed a chunk.
+        gradient, tokens = 4 * vocab * hidden, min(rows.tokens, 2 * hidden // self.weight)
+        logits = tokens * vocab * self.weight if tokens * vocab * 4 > CHUNK_BYTES else 0
+        return inputs + gradient + logits + (min(gradient, CHUNK_BYTES) if self.is_half else 0)
 
     def evaluation(self) -> Parts:
         """Return the bytes of an evaluation: a forward pass over rows as in training, without saved activations, or
         generation of answers if that takes more.
         """
-        rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
+        rows, sizes, evaluate, distill = self.rows, self.outline.sizes, self.cfg.evaluate, self.cfg.distill
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
         single_token = replace(rows, rows=1, length=1, parts=1)
         layer = max(layer, expert_activation_bytes(self.outline, single_token, self.weight)[1])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
-        distill, most = self.cfg.distill, asked.batch_size * bool(asked.metrics)
-        writes = distill.rollouts.batch_size * (distill.on_policy > 0 and not distill.rollouts.url)
-        for batch, new in ((most, asked.max_new_tokens), (writes, distill.rollouts.max_new_tokens)):
+        generations = []  # (answers at once, tokens of each)
+        if evaluate.metrics:
+            generations.append((evaluate.batch_size, evaluate.max_new_tokens))
+        if distill.on_policy > 0 and not distill.rollouts.url:
+            generations.append((distill.rollouts.batch_size, distill.rollouts.max_new_tokens))
+        for batch, new in generations:
             tokens = batch * (rows.length + rows.prefix + new)
             answers = {
                 "activations": layer * batch * rows.length,
@@ -501,15 +505,16 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
         model_of_rank = expert_part(outline, cfg.parallel.expert)
     weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
-        small = quantized_sizes(model_of_rank)  # which are moved one after another
-        weights -= width * (sum(small) - max(small)) - (sum(small) // 2 if machine.on_cpu else 0)
+        in_4_bits = quantized_sizes(model_of_rank)  # which are moved one after another
+        weights -= width * (sum(in_4_bits) - max(in_4_bits)) - (sum(in_4_bits) // 2 if machine.on_cpu else 0)
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
         weights = width * max(rows * columns, outline.num_parameters // machine.world_size)
     if outline.teacher:  # which is loaded before the student, or after it
         size, (rows, columns) = outline.teacher.num_parameters, outline.teacher.vocabulary
-        is_parted = cfg.zero.stage == 3
-        weights = max(weights, width * (max(rows * columns, size // machine.world_size) if is_parted else size))
+        if cfg.zero.stage == 3:
+            size = max(rows * columns, size // machine.world_size)
+        weights = max(weights, width * size)
     loading = always | {"weights": ranks * weights}
     if machine.on_cpu:
         loading["read"] = ranks * memory.device["load"].get("read", 0)

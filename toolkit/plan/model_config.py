@@ -29,7 +29,9 @@ _CACHE_VERSION = 6
 
 
 def known_shapes(cfg: schema.RunConfig) -> tuple[Shapes, Sizes] | tuple[Shapes, Sizes, Targets] | None:
-    """Return the shapes and sizes of a model by formula, or as they were measured; None if they have to be."""
+    """Return the shapes and sizes of a model by formula, or these and the targets as they were measured; None if they
+    have to be measured. ConfigError for a config.json with odd values.
+    """
     config = config_of(cfg)
     try:
         by_formula = shapes_of_config(config)
@@ -138,7 +140,9 @@ def _config_file(cfg: schema.RunConfig) -> Path | None:
 
 
 def measured_shapes(cfg: schema.RunConfig) -> tuple[Shapes, Sizes, Targets]:
-    """Build the model on the meta device, in a child process; return its shapes and sizes, and cache them."""
+    """Build the model on the meta device, in a child process; return its shapes, sizes and targets (see `outline`), and
+    cache them. ModelError if it cannot be trained, ConfigError if it cannot be built.
+    """
     config = config_of(cfg)
     cached, folder = _cache_file_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))

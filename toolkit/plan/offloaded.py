@@ -51,8 +51,10 @@ def _page_locked(rank: RankPlanner) -> Parts:
     elif rank.offloads and zero.offload_optimizer.pin_memory:
         tiles = [0]
         for size in map(rank.part, trained):
-            tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
-        tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
+            if tiles[-1] >= zero.sub_group_size:
+                tiles.append(0)
+            tiles[-1] += size
+        tiles += [max(tiles)] if zero.offload_optimizer.super_offload else []  # the process's own copy
         is_there = zero.offload_optimizer.device is schema.Device.cpu
         parts["gradients"] = _rounding_bytes(rank.grad, own_numbers) + (_rounding_bytes(4, *tiles) if is_there else 0)
     if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:

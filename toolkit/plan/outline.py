@@ -27,8 +27,6 @@ MIXTURES = (
 )
 """`model_type` of the mixtures of experts whose FLOPs are known, as a test compares: the routed experts of a layer are
 one tensor, and num_experts_per_tok of them compute a token."""
-
-
 WITHOUT_ATTENTION = ("conv", "linear_attention", "mlp", "moe", "recurrent")
 """Values of `layer_types` (transformers 5.23) for layers in which tokens do not see each other in pairs."""
 
@@ -47,7 +45,8 @@ def flop_sizes(read: Callable[[str], Any]) -> Sizes:
 
 
 def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
-    layers, heads, hidden = (read(name) or 0 for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    """See `flop_sizes`; raises whatever an odd config makes fail."""
+    layers, heads, hidden = read("num_hidden_layers"), read("num_attention_heads"), read("hidden_size")
     if not (layers and heads and hidden):
         return {}
     sizes = {"layers": layers, "heads": heads, "head_size": read("head_dim") or hidden // heads}
@@ -55,8 +54,8 @@ def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
     if len(kinds) == layers and (others := sum(kind in WITHOUT_ATTENTION for kind in kinds)):
         sizes["attending"] = layers - others
     if latent := read("kv_lora_rank"):
-        turned, value = read("qk_rope_head_dim"), read("v_head_dim")
-        sizes |= {"head_size": read("qk_nope_head_dim") + turned, "value_size": value, "cached": latent + turned}
+        rotated, value = read("qk_rope_head_dim"), read("v_head_dim")
+        sizes |= {"head_size": read("qk_nope_head_dim") + rotated, "value_size": value, "cached": latent + rotated}
     if read("model_type") in MIXTURES:
         sizes["experts"] = next(filter(None, map(read, ("n_routed_experts", "num_local_experts", "num_experts"))))
         sizes["chosen"] = read("num_experts_per_tok")
@@ -91,7 +90,7 @@ def shapes_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes
 
 
 def decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
-    """Return shapes and sizes of transformers' GLM, Llama and their kind."""
+    """Return shapes and sizes of transformers' GLM, Llama and their kind by the keys of a config.json."""
     kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
     groups = config.get("num_key_value_heads") or heads
@@ -158,10 +157,11 @@ class Outline:
     @property
     def vocabulary(self) -> tuple[int, int]:
         """Rows and columns of the output layer, which may be the embedding."""
-        matrices = [shape for name, shape in self.shapes.items() if name in OUTPUT] or [
-            shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0
-        ]
-        return max(matrices)[0], max(matrices)[1]
+        matrices = [shape for name, shape in self.shapes.items() if name in OUTPUT]
+        if not matrices:
+            matrices = [shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0]
+        rows, columns = max(matrices)
+        return rows, columns
 
     @property
     def trains_head(self) -> bool:
@@ -171,7 +171,7 @@ class Outline:
         return any(("embed" in name if tied else name in OUTPUT) for name in trained_matrices)
 
     def largest_layer(self, inside: bool = False) -> int:
-        """Return the parameters of the largest layer; unless `inside`, those outside of layers count as one."""
+        """Return the parameters of the largest layer; unless `inside`, all that are in no layer count as one more."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
             if not name.startswith(TOWERS):

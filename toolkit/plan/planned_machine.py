@@ -24,7 +24,9 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
-    """Return `nodes` nodes with `gpus` each (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); `host_memory` "": unknown."""
+    """Return `nodes` nodes with `gpus` each (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); `host_memory` "": unknown, of CPUs
+    that of this machine. ConfigError if `gpus` has another form, or names a GPU without datasheet.
+    """
     host = parse_bytes(host_memory, "host_memory") if host_memory else 0
     counted = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
     ranks, gpu_name = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
@@ -42,9 +44,8 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", gpu_name, re.IGNORECASE):
         return Machine(ranks, parse_bytes(gpu_name, "gpus"), None, nodes, host)
     names = {gpu.name.lower(): gpu.name for gpu in known_gpus()}
-    similar = [
-        name for name in names if identifying_words(gpu_name) <= identifying_words(name)
-    ]  # "A100" without its memory
+    # "A100" without its memory
+    similar = [name for name in names if identifying_words(gpu_name) <= identifying_words(name)]
     nearest = difflib.get_close_matches(gpu_name.lower(), names, 5, 0)
     if not difflib.get_close_matches(gpu_name.lower(), nearest[:1], 1, 0.5):
         nearest = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]  # like none: those that are usual
@@ -56,7 +57,7 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
 
 
 def this_machine(nodes: int = 1) -> Machine | None:
-    """Return this machine as nvidia-smi describes it; None without an NVIDIA GPU."""
+    """Return `nodes` nodes like this one, by nvidia-smi (of unlike GPUs the least memory); None without NVIDIA GPU."""
     try:
         completed = children.run(
             ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"],

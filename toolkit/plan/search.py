@@ -65,8 +65,8 @@ def layouts(
 
 def expert_sizes(outline: Outline, world_size: int) -> list[int]:
     """Return the numbers of ranks that a model's experts can be divided over; [1] if its FLOPs are not known."""
-    count = outline.sizes["experts"] if "chosen" in outline.sizes else 1
-    return [size for size in range(1, math.gcd(count, world_size) + 1) if math.gcd(count, world_size) % size == 0]
+    most = math.gcd(outline.sizes["experts"] if "chosen" in outline.sizes else 1, world_size)
+    return [size for size in range(1, most + 1) if most % size == 0]
 
 
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
@@ -109,7 +109,7 @@ def recommended(recipe_layout: Layout, layouts: Sequence[Layout]) -> Layout | No
 def with_layout(
     cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
 ) -> RunConfig:
-    """Return a copy of a config with another layout; keys that contradict it are changed too."""
+    """Return a copy of a config with another layout, see `LAYOUTS`; keys that contradict it are changed too."""
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
@@ -135,10 +135,10 @@ def with_bf16_states(cfg: RunConfig) -> RunConfig | None:
 
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return the arguments that change one layout of a config to another."""
-    words = []
+    """Return the arguments, such as zero.stage=2, that change one layout of a config to another."""
+    arguments = []
     for key in _LAYOUT_KEYS:
         old, new = get_value(before, key), get_value(after, key)
         if old != new:
-            words.append(f"{key}={getattr(new, 'value', str(new).lower())}")
-    return words
+            arguments.append(f"{key}={getattr(new, 'value', str(new).lower())}")  # an enum's value, or true
+    return arguments

@@ -20,8 +20,6 @@ from toolkit.plan.outline import Outline, rank_part, zero_groups
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
 """FLOP/s of a CPU core without a calibration."""
-
-
 _BF16_ADAM_BYTES = 190
 """Bytes that engine/bf16_adam.py's operations, which are not fused, read and write for a parameter, in float32."""
 
@@ -100,7 +98,7 @@ class StepTime:
 def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> StepTime:
     """Return an estimate for full rows, all of whose tokens are trained; ring algorithms are assumed."""
     rows, zero, part = longest_rows(outline, cfg), cfg.zero, rank_part(outline, cfg)
-    weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
+    weight, num_micro = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     stages = cfg.parallel.pipeline
     world = machine.world_size // (stages * cfg.parallel.tensor)  # ranks with equal parameters
     pairs = causal_pairs([rows.length] * rows.rows) // rows.parts  # of a row, each rank of parallel.sequence has a part
@@ -113,7 +111,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
         flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
     is_known = all(is_countable(model.shapes, model.sizes) for model in (outline, teacher) if model)
     # The last pipeline stage begins after as many micro-batches as there are stages before it.
-    compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
+    compute = (num_micro + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
     updated = sum(trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in zero_groups(part, world))
     # Bytes: gradients read; master weights, optimizer states and weights of the run's precision read and written.
@@ -127,7 +125,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
         waits=waits,
         update=moved / rates.host + 2 * updated * weight / rates.pcie if is_offloaded else moved / rates.memory,
         overlapped=not machine.on_cpu and (_prefetches(outline, zero) if zero.stage == 3 else zero.overlap_comm),
-        tokens=rows.tokens * times * world,
+        tokens=rows.tokens * num_micro * world,
         is_known=is_known,
     )
 
@@ -143,8 +141,10 @@ def _other_passes(cfg: schema.RunConfig) -> int:
     """Return the number of forward passes without gradients of a micro-batch: one of a reference; for KTO one more of
     model and reference, on mismatched answers; and one of a model that is its own teacher.
     """
-    is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, objective.has_reference_in_step(cfg)
-    return by_reference + is_kto * (1 + by_reference) + objective.has_own_teacher(cfg)
+    passes = 1 if objective.has_reference_in_step(cfg) else 0
+    if cfg.preference.loss is schema.PreferenceLoss.kto:
+        passes += 1 + passes
+    return passes + (1 if objective.has_own_teacher(cfg) else 0)
 
 
 def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
@@ -173,7 +173,7 @@ def _communication(
     with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
     """
     zero, stages, tensor = cfg.zero, cfg.parallel.pipeline, cfg.parallel.tensor
-    weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
+    weight, num_micro = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     span = machine.world_size // stages
     world, is_gathered = span // tensor, zero.stage == 3 and rates.gather > 0
     # Seconds to reduce the gradients of a micro-batch to their owners, and to gather all weights once.
@@ -189,23 +189,26 @@ def _communication(
     copies = zero.zero_hpz_partition_size
     if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
         gathers += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - weights
-    # By stage; below 3, updated weights are gathered once per step, as many bytes as their gradients.
-    sent = (2 * gradients, 3 * gradients, (2 * times + 1) * gradients, times * (gathers + gradients))[zero.stage]
+    # Below stage 3, updated weights are gathered once per step, as many bytes as their gradients.
+    by_stage = (2 * gradients, 3 * gradients, (2 * num_micro + 1) * gradients, num_micro * (gathers + gradients))
+    sent = by_stage[zero.stage]
     if world > 1 and not is_gathered:
-        collectives = 3 * outline.sizes["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
+        collectives = 3 * outline.sizes["layers"] * num_micro if zero.stage == 3 else 2 + num_micro  # large buckets
         sent += collectives * rates.latency_s
     if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
-        sent += times * 2 * weight * part.num_parameters / world / rates.pcie
+        sent += num_micro * 2 * weight * part.num_parameters / world / rates.pcie
     # Without a stream of its own, the reduction of ZeRO 3 holds up the backward pass (deepspeed 0.19.8, stage3.py).
-    waits = times * gradients if zero.stage == 3 and not zero.overlap_comm else 0.0
-    exchanged = _activation_exchange_s(outline, part, cfg, machine, rates) * times / stages
+    waits = num_micro * gradients if zero.stage == 3 and not zero.overlap_comm else 0.0
+    exchanged = _activation_exchange_s(outline, part, cfg, machine, rates) * num_micro / stages
     return sent + exchanged, waits + exchanged
 
 
 def _activation_exchange_s(
     outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
 ) -> float:
-    """Return the seconds in which a rank sends activations for a micro-batch: layers, experts or rows are divided."""
+    """Return the seconds in which a rank sends activations for a micro-batch: under tensor parallelism for sums, under
+    expert parallelism tokens to experts, under sequence parallelism heads. `part`: a rank's outline.
+    """
     parallel, rows, weight = cfg.parallel, longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype]
     tensor, recomputes = parallel.tensor, cfg.train.activation_checkpointing.enabled
     if tensor == parallel.expert == rows.parts == 1:

@@ -23,6 +23,8 @@ from toolkit.plan.search import BEYOND, fastest, layouts as layouts_of, override
 from toolkit.plan.speed import Rates
 from toolkit.tables import text_table
 
+_SHOWN_IF_NONE_FITS = 3
+
 
 def plan_lines(
     outline: Outline, machine: Machine, rates: Rates, recipe_layout: Layout, layouts: Sequence[Layout]
@@ -122,7 +124,7 @@ def _bf16_states_line(
 
 def _teacher_scores_line(cfg: RunConfig) -> str:
     """Return a line about the disk space of the teacher's stored scores."""
-    each = 8 * cfg.distill.top_k + 4
+    each = 8 * cfg.distill.top_k + 4  # K ids and K + 1 log-probabilities of four bytes
     return tr(
         "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
         bytes=each,
@@ -265,9 +267,6 @@ def _time_line(layout: Layout, rates: Rates) -> str:
     )
 
 
-_SHOWN_IF_NONE_FITS = 3
-
-
 def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[str]:
     """Return a table with a line for each combination of stage, offloading, recomputation and whether experts are
     divided: `best`, or its fastest layout that fits. The fastest comes first. Without `best` those that come nearest to
@@ -279,16 +278,16 @@ def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[st
         zero = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
         groups.setdefault((*zero, recomputes, divides), []).append(layout)
-    chosen = []
+    of_groups = []
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
         fast = min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
         is_best = best is not None and best.cfg in [layout.cfg for layout in layouts]
-        chosen.append((best if is_best else fast) or min(layouts, key=lambda candidate: candidate.peak))
-    chosen.sort(key=lambda layout: (not layout.fits, layout.time.seconds if layout.fits else layout.peak))
-    shown = [layout for layout in chosen if layout.fits] or chosen[:_SHOWN_IF_NONE_FITS]
+        of_groups.append((best if is_best else fast) or min(layouts, key=lambda candidate: candidate.peak))
+    shown = sorted((layout for layout in of_groups if layout.fits), key=lambda layout: layout.time.seconds)
+    shown = shown or sorted(of_groups, key=lambda layout: layout.peak)[:_SHOWN_IF_NONE_FITS]
     table = layout_table(tr("layout"), [(layout.name, layout) for layout in shown], best)
-    if rest := len(chosen) - len(shown):
+    if rest := len(of_groups) - len(shown):
         table.append(tr("{count} more do not fit.", count=rest))
     return table
 

@@ -30,13 +30,13 @@ def select_names(names: Iterable[str], patterns: Collection[str]) -> list[str]:
 
 
 def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
-    """Return LoRA's default `target_modules`: query, key and value, else every linear layer."""
+    """Return LoRA's default `target_modules`: query, key and value, else every linear layer (`linear`: their names)."""
     usual = (names for names in _USUAL if all(select_names(linear, [name]) for name in names))
     return _ATTENTION.get(model_type) or next(usual, [ALL_LINEAR])
 
 
 def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that match a pattern; an error if there are none."""
+    """Return the names that match a pattern; ConfigError, which names the config's `key`, if there are none."""
     if matching := select_names(names, [pattern]):
         return matching
     ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})

@@ -251,7 +251,7 @@ def collectives(run: Run) -> Table | None:
     """Return calls, bytes and seconds of each collective operation (profile.comms), the longest first; None without."""
     timed_rows = []
     for operation in run.collectives:
-        calls, size, seconds = (operation.get(name) for name in ("calls", "bytes", "seconds"))
+        calls, size, seconds = operation.get("calls"), operation.get("bytes"), operation.get("seconds")
         if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
             continue
         rate = digits(size / seconds / 1e9) if seconds else NONE
@@ -265,9 +265,8 @@ def collectives(run: Run) -> Table | None:
 
 def data_card(run: Run) -> list[Table]:
     """Return tables of the data's splits and sources, from data.json."""
-    splits, sources, dropped, duplicates = (
-        run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
-    )
+    splits, sources = run.data.get("splits"), run.data.get("sources")
+    dropped, duplicates = run.data.get("dropped"), run.data.get("duplicates")
     tables = []
     unit = {"pairs": tr("pairs"), "answers": tr("answers")}.get(str(run.data.get("unit")), tr("samples"))
     if isinstance(splits, dict) and splits:
@@ -537,7 +536,10 @@ def write_page(
     examples: str = "",
     failure: str = "",
 ) -> str:
-    """Return a page in the report's look; `drawn` are the charts of its sections."""
+    """Return a page in the report's look. `kind`: what it is a page of; `head`: parts of the subtitle; `drawn`: the
+    charts of its sections; `noscript`: shown in their place without JavaScript; `state`: see `status`; `examples`: a
+    sentence about example data; `failure`: the error that ended the run. "" and None leave the last five out.
+    """
     program, library = (_file("report.js"), _file("vega.js")) if drawn else ("", "")
     pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     return pages.from_string(_file("report.html.j2")).render(

@@ -98,7 +98,8 @@ def judge(curves: Curves) -> Verdict | None:
 def _judge_losses(curves: Curves) -> Verdict:
     """Return the verdict on two or more validation losses."""
     points, few = curves.validation, curves.steps < _FEW_STEPS
-    first, last, (best_step, best) = points[0][1], points[-1][1], min(points, key=lambda point: point[1])
+    first, last = points[0][1], points[-1][1]
+    best_step, best = min(points, key=lambda point: point[1])
     noise = _NATS_OF_A_TOKEN / math.sqrt(curves.validation_tokens) if curves.validation_tokens else 0.0
     least = max(_OF_FIRST * abs(first), noise)
     fell, losses = _is_less(last, first, least), _from_to(points)
@@ -207,7 +208,7 @@ def _judge_without_evaluations(curves: Curves) -> Verdict:
 def _judge_training(curves: Curves) -> Verdict:
     """Return the verdict on a run without a validation set."""
     ends = _ends(curves.training)
-    (_, first), (_, last), losses = ends[0], ends[-1], _from_to(ends)
+    first, last, losses = ends[0][1], ends[-1][1], _from_to(ends)
     if _is_less(last, first, _OF_FIRST * abs(first)):
         text = tr(
             "No validation set: training loss {losses}, which does not show whether the model does better on new data.",

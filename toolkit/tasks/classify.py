@@ -45,16 +45,17 @@ class ClassifyTask(samples.ScoreTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return loss, accuracy and macro F1 over the samples of this rank's batches and the others'. A collective."""
-        size = len(self.data.report.labels)
-        losses, confusion = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        num_labels = len(self.data.report.labels)
+        losses = torch.zeros(1, dtype=torch.float64)
+        confusion = torch.zeros(num_labels, num_labels, dtype=torch.float64)  # [labels, predictions]
         with probe.evaluating(engine):
             for _, (scores, labels) in stages.measure_each(engine, batches, self._scores):
                 if len(labels) and self._is_leader:
                     losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
-                    cells = labels * size + scores.argmax(dim=1)
-                    confusion += torch.bincount(cells.cpu(), minlength=size * size).view(size, size)
+                    cells = labels * num_labels + scores.argmax(dim=1)
+                    confusion += torch.bincount(cells.cpu(), minlength=num_labels**2).view_as(confusion)
         total, *counts = process_group.sum_over_ranks(torch.cat((losses, confusion.flatten())), engine.device).tolist()
-        return {schema.EVAL_LOSS: total / sum(counts)} | figures_of(torch.tensor(counts).view(size, size))
+        return {schema.EVAL_LOSS: total / sum(counts)} | figures_of(torch.tensor(counts).view_as(confusion))
 
     def _result(self, **values: str) -> str:
         return tr("Validation loss {first} -> {last}, accuracy {before} -> {after}.", **values)

@@ -78,8 +78,8 @@ class CustomSpec:
 
 def structure_digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of a model's parameters and buffers."""
-    shapes = {name: tuple(getattr(sample, "ds_shape", sample.shape)) for name, sample in model.named_parameters()}
-    shapes |= {name: tuple(sample.shape) for name, sample in model.named_buffers()}
+    shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in model.named_parameters()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     return blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
 
 
@@ -166,7 +166,8 @@ class CustomTask(task.Task):
         def shown(name: str) -> dict[str, Any]:
             return {"where": name, "tokens": 1, "trained_tokens": 1, "text": []}
 
-        return [[[shown(name) for name in names] for names in micro] for micro in self.data.names_at(position)]
+        by_rank = self.data.names_at(position)
+        return [[[shown(name) for name in names] for names in micro_batches] for micro_batches in by_rank]
 
     # Model
 
@@ -380,12 +381,7 @@ def evaluate(
     count = totals.pop(SAMPLES)
     figures = {name: value / count for name, value in totals.items()}
     if spec.score is not None and most is None:
-        metrics_of_rank = {
-            name: torch.cat([part[name] for part in metrics_of_batches]) for name in metrics_of_batches[0]
-        }
-        together = row_exchange.gather_metrics(metrics_of_rank, engine.device)
-        order = together.pop(_NUMBER).argsort()
-        scores = spec.score({name: values[order] for name, values in together.items()})
+        scores = spec.score(_metrics_of_all(metrics_of_batches, engine.device))
         figures |= {f"eval_{name}": float(value) for name, value in scores.items()}
     best = cfg.evaluate.keep_best
     if most is None and best and best not in figures:
@@ -395,6 +391,14 @@ def evaluate(
             known=", ".join(figures),
         )
     return {schema.EVAL_LOSS: figures.pop(schema.EVAL_LOSS), SAMPLES: count, **figures}
+
+
+def _metrics_of_all(metrics_of_batches: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the metrics of all ranks' samples, in the order of their numbers (`_NUMBER`). A collective."""
+    metrics_of_rank = {name: torch.cat([part[name] for part in metrics_of_batches]) for name in metrics_of_batches[0]}
+    metrics_of_ranks = row_exchange.gather_metrics(metrics_of_rank, device)
+    order = metrics_of_ranks.pop(_NUMBER).argsort()
+    return {name: values[order] for name, values in metrics_of_ranks.items()}
 
 
 def _metrics_of_batch(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:

@@ -79,6 +79,7 @@ class _MapSamples:
         self.total_steps = cfg.train.max_steps or cfg.train.over_epochs(self.steps_per_epoch)
 
     def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
+        """Return this rank's micro-batches of `num_steps` steps from a position on, read by `data.num_workers`."""
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
             _MicroBatchReader(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
@@ -100,7 +101,7 @@ class _MapSamples:
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
 
     def _sampler(self, rank: int, position: Position, num_steps: int) -> GlobalBatchSampler:
-        """Return which samples a rank takes in so many steps from a position on."""
+        """Return an iterable of the numbers of the samples that a rank takes, by micro-batch, from a position on."""
         return GlobalBatchSampler(
             num_rows=self.size,
             global_size=self.cfg.batch.global_size,
@@ -198,29 +199,31 @@ class _StreamSamples:
         self.steps_per_epoch = steps_per_epoch(length, size) if length else self.total_steps
 
     def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of `num_steps` steps from a position on; what is before it is read again."""
         ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
+        # Of the samples after those that are skipped this rank takes the one at `first`, and every `every`-th from it.
         first, every = (0, 1) if self.spec.shards_itself else (self.ranks.rank, ranks)
         skipped = position.row // ranks if self.spec.shards_itself else position.row
         samples: list[Any] = []
-        wanted = num_steps * mesh.accumulation(self.cfg, ranks)
+        batches_left = num_steps * mesh.accumulation(self.cfg, ranks)
         for number, sample in enumerate(self._samples()):
             if number < skipped or (number - skipped) % every != first:
                 continue
             samples.append(sample)
             if len(samples) == size:
                 yield MicroBatch(self.spec.collate(samples), size)
-                samples, wanted = [], wanted - 1
-                if not wanted:
+                samples, batches_left = [], batches_left - 1
+                if not batches_left:
                     return
 
     def position_after(self, position: Position) -> Position:
         return Position(0, position.row + self.cfg.batch.global_size)
 
     def names_at(self, position: Position) -> list[list[list[str]]]:
-        ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
-        times = mesh.accumulation(self.cfg, ranks)
+        """Return a single name for each micro-batch of a step, by rank: the numbers of the step's samples."""
+        ranks, accumulation = self.ranks.world_size, mesh.accumulation(self.cfg, self.ranks.world_size)
         name = tr("sample {row}", row=f"{position.row} - {position.row + self.cfg.batch.global_size - 1}")
-        return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
+        return [[[name] for _ in range(accumulation)] for _ in range(ranks)]
 
     def _samples(self) -> Iterator[Any]:
         """Yield samples without end. The dataset has random states of its own, apart from the training's."""

@@ -147,19 +147,17 @@ class DistillTask(language.LanguageTask):
             self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
 
     def _store_teacher_scores(self, run_folder: Path, get_teacher: Callable[[], Any]) -> Any:
-        """Open the stored scores of the teacher, which are computed if they do not exist; return the teacher if
-        `get_teacher` was called for that. A collective.
+        """Open the stored scores of the teacher as the data's targets; those that do not exist are computed first.
+        Return the teacher if `get_teacher` was called for that, else None. A collective.
         """
         cfg, data, tables, teacher = self.cfg, self.data, self._token_targets(), None
-        folder, whose = (
-            Path(cfg.distill.dir or run_folder / "teacher"),
-            process_group.on_rank0(lambda: _teacher_identity(cfg)),
-        )
+        folder = Path(cfg.distill.dir or run_folder / "teacher")
+        identity = process_group.on_rank0(lambda: _teacher_identity(cfg))
         for split, table in tables.items():
             cache, plan = data.split(split)
             members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
             samples = table.samples(members)
-            made_of = [whose, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]
+            made_of = [identity, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]
             digest = hashlib.sha256(json.dumps(made_of).encode() + samples.tobytes()).hexdigest()[:32]
             target = folder / f"{split}-{digest}"
             if not process_group.on_rank0(partial(targets.is_complete, target)):
@@ -172,15 +170,17 @@ class DistillTask(language.LanguageTask):
     def _compute_teacher_scores(
         self, teacher: Any, table: targets.TokenTargets, samples: NDArray[np.int64], split: str, target: Path
     ) -> None:
-        """Run the teacher over `samples`, a share on each rank, and write its likeliest tokens to `target`."""
+        """Run the teacher over `samples` of a split, a share on each rank, and write its likeliest tokens to `target`,
+        a directory. A collective; DataError if there is no room, or a file cannot be written.
+        """
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
         part, num_parts = sample_share(cfg, ranks)
         layout = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
         is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
-        size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
-        process_group.on_rank0(lambda: _make_empty(building, size))
+        num_bytes = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
+        process_group.on_rank0(lambda: _make_empty(building, num_bytes))
         numbers, batches = sample_batches(cfg, self.data, split, ranks, samples)
 
         def measure(model: Any, batch: Batch) -> StoredScores:
@@ -244,21 +244,22 @@ class DistillTask(language.LanguageTask):
         in the batch, [T], those with a teacher first.
         """
         inputs = loss.on_device(engine, batch)
-        indices, wanted = inputs["target_indices"], inputs["targets"]
-        count = len(indices)
+        indices, labels = inputs["target_indices"], inputs["targets"]
+        num_taught = len(indices)
         if "taught" in batch:
             taught = batch["taught"].cpu()
             order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(indices.device, non_blocking=True)
-            indices, wanted, count = indices[order], wanted[order], int(taught.sum())
-        teacher_scores = self._teacher_scores(engine, batch, inputs, indices[:count])
+            indices, labels, num_taught = indices[order], labels[order], int(taught.sum())
+        teacher_scores = self._teacher_scores(engine, batch, inputs, indices[:num_taught])
         vocabulary = len(self.data.tokenizer)
         results: list[Distilled] = []
 
         def compute(student: Scores) -> torch.Tensor:
-            apart = isinstance(teacher_scores, Scores) and teacher_scores.weight is not student.weight
-            with weights.full_params([weight for weight in teacher_scores[1:] if weight is not None] if apart else []):
+            has_own_layer = isinstance(teacher_scores, Scores) and teacher_scores.weight is not student.weight
+            output_layer = teacher_scores[1:] if has_own_layer else ()  # weight and bias
+            with weights.full_params([weight for weight in output_layer if weight is not None]):
                 own = inputs.get("own")
-                results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill, own))
+                results.append(distilled(student, labels, teacher_scores, vocabulary, self.cfg.distill, own))
             return results[0].loss
 
         total = head_outputs.total(engine, inputs, indices, compute)
@@ -289,10 +290,11 @@ class DistillTask(language.LanguageTask):
         """
         with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
             _, losses, indices = self._distill_batch(engine, batch)
-        labels = losses.cross_entropies
-        everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, labels)
-        general = labels[: 0 if self.cfg.distill.teacher else len(losses.divergences)]
-        for index, values in ((0, losses.divergences), (2, general)):
+        of_labels = losses.cross_entropies
+        everywhere = of_labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, of_labels)
+        # Without another teacher, what is taught are the general samples' tokens, which come first.
+        of_general = of_labels[:0] if self.cfg.distill.teacher else of_labels[: len(losses.divergences)]
+        for index, values in ((0, losses.divergences), (2, of_general)):  # see `_evaluated`
             self._evaluated[index] += float(values.double().sum())
             self._evaluated[index + 1] += len(values)
         return everywhere.view(batch["input_ids"].shape)
@@ -301,11 +303,13 @@ class DistillTask(language.LanguageTask):
         """Evaluate as a language model, with the divergence from the teacher."""
         self._evaluated.zero_()
         figures = super().evaluate(run, step, alive)
-        apart, count, general, tokens = process_group.sum_over_ranks(self._evaluated, run.engine.device).tolist()
-        if count:
-            figures[EVAL_KL] = apart / count
-        if tokens:
-            figures[EVAL_GENERAL] = general / tokens
+        kl_sum, num_taught, general_sum, num_general = process_group.sum_over_ranks(
+            self._evaluated, run.engine.device
+        ).tolist()
+        if num_taught:
+            figures[EVAL_KL] = kl_sum / num_taught
+        if num_general:
+            figures[EVAL_GENERAL] = general_sum / num_general
         return figures
 
     # End
@@ -344,11 +348,10 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         directory.trust_code(folder)
     directory.read_config(folder)
     quantized.check_readable(folder)
-    other = tokenizer_files.load_tokenizer(folder, family=cfg.model.family)
-    for token_id in range(max(len(tokenizer), len(other))):
-        own_token, teacher_token = (
-            each.convert_ids_to_tokens(token_id) if token_id < len(each) else None for each in (tokenizer, other)
-        )
+    teacher_tokenizer = tokenizer_files.load_tokenizer(folder, family=cfg.model.family)
+    for token_id in range(max(len(tokenizer), len(teacher_tokenizer))):
+        own_token = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
+        teacher_token = teacher_tokenizer.convert_ids_to_tokens(token_id) if token_id < len(teacher_tokenizer) else None
         if own_token != teacher_token:
             raise ModelError(
                 "distill.teacher = {teacher} has another tokenizer than the student: token {place} is {theirs} there "
@@ -371,8 +374,8 @@ def load_teacher(
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)
     device = torch.device(get_accelerator().current_device_name())
     with phase(tr("Loading the teacher")):
-        of_model = model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed, ds_values
-        model = load.create_model(*of_model, packed, parts)
+        dtype, seed = cfg.precision.dtype, cfg.run.seed
+        model = load.create_model(model_config, dtype, data.tokenizer, seed, ds_values, packed, parts)
         model.requires_grad_(False).eval()
         values = {name: value for name, value in ds_values.items() if name != "flops_profiler"}
         teacher = build.initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
@@ -396,7 +399,7 @@ def weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schem
     counts = np.bincount(train.sources(), minlength=len(sources)) * [source.weight for source in sources]
     is_general = np.array([source.general for source in sources])
     general, others = counts[is_general].sum(), counts[~is_general].sum()
-    factor = float(share / (1 - share) * others / max(general, 1))
+    factor = float(share / (1 - share) * others / max(general, 1))  # so that general x factor is `share` of the sum
     return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
 
 

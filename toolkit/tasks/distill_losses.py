@@ -64,6 +64,7 @@ def distilled(
     if not torch.is_grad_enabled():
         weight, bias = (tensor if tensor is None else tensor.detach() for tensor in student[1:])
         student = Scores(student.states.detach(), weight, bias)
+    # The weight of each taught token's divergence; its label's cross entropy has the rest.
     shares = student.states.new_full((len(teacher[0]),), config.weight, dtype=torch.float32)
     shares = shares if own is None else shares.masked_fill(own, 1.0)
     return Distilled(*_Distilled.apply(*student, targets, teacher, vocabulary, config, shares))
@@ -74,13 +75,15 @@ def store(scores: Scores, vocabulary: int, count: int) -> StoredScores:
     states, size = scores.states, chunk_rows(vocabulary)
     ids, logs = [states.new_zeros(0, count, dtype=torch.int64)], [states.new_zeros(0, count + 1, dtype=torch.float32)]
     for begin in range(0, len(states), size):
-        of_all = scores.logits(slice(begin, begin + size))[:, :vocabulary].log_softmax(1)
-        ids.append(of_all.topk(count, dim=1).indices)
-        logs.append(_with_others_grouped(of_all, ids[-1]))
+        all_logs = scores.logits(slice(begin, begin + size))[:, :vocabulary].log_softmax(1)
+        ids.append(all_logs.topk(count, dim=1).indices)
+        logs.append(_with_others_grouped(all_logs, ids[-1]))
     return StoredScores(torch.cat(ids), torch.cat(logs))
 
 
 class _Distilled(torch.autograd.Function):
+    """The fields of `Distilled`; the gradient of the loss is computed with it, a chunk of tokens at a time."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,7 +106,7 @@ class _Distilled(torch.autograd.Function):
             logits, wanted = student.logits(part), targets[part, None]
             gradient = logits.log_softmax(1)
             labels[part] = -gradient.gather(1, wanted)[:, 0]
-            gradient.exp_()
+            gradient.exp_()  # of the cross entropy: probabilities, less 1 at the label
             gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
             taught_part = slice(part.start, min(part.stop, num_taught))
             count = max(0, taught_part.stop - taught_part.start)
@@ -165,8 +168,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) 
     p, q = log_p.exp(), log_q.exp()
     if config.loss is DistillLoss.forward_kl:
         return _times(p, log_p - log_q).sum(1), q - p
-    share = 1.0
-    log_m = log_p
+    share, log_m = 1.0, log_p  # reverse_kl is jsd's term of q with p for m
     if config.loss is DistillLoss.jsd:
         share = 1 - config.beta
         log_m = torch.logaddexp(log_p + math.log(config.beta), log_q + math.log(share))

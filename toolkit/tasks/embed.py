@@ -34,14 +34,17 @@ _ROWS = 1024
 
 
 def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tensor:
-    """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
+    """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1: the mean of its tokens'
+    states, or with `Pooling.last` the last token's.
+    """
     segments = per_sample.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
-    begins = torch.arange(len(lengths)) * segments.size(1)
-    counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths
-    spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
+    counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths  # tokens that are pooled
+    ends = torch.arange(len(lengths)) * segments.size(1) + lengths  # of samples, in the rows one after another
+    spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
     indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
     is_own, own_positions = per_sample.part_indices(batch, indices)
+    # How many of each row's are in this rank's part of the rows.
     in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
     inputs = loss.on_device(engine, batch)
     states = head_outputs.states_at(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
@@ -52,7 +55,7 @@ def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tens
 
 
 def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Tensor:
-    """Return the loss of each of N pairs, [N], of embeddings [N x size, H]: query, positive and negatives in turns."""
+    """Return the loss of each of N pairs, [N], of embeddings [N x size, H]: of each pair query, positive, negatives."""
     parts = [
         functional.cross_entropy(similar / temperature, positives, reduction="none")
         for similar, positives in _similarities(texts, size)
@@ -113,9 +116,9 @@ class EmbedTask(samples.ScoreTask):
         width = stages.unwrap_model(engine.module).config.get_text_config().hidden_size
         longest = self.cfg.data.max_length
         embedding_config = embedding_files.describe(self.cfg.embed.pooling, width, longest)
-        return (
-            replace(model_files, files={**model_files.files, **embedding_config}) if model_files.files else model_files
-        )
+        if not model_files.files:  # rank 0 alone has them
+            return model_files
+        return replace(model_files, files={**model_files.files, **embedding_config})
 
     def _size_of_data(self) -> str:
         return tr("{pairs} pairs of texts", pairs=f"{len(self.data.train) // self._size:,}")
@@ -155,7 +158,7 @@ class EmbedTask(samples.ScoreTask):
         losses, gradients, is_first = self._pair_results.popleft()
         count = losses.new_full((), len(losses))
         self._add({"recall_at_1": torch.stack((is_first.sum().to(losses), count))})
-        surrogate = (own_embeddings * gradients).sum()
+        surrogate = (own_embeddings * gradients).sum()  # has the gradients, but another value
         return surrogate + (losses.sum() - surrogate).detach()
 
     def _embed(self, engine: Any, batch: Batch) -> torch.Tensor:

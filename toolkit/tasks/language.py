@@ -79,10 +79,7 @@ class LanguageTask(task.Task):
         from toolkit.tasks.language_check import check_model
 
         try:
-            with (
-                messages.silent(),
-                warnings.catch_warnings(),
-            ):  # warnings about the model are repeated when it is loaded
+            with messages.silent(), warnings.catch_warnings():  # warnings are repeated when the model is loaded
                 warnings.simplefilter("ignore")
                 return check_model(cfg, tokenizer)
         except messages.ToolkitError:
@@ -118,10 +115,12 @@ class LanguageTask(task.Task):
         self._order = language_batches.changing_order(cfg, data)
 
     def data_summary(self) -> dict[str, Any]:
+        data = self.data
+        unit, size = data_unit(self.cfg)  # such as pairs, of 2 samples
+
         def sizes(cache: TokenizedCache) -> dict[str, int]:
             return {unit: len(cache) // size, "tokens": cache.num_tokens, "trained_tokens": cache.num_trained_tokens}
 
-        data, (unit, size) = self.data, data_unit(self.cfg)
         return {
             "sources": data.source_names,
             "packing": data.packing.value,
@@ -296,7 +295,7 @@ class LanguageTask(task.Task):
 
     def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
         """Add a micro-batch's figures to the step's: each is a sum and the number of its values, [2]."""
-        self._figures = {name: self._figures[name].to(pair, non_blocking=True) + pair for name, pair in figures.items()}
+        self._figures = {name: self._figures[name].to(new, non_blocking=True) + new for name, new in figures.items()}
 
     def take_figures(self) -> dict[str, torch.Tensor]:
         figures, self._figures = self._figures, self._zeros()
@@ -374,7 +373,7 @@ class LanguageTask(task.Task):
             "trained_tokens": result.state.trained_tokens,
             "total_tokens": result.state.total_tokens,
         }
-        ends = result.state.evaluations[:1] + result.state.evaluations[-1:]
+        ends = result.state.evaluations[:1] + result.state.evaluations[-1:]  # the first and the last, or none
         for figure, name in ((EVAL_LOSS, EVAL_LOSS), *self.reported):
             if ends and all(figure in row for row in ends):
                 summary |= {f"first_{name}": ends[0][figure], f"last_{name}": ends[1][figure]}

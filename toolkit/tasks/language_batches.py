@@ -124,8 +124,8 @@ def part_of(batch: Batch, mesh: Mesh) -> Batch:
 def _with_columns(
     batches: Iterator[Batch], shares: Iterable[list[int]], data: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Return the batches, whose rows `shares` lists, with their further columns if there are any: `reference` and
-    `value` of samples, float32 [samples], and those of `TokenTargets.columns` of trained tokens.
+    """Return the batches of a split with their further columns, if there are any: `reference` and `value` of samples,
+    float32 [samples], and those of `TokenTargets.columns` of trained tokens. `shares` lists each batch's rows.
     """
     store, plan = data.split(split)
     reference, targets = data.reference.get(split), data.targets.get(split)
@@ -193,6 +193,7 @@ def _training_sampler(
     store, plan = data.train, data.train_plan
 
     def costs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return what each row costs to compute, for `GlobalBatchSampler`: its tokens, or its pairs of attention."""
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
         if data.packing is not schema.Packing.none:
@@ -230,7 +231,7 @@ def evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks) 
 def evaluation_with_progress(
     cfg: schema.RunConfig, data: LanguageData, ranks: Ranks, alive: Callable[[], object]
 ) -> Iterator[Iterator[Batch]]:
-    """Yield the same batches with a progress bar; `alive` is called after each."""
+    """Provide the batches of `evaluation_batches`; show a progress bar meanwhile, and call `alive` after each batch."""
     at_once = rows_per_step(cfg, data.packing)[1] * mesh_of(cfg, ranks.world_size).data_ranks
     count = -(-len(data.split("validation")[1]) // at_once)
     with phase(tr("Evaluating"), count, tr("batches")) as advance:
@@ -254,8 +255,8 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
         samples = laid_out([plan[row] for row in rows], data.layout)
         # [rows, segments + 1]: the source of each segment; 0 is padding.
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
-        for row, listed in enumerate(samples):
-            source_of[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
+        for row, numbers in enumerate(samples):  # KTO's numbers go on behind the last sample (`MismatchedCache`)
+            source_of[row, 1 : len(numbers) + 1] = torch.from_numpy(sources[np.asarray(numbers) % len(store)])
         by_token = source_of.gather(1, batch["segment_ids"]).flatten()
         yield {**batch, "sources": by_token[batch["target_indices"]]}
 
@@ -264,9 +265,9 @@ def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) ->
     """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
     num_rows, (per_step, micro) = len(data.train_plan), rows_per_step(cfg, data.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
-    per_rank = -(-min(per_step, num_rows) // ranks)
-    times = per_step // (micro * ranks)
-    return _collate(cfg, data, _longest_rows(data, -(-per_rank // times)))
+    per_rank = -(-min(per_step, num_rows) // ranks)  # rounded up, as below
+    micro_batches = per_step // (micro * ranks)
+    return _collate(cfg, data, _longest_rows(data, -(-per_rank // micro_batches)))
 
 
 def repeated_batch(cfg: schema.RunConfig, data: LanguageData, times: int, share: float = 1.0) -> Batch:
@@ -278,7 +279,7 @@ def repeated_batch(cfg: schema.RunConfig, data: LanguageData, times: int, share:
 
 
 def _longest_rows(data: LanguageData, count: int) -> list[list[Sample | Branch]]:
-    """Return the samples of the plan's rows that take the most memory, the largest row first."""
+    """Return the `count` rows of the plan that take the most memory, the largest first, each as its samples."""
     plan, store = data.train_plan, data.train
     lengths = plan.lengths(store)
     if plan.shared is not None:  # a shared token's keys and values are copied, about a sixteenth of its memory

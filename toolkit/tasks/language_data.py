@@ -146,6 +146,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         layout = Layout.joined
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
+        """Return the plan of a split's rows; `sources`, [] for validation, say how often each sample is taken."""
         most, size = 0 if store is train else max_samples, objective.data_unit(cfg)[1]
         if packing is schema.Packing.none and size == 1 and takes_each_once(store, sources, most):
             return PackingPlan(len(store))
@@ -258,7 +259,7 @@ _BINS = 40
 
 
 def split_card(store: TokenizedCache) -> dict[str, Any]:
-    """Return counts and a histogram of lengths; bin i has lengths > edges[i] and <= edges[i + 1]."""
+    """Return counts and a histogram of samples' lengths; bin i has lengths > edges[i] and <= edges[i + 1]."""
     lengths = store.lengths()
     longest = int(lengths.max(initial=1))
     width = -(-longest // _BINS)

@@ -34,22 +34,23 @@ def adapt(
     is_resumed: bool = False,
 ) -> None:
     """Apply a recipe's changes to a model: loss, routers, fine-tuning method, FP8, NEFTune. A collective if parameters
-    are partitioned. `base`: the model's directory. ConfigError or ModelError for what this model does not support.
+    are partitioned. `base`: the model's directory; `is_resumed`: a checkpoint is loaded later. ConfigError or
+    ModelError for what this model does not support.
     """
     record = record_of(model)
     record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
-    settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
-    recorded = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
-    if any("router_logits" in outputs for outputs in recorded) or max(settings) > 0:
+    router_settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
+    recordable = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    if any("router_logits" in outputs for outputs in recordable) or max(router_settings) > 0:
         from toolkit.models.router_loss import routers_of
 
         record.routers = routers_of(model, cfg)
-    changes = cfg.tuning.method is not TuningMethod.full
-    if not changes and cfg.model.init is Init.pretrained:
+    is_part_tuned = cfg.tuning.method is not TuningMethod.full
+    if not is_part_tuned and cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
 
-        changes = bool(trainable.untrained_prefixes(model))
-    if changes:
+        is_part_tuned = bool(trainable.untrained_prefixes(model))
+    if is_part_tuned:
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config, is_resumed)
@@ -139,7 +140,8 @@ def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.La
 def _load_model(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:
     """Return the recipe's model, or this rank's part of a divided one. A collective."""
     mesh = mesh_of(cfg, process_group.world_size(), process_group.rank())
-    head, part_of, ready = language_data.head_of(cfg, data), None, None
+    head = language_data.head_of(cfg, data)
+    part_of = ready = None  # which tensors of the empty model this rank has; what is done to each layer once it is read
     if cfg.parallel.pipeline > 1:
         from toolkit.layouts.pipeline import stage_parameters
 

@@ -63,15 +63,15 @@ class OnPolicyTask(distill.DistillTask):
         super().settle(cfg)
         self.data = replace(self.data, targets={"train": _SampleNumbers()})  # type: ignore[dict-item]
 
-    def _prompt(self, sample: int, most: float) -> list[int]:
-        """Return the prompt of a training sample's last answer, [] if it has none or one that is too long."""
+    def _prompt(self, sample: int, max_tokens: float) -> list[int]:
+        """Return the prompt of a sample's last answer, [] if it has none, or with an answer more than `max_tokens`."""
         ids, trained = self.data.train[sample]
         parts = questions.split_sample(ids.tolist(), trained.tolist(), self.data.encoder)
-        return parts[0] if parts and len(parts[0]) + self.cfg.distill.rollouts.max_new_tokens <= most else []
+        return parts[0] if parts and len(parts[0]) + self.cfg.distill.rollouts.max_new_tokens <= max_tokens else []
 
-    def _longest_prompt(self, most: float) -> list[int]:
+    def _longest_prompt(self, max_tokens: float) -> list[int]:
         order = np.argsort(-self.data.train.lengths(), kind="stable")[:_PROBED]
-        return max((self._prompt(int(sample), most) for sample in order), key=len)
+        return max((self._prompt(int(sample), max_tokens) for sample in order), key=len)
 
     # Model
 
@@ -113,12 +113,12 @@ class OnPolicyTask(distill.DistillTask):
         prompt = self._longest_prompt(float("inf"))
         length = min(self.cfg.data.max_length, len(prompt) + self.cfg.distill.rollouts.max_new_tokens)
         length = max(2, int(share * length))
-        ids = np.resize(np.asarray(prompt or [0], np.int64), length)
+        ids = np.resize(np.asarray(prompt or [0], np.int64), length)  # the prompt over and over again
         sample = ids, np.arange(length) >= min(len(prompt), length - 1)
         return loader.collate_planned([[sample]] * rows, self.data.pad_id, self.data.layout)
 
     def _try_generation(self, engine: DeepSpeedEngine) -> None:
-        """Write answers of the most tokens to the longest prompt, once, as memory may lack. A collective."""
+        """Generate the longest answers to the longest prompt, once, to see that memory suffices. A collective."""
         config = self.cfg.distill.rollouts
         prompt = self._longest_prompt(generate.max_context_tokens(engine.module))
         if self._is_tried or self._client is not None or not prompt:
@@ -146,37 +146,37 @@ class OnPolicyTask(distill.DistillTask):
         began, step, run = time.perf_counter(), engine.global_steps + 1, self._run
         if run:
             run.watchdog.enter("rollouts", step)
-        most, samples = generate.max_context_tokens(engine.module), [batch["samples"].tolist() for batch in batches]
-        own_prompts = {sample: self._prompt(sample, most) for listed in samples for sample in listed}
+        max_tokens = generate.max_context_tokens(engine.module)
+        by_batch = [batch["samples"].tolist() for batch in batches]  # numbers of samples
+        own_prompts = {sample: self._prompt(sample, max_tokens) for samples in by_batch for sample in samples}
         prompts: dict[int, list[int]] = {}
-        for part in process_group.gather({sample: prompt for sample, prompt in own_prompts.items() if prompt}):
-            prompts |= part
-        chosen = choose(sorted(prompts), self.cfg.distill.on_policy, self.cfg.run.seed, step)
+        for of_rank in process_group.gather({sample: prompt for sample, prompt in own_prompts.items() if prompt}):
+            prompts |= of_rank
+        to_answer = choose(sorted(prompts), self.cfg.distill.on_policy, self.cfg.run.seed, step)
         saved = self._saved.pop(step, {})
-        answers = {sample: saved[sample] for sample in chosen if sample in saved}
-        missing = {sample: prompts[sample] for sample in chosen if sample not in answers}
+        answers = {sample: saved[sample] for sample in to_answer if sample in saved}
+        missing = {sample: prompts[sample] for sample in to_answer if sample not in answers}
         if missing:
-            answers |= self._ask(engine, step, missing)
+            answers |= self._answer_prompts(engine, step, missing)
         written = {sample: prompts[sample] + ids for sample, ids in answers.items() if isinstance(ids, list)}
-        for number, listed in enumerate(samples):
-            batches[number] = self._with_answers(batches[number], listed, written, prompts)
+        for number, samples in enumerate(by_batch):
+            batches[number] = self._with_answers(batches[number], samples, written, prompts)
         self.counts.add(answers, time.perf_counter() - began)
         if run:
             run.watchdog.enter(watchdog.STEP, step, f"rows x tokens: {[self.shape(batch) for batch in batches]}")
 
-    def _ask(self, engine: Any, step: int, prompts: Mapping[int, list[int]]) -> dict[int, Answer]:
-        """Return the answers to prompts by sample, and write them down. A collective; `prompts` are on every rank."""
+    def _answer_prompts(self, engine: Any, step: int, prompts: Mapping[int, list[int]]) -> dict[int, Answer]:
+        """Return the answers to `prompts`, the same on every rank, by sample, and write them down; warn of the first
+        failure. LaunchError if the server failed in `max_failed_steps` steps in a row. A collective.
+        """
         samples, seed = list(prompts), self.cfg.run.seed
         seeds = [draw_of(seed, step, sample) for sample in samples]
         if self._client is not None:
-            number, world = process_group.rank(), process_group.world_size()
-            asked = list(prompts.values())[number::world]
-            rank_answers = dict(
-                zip(samples[number::world], self._client.answer_all(asked, seeds[number::world]), strict=True)
-            )
+            own = slice(process_group.rank(), None, process_group.world_size())  # this rank's share
+            own_answers = self._client.answer_all(list(prompts.values())[own], seeds[own])
             answers: dict[int, Answer] = {}
-            for part in process_group.gather(rank_answers):
-                answers |= part
+            for of_rank in process_group.gather(dict(zip(samples[own], own_answers, strict=True))):
+                answers |= of_rank
         else:
             answers = self._generate(engine, prompts, seeds)
         self._write(step, {sample: answers[sample] for sample in samples})
@@ -228,14 +228,11 @@ class OnPolicyTask(distill.DistillTask):
         return {sample: result.ids.get(number, reason) for number, sample in enumerate(samples)}
 
     def _with_answers(
-        self,
-        batch: Batch,
-        samples: list[int],
-        written: Mapping[int, list[int]],
-        prompts: Mapping[int, list[int]],
+        self, batch: Batch, samples: list[int], written: Mapping[int, list[int]], prompts: Mapping[int, list[int]]
     ) -> Batch:
-        """Return a micro-batch with the student's answers, trained alone, in the place of the data's; `own`, bool [T],
-        says of each trained token whether it is of one.
+        """Return the micro-batch of `samples` with the student's answers (`written`: sample -> ids of prompt and
+        answer), trained alone, in the place of the data's; `own`, bool [T], says of each trained token whether it is of
+        one.
         """
         rows, own = [], []
         for sample in samples:
@@ -244,7 +241,7 @@ class OnPolicyTask(distill.DistillTask):
                 ids = np.asarray(written[sample][: self.cfg.data.max_length], np.int64)
                 trained = np.arange(len(ids)) >= len(prompts[sample])
             rows.append([(ids, trained)])
-            own += [sample in written] * int(trained[1:].sum())
+            own += [sample in written] * int(trained[1:].sum())  # no token predicts the first one
         if rows:
             batch = loader.collate_planned(rows, self.data.pad_id, self.data.layout)
         return {**batch, "own": torch.tensor(own, dtype=torch.bool)}
@@ -345,13 +342,15 @@ def draw_of(*key: int) -> int:
 
 
 def choose(samples: Sequence[int], share: float, seed: int, step: int) -> list[int]:
-    """Return a share of a step's samples; where that is no whole number, one more in as many of the steps."""
+    """Return `share` of a step's samples, drawn by seed and step, in ascending order; where that is no whole number,
+    one more in as many of the steps.
+    """
     ordered = sorted(samples, key=lambda sample: draw_of(seed, step, sample, 1))
     return sorted(ordered[: int(share * len(samples) + draw_of(seed, step) / 2**63)])
 
 
 def read_rollouts(files: Sequence[Path], first_step: int) -> dict[int, dict[int, Answer]]:
-    """Return answers by step, from `first_step` on, and sample; lines that are no answers are skipped."""
+    """Return step -> sample -> answer, from `first_step` on; lines of the files that are no answers are skipped."""
     saved: dict[int, dict[int, Answer]] = {}
     for file in files:
         for row in disk.json_lines(file) if file.is_file() else ():

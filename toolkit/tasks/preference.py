@@ -95,7 +95,7 @@ class PairLosses(NamedTuple):
 def pair_losses(config: schema.PreferenceConfig, chosen: Answers, rejected: Answers) -> PairLosses:
     """Return the loss of each pair, [pairs], and the rewards of its answers: beta times `_answer_values`."""
     kind, beta = config.loss, config.beta
-    better, worse = (_answer_values(config, answers) for answers in (chosen, rejected))
+    better, worse = _answer_values(config, chosen), _answer_values(config, rejected)
     margin = beta * (better - worse)
     if kind is schema.PreferenceLoss.hinge:
         losses = torch.relu(1 - margin)
@@ -184,8 +184,9 @@ class PreferenceTask(SampleTask):
         has stored them.
         """
         store, _ = self.data.split(split)
-        # KTO's without "-2" may be of a question with another answer to itself.
-        file = folder / REFERENCE / f"{store.fingerprint}-{split}{'-2' * (store.num_numbers > len(store))}.f32"
+        # KTO's files without "-2", of an earlier version, may hold a question with another answer to itself.
+        version = "-2" if store.num_numbers > len(store) else ""
+        file = folder / REFERENCE / f"{store.fingerprint}-{split}{version}.f32"
         stored = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
         if stored is not None and len(stored) == store.num_numbers:
             return stored
@@ -216,13 +217,13 @@ class PreferenceTask(SampleTask):
         """
         _, plan = self.data.split(split)
         assert plan.members is not None
-        own = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
-        _, rows = np.unique(plan.members[::2], return_index=True)
-        shares = sampler.sequential(len(rows), mesh.micro_rows(self.cfg), own.data_rank, own.data_ranks)
-        planned = [rows[share].tolist() for share in shares]
-        batches = language_batches.load_batches(self.cfg, self.data, split, planned)
-        parts = map(partial(language_batches.part_of, mesh=own), batches)
-        samples = [[sample for row in share for sample in plan[row]] for share in planned]
+        rank_mesh = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+        _, rows = np.unique(plan.members[::2], return_index=True)  # members alternate in a row; each pair once
+        shares = sampler.sequential(len(rows), mesh.micro_rows(self.cfg), rank_mesh.data_rank, rank_mesh.data_ranks)
+        own_rows = [rows[share].tolist() for share in shares]
+        batches = language_batches.load_batches(self.cfg, self.data, split, own_rows)
+        parts = map(partial(language_batches.part_of, mesh=rank_mesh), batches)
+        samples = [[sample for row in batch_rows for sample in plan[row]] for batch_rows in own_rows]
         return samples, language_batches.prefetch(parts, 2)
 
     def _size_of_data(self) -> str:
@@ -246,15 +247,15 @@ class PreferenceTask(SampleTask):
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count_losses(batch)
-        chosen, rejected = (
-            Answers(*(column[offset:end:2] for column in (values, tokens, reference))) for offset in (0, 1)
-        )
+        columns = values, tokens, reference  # in each chosen and rejected answers alternate
+        chosen = Answers(*(column[0:end:2] for column in columns))
+        rejected = Answers(*(column[1:end:2] for column in columns))
         pairs: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
         margins = pairs.chosen_rewards - pairs.rejected_rewards
-        answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
-        from_reference = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
+        logps = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
+        from_reference = (logps[0] + logps[1] - chosen.reference - rejected.reference) / 2
         in_order = (margins > 0).float()
-        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *answers, from_reference)
+        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *logps, from_reference)
         # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
@@ -269,12 +270,13 @@ class PreferenceTask(SampleTask):
             return answer_log_probabilities(engine, batch)[0]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the means over the pairs of all ranks' batches. A collective."""
+        """Return the means over the pairs of all ranks' batches, of the loss and each figure. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
             for batch, (loss, figures) in stages.measure_each(engine, batches, self._pairs):
                 batch_sums = torch.stack((loss.new_tensor(self.count_losses(batch)), loss, *figures.values()))
-                sums += self._is_leader * batch_sums.cpu()
+                if self._is_leader:
+                    sums += batch_sums.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
         return {schema.EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
@@ -334,13 +336,15 @@ class KtoTask(PreferenceTask):
         every = torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
         logps = values.detach()
+        # In the order of `names`: a value of each answer, and which answers count.
         columns = ((rewards, good), (rewards, 1 - good), (in_order, every), (logps, good), (logps, 1 - good))
-        pairs = [torch.stack(((value * counts).sum(), counts.sum())) for value, counts in columns]
-        pairs.append(torch.stack((divergence * len(ratios), every.sum())))
-        return losses, dict(zip(self.names, pairs, strict=True))
+        sums = [torch.stack(((value * counts).sum(), counts.sum())) for value, counts in columns]
+        sums.append(torch.stack((divergence * len(ratios), every.sum())))
+        return losses, dict(zip(self.names, sums, strict=True))
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the means over all ranks' answers, with the divergence over all of them. A collective."""
+        # Of each batch: ratios, log-probabilities, whether answers are good. First empty ones, for a rank without any.
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)
 
@@ -359,10 +363,11 @@ class KtoTask(PreferenceTask):
         ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
         totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
-        means = process_group.sum_over_ranks(self._is_leader * totals, engine.device).view(-1, 2)
-        loss, *rest = (means[:, 0] / means[:, 1]).tolist()
+        own_totals = totals if self._is_leader else torch.zeros_like(totals)
+        all_totals = process_group.sum_over_ranks(own_totals, engine.device).view(-1, 2)  # sum and count of each
+        loss, *rest = (all_totals[:, 0] / all_totals[:, 1]).tolist()
         row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
-        return {schema.EVAL_LOSS: loss, SAMPLES: int(means[0, 1]), **row}
+        return {schema.EVAL_LOSS: loss, SAMPLES: int(all_totals[0, 1]), **row}
 
     def _size_of_data(self) -> str:
         return tr("{answers} answers marked good or bad", answers=f"{len(self.data.train):,}")

@@ -33,8 +33,11 @@ class SampleTask(language.LanguageTask):
     # Dry run
 
     def _with_any_columns(self, batch: Batch) -> Batch:
-        columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
-        return {**batch, **{name: torch.zeros(int(samples_in_rows(batch).sum())) for name in columns}}
+        """Return a micro-batch with zeros in the columns of samples that the run's micro-batches have."""
+        zeros = torch.zeros(int(samples_in_rows(batch).sum()))
+        reference = {"reference": zeros} if self.data.reference else {}
+        values = {"value": zeros.clone()} if self.data.train.has_values else {}
+        return {**batch, **reference, **values}
 
     def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and generate two tokens of an answer."""
@@ -63,8 +66,8 @@ class SampleTask(language.LanguageTask):
             return []
         losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
         [(_, name)] = self.reported
-        before, after = (f"{summary[f'{end}_{name}']:.1%}" for end in ("first", "last"))
-        return [self._result(**losses, before=before, after=after)]
+        before, after = summary[f"first_{name}"], summary[f"last_{name}"]
+        return [self._result(**losses, before=f"{before:.1%}", after=f"{after:.1%}")]
 
     def _result(self, **values: str) -> str:
         """Return the line about the validation: `first` and `last` loss, the reported figure `before` and `after`."""

@@ -158,28 +158,30 @@ class StreamTask(LanguageTask):
         return card if validation is None else {**card, "splits": {"validation": language_data.split_card(validation)}}
 
     def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
+        """Return this rank's micro-batches, prefetched; CheckpointError if its places in the stream are not known."""
         self._figures = self._zeros()
         if position.row not in self.positions and position.row:
             raise CheckpointError(tr("the checkpoint holds no position in a stream: its run had no data.streaming."))
         mesh = mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
         lanes = range(mesh.data_rank, self.stream.lanes, mesh.data_ranks)
-        before = self.positions.get(position.row, {})
-        self.positions[position.row] = {lane: self.stream.position_of(lane, before) for lane in lanes}
+        places = self.positions.get(position.row, {})
+        self.positions[position.row] = {lane: self.stream.position_of(lane, places) for lane in lanes}
         parts = map(partial(language_batches.part_of, mesh=mesh), self._micro_batches(position.row, num_steps))
         return language_batches.prefetch(parts, accumulation(self.cfg, self.ranks.world_size))
 
     def _micro_batches(self, row: int, num_steps: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the steps from `row` on, and note where the lanes are after each step."""
-        times = accumulation(self.cfg, self.ranks.world_size)
+        """Yield this rank's micro-batches of steps from `row` (sequences done) on; note lanes' places after each."""
+        num_micro_batches = accumulation(self.cfg, self.ranks.world_size)
         steps = self.stream.steps(row // self.stream.lanes, self.positions[row])
         for _, (sequences, positions) in zip(range(num_steps), steps, strict=False):
             row += self.stream.lanes
             self.positions[row] = positions
             if self.data.layout is Layout.alone:  # the same step, with less padding
                 sequences.sort(key=lambda samples: -len(samples[0].ids))
-            size = len(sequences) // times
+            size = len(sequences) // num_micro_batches
             for begin in range(0, len(sequences), size):
-                yield self._collated([[sample[:2] for sample in row] for row in sequences[begin : begin + size]])
+                rows = sequences[begin : begin + size]
+                yield self._collated([[sample[:2] for sample in samples] for samples in rows])
 
     def _collated(self, rows: list[list[Sample]]) -> Batch:
         multiple = plans.pad_multiple(self.cfg.parallel.sequence)
@@ -207,7 +209,7 @@ class StreamTask(LanguageTask):
             return {"where": sample.where, **counts, "text": text}
 
         by_rank: Samples = []
-        times = accumulation(self.cfg, self.ranks.world_size)
+        num_micro_batches = accumulation(self.cfg, self.ranks.world_size)
         for rank in range(self.ranks.world_size):
             mesh = mesh_of(self.cfg, self.ranks.world_size, rank)
             lanes = list(range(mesh.data_rank, self.stream.lanes, mesh.data_ranks))
@@ -219,10 +221,12 @@ class StreamTask(LanguageTask):
                     sequences.sort(key=lambda samples: -len(samples[0].ids))
                 rows = [[describe(sample) for sample in samples] for samples in sequences]
             else:
-                name = tr("part {lane} of the stream, read by rank {rank}", lane="{lane}", rank=rank)
                 empty = {"tokens": 0, "trained_tokens": 0, "text": []}
-                rows = [[{"where": name.format(lane=lane + 1), **empty}] for lane in lanes]
-            size = len(rows) // times
+                names = [
+                    tr("part {lane} of the stream, read by rank {rank}", lane=lane + 1, rank=rank) for lane in lanes
+                ]
+                rows = [[{"where": name, **empty}] for name in names]
+            size = len(rows) // num_micro_batches
             by_rank.append([[*chain(*rows[begin : begin + size])] for begin in range(0, len(rows), size)])
         return by_rank
 
@@ -270,7 +274,7 @@ class StreamTask(LanguageTask):
         return {}
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
-        """Return what others do, and how many times each source was read: by the lane that read least, and most."""
+        """Return what other runs do, and of each source how often lanes read it: the one that read least, and most."""
         lanes = [passes for of_rank in process_group.gather(self.stream.passes) for passes in of_rank.values()]
         ends = [[round(min(of_source), 3), round(max(of_source), 3)] for of_source in zip(*lanes, strict=True)]
         return {**super().summary(run, result), "passes": ends}

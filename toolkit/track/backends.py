@@ -143,7 +143,8 @@ class CsvFile(Backend):
 
     def _write(self, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
         """Replace metrics.csv by a header and rows."""
-        write_atomically(self.path, _csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        header = {column: column for column in columns}
+        write_atomically(self.path, _csv(columns, [header, *rows]))
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> bytes:

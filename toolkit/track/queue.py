@@ -236,6 +236,7 @@ class BackendQueue:
         self.ending = threading.Event()
         self.is_done = False
         self.dropped = self._replaying = 0
+        """Messages given up, and rows of before this session that are still to be delivered."""
         self._warned: set[str] = set()
         self._status = ""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -483,7 +484,7 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             set_language(message["language"])
             rows: list[dict[str, Any]] = []
             with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
-                rows = [json.loads(line) for line in file.read(message["metrics_bytes"]).splitlines()]
+                rows = [json.loads(row) for row in file.read(message["metrics_bytes"]).splitlines()]
             of_run = {name: message[name] for name in ("hyperparameters", "texts", "step")}
             for name, settings in message["trackers"].items():
                 run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **of_run)

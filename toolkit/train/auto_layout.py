@@ -29,23 +29,25 @@ SHARE = 0.92
 def choose_layout(
     cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, source: run_dir.RunSource
 ) -> RunConfig:
-    """Return the config with plan.auto's layout: a same-sized checkpoint's, else the fastest. A collective."""
+    """Return `cfg` with plan.auto's layout: that of the checkpoint in `source` if as many ranks saved it and its
+    micro-batch still divides the global batch, else the fastest that fits; OutOfMemory if none fits. A collective.
+    """
     state = None
     if (checkpoint := source.checkpoint) is not None:
         state = on_rank0(lambda: intact.read_run_state(checkpoint))
-    before = state.config if state is not None and state.world_size == ranks.world_size else {}
+    saved = state.config if state is not None and state.world_size == ranks.world_size else {}
     # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
-    if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
+    if saved and saved["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
         laid_out = search.with_layout(
             cfg,
-            before["zero"]["stage"],
-            Device(before["zero"]["offload_optimizer"]["device"]),
-            Device(before["zero"]["offload_param"]["device"]),
-            before["train"]["activation_checkpointing"]["enabled"],
-            before["batch"]["micro_per_gpu"],
+            saved["zero"]["stage"],
+            Device(saved["zero"]["offload_optimizer"]["device"]),
+            Device(saved["zero"]["offload_param"]["device"]),
+            saved["train"]["activation_checkpointing"]["enabled"],
+            saved["batch"]["micro_per_gpu"],
         )
-        size = laid_out.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
-        laid_out.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
+        hpz_size = laid_out.zero.zero_hpz_partition_size  # the saved one was limited to a node's GPUs
+        laid_out.zero.zero_hpz_partition_size = min(hpz_size, saved["zero"].get("zero_hpz_partition_size", hpz_size))
         return laid_out
     machine = smallest_machine(cfg, ranks, device)
 
@@ -54,20 +56,20 @@ def choose_layout(
         rates = speed.rates_of(cfg, machine, outline)
         return search.fastest(list(search.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
 
-    chosen = on_rank0(fastest_layout)
-    if chosen is None:
+    fastest = on_rank0(fastest_layout)
+    if fastest is None:
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
             machine=machine.name,
             usable=summary.gib(machine.usable_bytes),
         )
-    words = " ".join(search.overrides(cfg, chosen.cfg)) or tr("the recipe as it is")
-    say("plan.auto: {words}  ({layout})", words=words, layout=chosen.name)
-    return chosen.cfg
+    overrides = " ".join(search.overrides(cfg, fastest.cfg)) or tr("the recipe as it is")
+    say("plan.auto: {words}  ({layout})", words=overrides, layout=fastest.name)
+    return fastest.cfg
 
 
 def micro_batch_before(cfg: RunConfig, ranks: Ranks, source: run_dir.RunSource) -> int:
-    """Return the micro-batch of the checkpoint that a run resumes; 0 without one, or if it does not divide here."""
+    """Return the micro-batch (rows) of `source`'s checkpoint; 0 if it has none, or if `cfg` here cannot have it."""
     if source.checkpoint is None:
         return 0
     rows = int(intact.read_run_state(source.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
@@ -75,7 +77,7 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, source: run_dir.RunSource) 
 
 
 def memory_to_fill(cfg: RunConfig) -> int:
-    """Return the bytes of a rank's device that `search_micro_batch` may fill; ConfigError on CPUs without a bound."""
+    """Return how many bytes of a rank's device `search_micro_batch` may fill; ConfigError on CPUs without a bound."""
     limit = limit_bytes(torch.device(get_accelerator().current_device_name()), cfg.plan.max_gpu_gib)
     if not limit:
         raise ConfigError(
@@ -99,6 +101,7 @@ def search_micro_batch(
     most_rows = 1
 
     def measure(rows: int, share: float = 1.0) -> StepMemory:
+        """Try a step on `rows` rows, each with a `share` of the longest sequence's tokens."""
         doing = tr("looking for batch.micro_per_gpu with {rows} rows", rows=rows)
         with explain_out_of_memory(cfg, doing, memory, limit, None):
             return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, rows_per_step)
@@ -107,7 +110,7 @@ def search_micro_batch(
         with restore_after(engine):
             if rows_per_step > 1:
                 half, two_halves, single = measure(1, 0.5), measure(2, 0.5), measure(1)
-                # Rows are the longest there are: of two halves and one half follows what no row would take.
+                # Memory without any row, on the line through one and two rows of half the length: 2 x one - two.
                 before = RowsMemory(0, 2 * half.forward_backward - two_halves.forward_backward)
                 last = RowsMemory(1, single.forward_backward)
                 while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last.rows:
@@ -149,8 +152,8 @@ def _next_rows(sizes: Sequence[int], before: RowsMemory, last: RowsMemory, limit
 
 
 def apply_settled(engine: DeepSpeedEngine, cfg: RunConfig, ds: DsConfig, total_steps: int) -> None:
-    """Give an engine that was built to find the micro-batch the settled config's micro-batch, accumulation and
-    schedule, before step 1 (0.19.8).
+    """Set micro-batch, accumulation and schedule of the settled `cfg` in an engine that was built before they were
+    known; only before step 1 (deepspeed 0.19.8). `ds`: DeepSpeed's config for `cfg`.
     """
     rows, accumulation = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)

@@ -27,7 +27,9 @@ _MOST_NAMED = 3
 def warn_of_bad_step(
     logs: Path, step: int, anomaly: Anomaly, result: StepResult, samples: Callable[[], Samples]
 ) -> str:
-    """Write a bad step's samples to logs/ and warn; return the sentence about it. Collective; see `record_samples`."""
+    """Write a bad step's samples to `logs` and warn; return the warning's first sentence. A collective. The sentence
+    names samples of the micro-batch with the highest loss; `samples`: see `record_samples`.
+    """
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
     head = {"step": step, "what": anomaly.kind.value, "text": anomaly.text()}
     rows, reason = record_samples(file, head, result, samples)
@@ -53,8 +55,9 @@ def warn_of_bad_step(
 def record_samples(
     file: Path, head: Mapping[str, Any], result: StepResult, samples: Callable[[], Samples]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Write JSON lines: `head` (with "step"), then the step's samples, highest loss first. Return the samples' rows,
-    and " (reason)" if writing failed, else "". A collective; `samples`, of all ranks, is called on rank 0 only.
+    """Write JSON lines to `file`: `head` (with "step"), then a row for each sample of the step, of the micro-batch with
+    the highest loss first. Return these rows, and " (reason)" if writing failed, else "". A collective. `samples`: a
+    function that returns the samples of all ranks; called on rank 0 only.
     """
     sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])
@@ -108,8 +111,8 @@ def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path],
 
 def _checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
     """Return the checkpoint to go back to, and count it in `rewinds`: the newest, or if that has not helped and no good
-    step has followed it, the newest good one. Diverged if there is none, or it has not helped either; `what`: the bad
-    step, for the message. A collective.
+    step has followed it, the newest good one; then later ones are moved aside. Diverged if there is no checkpoint, or
+    it has not helped either; `what`: the bad step, for the message. A collective.
     """
     good, checkpoint = checkpointer.good, checkpointer.newest
     if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:

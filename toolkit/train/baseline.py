@@ -29,8 +29,9 @@ _GPU_S, _CPU_S, _AT_ONCE = 0.3, 0.1, 5
 
 
 def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the median over ranks of FLOP/s in large matrix products, 0 without memory for one. A collective. All
-    ranks measure at once, under a second; a GPU needs 0.4 GiB (0.8 GiB in fp32), or a 16th of that if it is full.
+    """Return the median of FLOP/s in large matrix products over ranks with memory for one, 0 if there are none. A
+    collective. All ranks measure at once, under a second; a GPU needs 0.4 GiB (0.8 GiB in fp32), or a 16th if it is
+    full.
     """
     rank_speed = 0.0
     for size in _sizes(device, dtype):
@@ -47,7 +48,7 @@ def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the sizes of square matrices to try in turn until one fits: on a CPU the first that can be timed alone."""
+    """Return the rows of square matrices to try until one fits; on a CPU only the first that can be timed."""
     if device.type != "cpu":
         return _GPU_SIZES
     for size in _CPU_SIZES:
@@ -99,7 +100,9 @@ class Baseline:
     """Planned memory of a rank: of its GPU, on CPUs of its process; None without a plan."""
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
-        """Return a mean rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding), `computed`: of all ranks."""
+        """Return FLOP/s, MFU and HFU of a mean rank for metrics.jsonl, {} if the model's FLOPs are not known. `needed`
+        and `computed`: the work of all ranks without and with padding; `rank_seconds`: their seconds, added up.
+        """
         if self.formula is None:
             return {}
         hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
@@ -107,7 +110,7 @@ class Baseline:
         row = {"model_flops_per_s": model_speed, "hardware_flops_per_s": hardware_speed}
         if self.matmul_flops:
             row |= {"mfu_matmul": model_speed / self.matmul_flops, "hfu_matmul": hardware_speed / self.matmul_flops}
-        if peak := self.card and self.card.flops(self.dtype):
+        if self.card and (peak := self.card.flops(self.dtype)):
             row |= {"mfu": model_speed / peak, "hfu": hardware_speed / peak}
         return row
 
@@ -161,7 +164,7 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
 def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
-    """Return what a run with this engine is compared with: counts FLOPs, measures matrix products. A collective."""
+    """Return what a run with this engine is compared with, counted and measured now; see `Baseline`. A collective."""
     model, device = stages.unwrap_model(engine.module), engine.device
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
     device_name = accelerator.device_name(device)

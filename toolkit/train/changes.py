@@ -11,9 +11,9 @@ from toolkit.train.consistency import is_below
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets.
-    A key that an older version's config lacks had its default. Of those that say what is trained this is taken for
-    granted only if they still have it, and if the config has a tuning method; else the old value is unknown (None).
+    """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets. A
+    key that the old config lacks, as an older version wrote it, is taken to have had its default. Of keys that decide
+    what is trained, only if it has its default now too and the old config names a tuning method; else it is None.
     """
     old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
     new = dict(dotted_keys.leaves(now))
@@ -45,7 +45,7 @@ def check_changes(
     data_now: Mapping[str, str],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Compare a checkpoint's config and data (key -> digest) with those of now; return a line per change, to print.
+    """Compare a checkpoint's config and data (name -> digest) with those of now; return a line per change, to print.
     ConfigError if a change alters what is computed and is not in `allowed`, the keys and sections of
     `checkpoint.allow_changes`; or if the optimizer's states or the trained parameters would not fit.
     """
@@ -53,11 +53,11 @@ def check_changes(
         (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
         for key, old, new in differences(before, now)
     ]
-    adams, optimizer = {"adam", "adamw"}, before.get("optim", {}).get("name")  # these two have the same states
+    adams, old_optimizer = {"adam", "adamw"}, before.get("optim", {}).get("name")  # these two have the same states
     other_states = [
         line
         for key, old, new, line in changes
-        if (key == "optim.name" and not {optimizer, new} <= adams)
+        if (key == "optim.name" and not {old_optimizer, new} <= adams)
         or (key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None)  # older configs know no groups
     ]
     if other_states:
@@ -89,7 +89,7 @@ def check_changes(
 
 
 def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield, for each difference of data and tokenizer, the key that allows it in `allow_changes`, and its line."""
+    """Yield for each differing name -> digest the key that allows it in `allow_changes`, and the line to print."""
     parts = {
         "vocabulary": tr("vocabulary"),
         "division of text": tr("division of text"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.StoredTensors:
-    """Return the parameters and buffers of an engine that this rank saves, by their names in the full model."""
+    """Return an engine's tensors that this rank saves, by their names in the full model; frozen ones if asked for."""
     model, full_model = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
     tied = weights.tied_parameter_names(full_model) if is_pipeline(engine) else {}
@@ -52,7 +52,7 @@ def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
     # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
     copies_at_once = bool(engine.zenflow or engine.super_offload() or is_muon(engine))
     files = state_files.Files(asynchronous, copies_at_once)
-    # ZeRO-3 has another one for partly offloaded sub-groups on the GPU.
+    # ZeRO-3 has another optimizer for partly offloaded sub-groups on the GPU.
     for optimizer in filter(None, (engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None))):
         optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
     return files
@@ -97,8 +97,9 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
-        """Publish the previous checkpoint and begin this state's, unless the disk lacks room (`refusal`), or weights or
-        optimizer states hold NaN or Inf (`self.ruin`). The last is probed, as no step follows that could show it good.
+        """Publish the previous checkpoint, then write this state's files, which a thread proves. Give up, with a
+        warning and `failed`, if the disk lacks room, or if weights or optimizer states hold NaN or Inf (`ruin`). The
+        run's last checkpoint (`is_last`) is probed, as no step follows that could show it good.
         """
         self.finish()
         name = directory.checkpoint_name(state.step)
@@ -108,7 +109,7 @@ class Checkpointer:
             self._give_up(name, refusal)
             return
         self.failed, self.ruin = False, ""
-        # Only a divided model needs all ranks for it, and rank 0 writes it.
+        # Rank 0 writes the probe; only of a divided model all ranks compute it.
         runs_probe = has_probe and (rank() == 0 or is_partitioned(self.engine) or is_pipeline(self.engine))
         probed = self._probe() if runs_probe else None
         if has_probe and on_rank0(lambda: probed is not None and not bool(torch.isfinite(probed.logits).all())):
@@ -120,13 +121,13 @@ class Checkpointer:
             self._give_up(name, self.ruin)
             return
         pending = self._write(temporary, state, probed)
-        last = state.evaluations[-1] if state.evaluations else {}
-        is_evaluated = last.get("step") == state.step and math.isfinite(last.get(schema.EVAL_LOSS, math.nan))
+        latest = state.evaluations[-1] if state.evaluations else {}
+        is_evaluated = latest.get("step") == state.step and math.isfinite(latest.get(schema.EVAL_LOSS, math.nan))
         pending.is_good = (is_last and has_probe) or is_evaluated
         pending.thread.start()
 
     def _write(self, temporary: Path, state: directory.RunState, probed: probe.Probe | None) -> "_Pending":
-        """Write this rank's files of a checkpoint; return it as pending, until they are proven and published."""
+        """Write this rank's files of a save into `temporary`; return it as pending, with its thread not yet started."""
         self.files.begin()
         for number, content in enumerate(engine_state.contents(self.engine, self._held)):
             self.files.save(content, temporary / fragments.file_name(rank(), number))
@@ -151,7 +152,7 @@ class Checkpointer:
         return pending
 
     def _may_probe(self, is_last: bool = False) -> bool:
-        """Whether the last probe was quick, or long enough ago: saves that follow each other closely do without."""
+        """Whether to probe a save: the last of a run, or if the last probe was quick, or is long enough ago."""
         if self.described.probe_ids is None:
             return False
         return is_last or self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
@@ -247,7 +248,7 @@ class Checkpointer:
         return _LEAST_BYTES_PER_PARAMETER * sum(full_sizes)
 
     def _make_room(self, temporary: Path) -> str:
-        """Make the empty directory of a save; return why it cannot be made or what room it lacks, "" if all is well."""
+        """Make the empty directory `temporary`; return why that fails, or what room is lacking, else "". Rank 0."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             directory.discard_checkpoint(temporary)
@@ -281,9 +282,9 @@ class Checkpointer:
             self._rotation.request([*self._best(self._rated), self.good])
 
     def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
-        """Return a list of the best checkpoint by `evaluate.keep_best`, of equals the first; [] if none is rated."""
+        """Return [the best checkpoint] by `keep_best`, of equals the first; [] if none is rated in `evaluations`."""
         published = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
-        sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1
+        sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1  # `min` finds the best of either
         rated = [
             (sign * evaluation[self.keep_best], int(evaluation["step"]))
             for evaluation in evaluations

@@ -20,8 +20,8 @@ _SECONDS = "communication_s"
 
 
 class Collectives(Hook):
-    """Adds up this rank's collectives: seconds from DeepSpeed's timers, calls and bytes from its log, as its own
-    summary never resets timers (0.19.8, comm.timed_op).
+    """Adds up this rank's collectives by operation: seconds from DeepSpeed's timers, calls and bytes from its log.
+    DeepSpeed's own summary would not do, as it never resets its timers (0.19.8, comm.timed_op).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,9 +70,9 @@ class Collectives(Hook):
         disk.write_atomically(self.folder / "collectives.json", content)
 
     def _add_new(self) -> None:
-        """Add the collectives since the last call to this rank's sums."""
+        """Add the collectives since they were last taken to this rank's sums."""
         log, seconds = self._take_new()
-        for name, by_size in log.items():
+        for name, by_size in log.items():  # by_size: bytes of a message -> [calls, …]
             self.calls[name] += sum(calls for calls, *_ in by_size.values())
             self.bytes[name] += sum(size * calls for size, (calls, *_) in by_size.items())
             self.seconds[name] += seconds.get(name, 0.0)

@@ -40,14 +40,14 @@ def check_settings(cfg: schema.RunConfig) -> None:
 
 
 def _setting_facts(cfg: schema.RunConfig) -> dict[str, str]:
-    """Return dotted key -> value as JSON of what ranks must agree on, and digests of the model directories named."""
+    """Return dotted key -> JSON of what ranks must agree on, and "KEY: files" -> digest of a model directory."""
     values = {key: value for key, value in _leaf_values(load.to_dict(cfg), "") if not is_below(key, MAY_DIFFER)}
-    for key, path_key in _FOLDERS.items():
+    for key, hub_key in _FOLDERS.items():
         folder = Path(json.loads(values.get(key, '""')))
         if folder.name and folder.is_dir():
             files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
             values[f"{key}: files"] = _files_digest((file, _sampled_bytes(file)) for file in files)
-            if json.loads(values.get(path_key, '""')):
+            if json.loads(values.get(hub_key, '""')):  # stands for the path, which may be another one on each node
                 del values[key]
     return values
 
@@ -65,7 +65,7 @@ def _leaf_values(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _code_facts() -> dict[str, str]:
-    """Return name -> versions of packages, the device, and digests of the program and of this package's files."""
+    """Return by name, as text: versions of packages, the device, and digests of the program and of toolkit's files."""
     facts = {f"version: {name}": version for name, version in run_dir.versions().items()}
     facts["version: python"] = sys.version.split()[0]
     files = sorted(file for file in Path(toolkit.__file__).parent.rglob("*.*") if file.suffix in _CODE_FILES)
@@ -84,8 +84,8 @@ def _sampled_bytes(file: Path) -> bytes:
     size = file.stat().st_size
     parts = [str(size).encode()]
     with file.open("rb") as handle:
-        for begin in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
-            handle.seek(begin)
+        for offset in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
+            handle.seek(offset)
             parts.append(handle.read(_SAMPLED_BYTES))
     return b"".join(parts)
 

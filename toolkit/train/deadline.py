@@ -68,7 +68,8 @@ class Costs:
 
 class Deadline:
     """Decides on rank 0 with which step a run must end to be done before the time `at` (as time.time()), and prints it.
-    `start`: the step that the run resumes after; `sizes`: bytes of a checkpoint and of the export (0: none).
+    `folder`: the run directory, whose deadline.jsonl says what an earlier start decided; `start`: the step that the run
+    resumes after; `accumulation`: micro-batches of a step; `sizes`: bytes of a checkpoint and of the export (0: none).
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Deadline:
         sizes: tuple[int, int],
     ) -> None:
         self.cfg, self.deadline_at, self.folder = cfg, at, folder
-        self._offset = time.time() - time.monotonic()
+        self._clock_offset = time.time() - time.monotonic()
         self.total_steps, self.accumulation = total_steps, accumulation
         self.costs = Costs()
-        self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
+        checkpoint_bytes, export_bytes = sizes
+        self.costs.save, self._export_s = checkpoint_bytes / _BYTES_PER_S, export_bytes / _BYTES_PER_S
         rows = [row for row in run_dir.read_rows(folder / FILE) if row["step"] <= start]
         disk.write_atomically(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.log = MetricsLog(folder / FILE)
@@ -145,10 +147,10 @@ class Deadline:
     def _follow_clock(self) -> None:
         """Warn if the clock was set. A deadline typed as a duration moves by as much, one typed as a time stays."""
         offset = time.time() - time.monotonic()
-        jump_s = offset - self._offset
+        jump_s = offset - self._clock_offset
         if abs(jump_s) < _JUMP_S:
             return
-        self._offset, typed = offset, self.cfg.run.deadline
+        self._clock_offset, typed = offset, self.cfg.run.deadline
         jump, way = clock(abs(jump_s)), tr("forward") if jump_s > 0 else tr("back")
         if rules.is_duration(typed):
             self.deadline_at += jump_s
@@ -177,7 +179,7 @@ class Deadline:
             each_s += costs.evaluation / self.cfg.evaluate.every
         if config.every:
             each_s += costs.pause / config.every
-        if config.minutes:
+        if config.minutes:  # those by time come as often however many steps fit
             seconds -= costs.pause * (seconds // (60 * config.minutes))
         return max(0, int(seconds / each_s))
 
@@ -278,8 +280,9 @@ class DeadlineHook(Hook):
 
 
 def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
-    """Return `run.deadline` in seconds since the epoch, None without one; ConfigError if it is past. For rank 0 only.
-    A duration or a time of day counts from the first start of the run with it; deadline.json in its directory keeps it.
+    """Return `run.deadline` in seconds since the epoch, None if it is not set; ConfigError if it is past. Rank 0 only.
+    A duration or a time of day counts from the first start of the run with it, as deadline.json in `folder` (the run's)
+    tells.
     """
     if not cfg.run.deadline:
         return None
@@ -313,14 +316,14 @@ def _write_deadline(folder: Path, typed: str, at: float) -> None:
 
 
 def _adjusted_for_clock(row: Mapping[str, Any]) -> float:
-    """Return the time (epoch seconds) in a row of deadline.json. If the clock was set since and the machine not booted,
-    that of a duration is computed again from the seconds since boot.
+    """Return the deadline (seconds since the epoch) in `row`, the content of deadline.json. Where it was typed as a
+    duration, and the clock was set since without a boot of the machine, it is computed from the seconds since boot.
     """
     at, boot = float(row["at"]), _boot_id()
     if not rules.is_duration(row["given"]) or not boot or row.get("boot") != boot:
         return at
-    now = time.time() + float(row["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return at if abs(now - at) < _JUMP_S else now
+    adjusted = time.time() + float(row["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return at if abs(adjusted - at) < _JUMP_S else adjusted
 
 
 def _boot_id() -> str:

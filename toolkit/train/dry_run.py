@@ -102,7 +102,7 @@ _TRIAL_STEP = -2
 
 
 def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try writing, a step on the longest batch and an evaluation, leaving everything as it was; return a line about it.
+    """Try writing, a step on the longest batch and an evaluation, and leave all as it was; return a line about it.
     Raises OutOfMemory, CheckpointError, TrackError (not writable, no room) or ModelError (export). A collective.
     """
     began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
@@ -144,7 +144,8 @@ def _num_saves(config: CheckpointConfig, steps: range) -> int:
     """Return how many checkpoints are due in these optimizer steps, numbered from 1; those by time are not counted."""
     last = steps.stop - 1
     due = last // config.every - (steps.start - 1) // config.every if config.every else 0
-    return due + (config.at_end and not (due and last % config.every == 0))
+    is_last_due = due != 0 and last % config.every == 0
+    return due + 1 if config.at_end and not is_last_due else due
 
 
 def _what_was_tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
@@ -172,7 +173,7 @@ def check_disk(run: RunContext, saves: int) -> None:
 
 
 def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
-    """Return the bytes of a run's export, on any rank; 0 without one."""
+    """Return the bytes of a run's export (only the adapter if the model has one), on any rank; 0 if none is made."""
     if not config.export:
         return 0
     module = stages.unwrap_model(engine.module)
@@ -217,7 +218,7 @@ def _failure_of(write: Callable[..., object], *arguments: object) -> str:
 
 
 def try_checkpoint(folder: Path) -> None:
-    """Write and remove a small file in checkpoints/ on every rank; CheckpointError if any fails. A collective."""
+    """Write and remove a small file in checkpoints/ on every rank; CheckpointError if one fails. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
     reasons = gather(_failure_of(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
@@ -234,8 +235,8 @@ def try_checkpoint(folder: Path) -> None:
         removed = _failure_of(lambda: path.unlink(missing_ok=True))
         reasons = gather(written or removed)
     is_left = rank() == 0 and not was_there and folder.is_dir()
-    left = gather(_failure_of(folder.rmdir) if is_left else "")
-    reasons = reasons if any(reasons) else left
+    rmdir_reasons = gather(_failure_of(folder.rmdir) if is_left else "")
+    reasons = reasons if any(reasons) else rmdir_reasons
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
         raise CheckpointError(
@@ -247,7 +248,7 @@ def try_checkpoint(folder: Path) -> None:
 
 
 def try_export(folder: Path) -> None:
-    """Write a small model directory next to where the export will be, and remove it; CheckpointError. Rank 0 only."""
+    """Write a tiny model next to `folder`, the export's place, and remove it, or raise CheckpointError. Rank 0 only."""
 
     def write() -> None:
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
@@ -267,7 +268,13 @@ def try_export(folder: Path) -> None:
 
 
 def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: int, export_bytes: int) -> None:
-    """Raise CheckpointError without room for `saves` checkpoints of `each_bytes` and an export (or 0). Rank 0 only."""
+    """Raise CheckpointError if the disk of `folder` (checkpoints/) has no room for what will be there at once: those of
+    `saves` checkpoints of `each_bytes` that `config` keeps, and an export of `export_bytes` (0: none). Rank 0 only.
+    """
+
+    def gigabytes(num_bytes: int) -> str:
+        return f"{num_bytes / 1e9:,.3g}"
+
     # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
@@ -277,18 +284,17 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
     needed, free = most + export_bytes, shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
     if needed <= free:
         return
-    free_gb, needed_gb, each_gb, export_gb = (f"{n / 1e9:,.3g}" for n in (free, needed, each_bytes, export_bytes))
     raise CheckpointError(
         "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
         "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free some, or "
         "lower checkpoint.keep.",
         folder=folder.parent,
-        free=free_gb,
-        needed=needed_gb,
+        free=gigabytes(free),
+        needed=gigabytes(needed),
         count=count,
-        each=each_gb,
+        each=gigabytes(each_bytes),
         keep=config.keep,
-        export=export_gb,
+        export=gigabytes(export_bytes),
     )
 
 
@@ -359,6 +365,7 @@ def trial_step(
     for name, value in (("cur_scale", 1.0), ("raise_error_at_min_scale", False)):
         if scaler is not None and name in vars(scaler):  # no gradient overflows for a scale that is still to be found
             setattr(scaler, name, value)
+    # Lists of micro-batches, each for one call of `train_step`.
     if stages.is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
         windows = [[batch] * num_micro_batches]
     else:
@@ -368,7 +375,7 @@ def trial_step(
     judge, guard.gate.may_update = guard.gate.may_update, reject
     try:
         for window in windows:
-            engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)
+            engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)  # the last ones
             train_step(engine, task, window, mesh.Mesh(world_size=world_size()), guard)
     finally:
         guard.gate.may_update = judge
@@ -402,7 +409,9 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
 def explain_out_of_memory(
     cfg: RunConfig, doing: str, memory: PeakMemory, limit: int, plan: RunPlan | None, sections: tuple[str, ...] = ("",)
 ) -> Iterator[None]:
-    """Turn the body's out-of-memory error into OutOfMemory, with measured and planned bytes and overrides that help."""
+    """Turn the body's out-of-memory error into OutOfMemory, with measured and planned bytes and overrides that help.
+    `doing`: what the body does; `limit`: bytes that may be used (0: unknown); `sections`: beginnings of such overrides.
+    """
     before = memory.restart()
     try:
         yield

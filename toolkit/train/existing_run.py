@@ -26,7 +26,10 @@ from toolkit.train.run_dir import (
 
 
 def choose(cfg: RunConfig) -> RunSource:
-    """Do what `run_dir.choose_run_dir` does if `run.name` or `resume` may mean a directory that is there."""
+    """Do what `run_dir.choose_run_dir` does if `run.name` or `resume` may mean a directory that is there. The run
+    `run.name` is resumed if this command started it before, or if `resume` allows it or names a checkpoint of it; else
+    a new one begins, from the checkpoint that `resume` names, if any.
+    """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
     if named is not None and is_path and _was_started_with(named, cfg):
@@ -37,7 +40,9 @@ def choose(cfg: RunConfig) -> RunSource:
             folder=named,
             path=cfg.resume,
         )
-        has_saved = bool(directory.published_checkpoints(named / "checkpoints"))
+        has_saved = bool(
+            directory.published_checkpoints(named / "checkpoints")
+        )  # else it starts over, from what it began with
         return _resume(named, None if has_saved else _resolve_checkpoint(Path(cfg.resume)), cfg)
     checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
@@ -56,7 +61,7 @@ def choose(cfg: RunConfig) -> RunSource:
 
 
 def _resume(folder: Path, checkpoint: Path | None, cfg: RunConfig) -> RunSource:
-    """Record the start in a locked run directory: from a checkpoint, or from the newest that is intact."""
+    """Record the start in a locked run directory; return it with `checkpoint`, or if None its newest intact one."""
     if checkpoint is None:
         checkpoint = resumable_checkpoint(folder, must_exist=cfg.resume == MUST)
     intact.discard_unfinished(folder / "checkpoints")
@@ -88,7 +93,9 @@ def resumable_checkpoint(folder: Path, *, must_exist: bool = False) -> Path | No
 
 
 def _resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `resume=PATH` means: the path itself, or the newest one of a run directory."""
+    """Return the checkpoint that `resume=PATH` means: PATH itself, or the newest intact one of the run directory PATH.
+    Raise CheckpointError if it is damaged, ConfigError if there is none.
+    """
     path = path.absolute()
     if paths.is_exported(path):
         raise ConfigError(paths.not_resumable(path))
@@ -121,14 +128,14 @@ def _lock_to_resume(folder: Path) -> None:
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
-def _prepare_to_resume(folder: Path, checkpoint: Path | None, config_digest: str) -> None:
+def _prepare_to_resume(folder: Path, checkpoint: Path | None, digest: str) -> None:
     """Record the start in an existing run directory, and rename what the resumed run would overwrite, except for what
-    `set_aside_settings` renames once nothing prevents it any more.
+    `set_aside_settings` renames once nothing prevents it any more. `digest`: of the config, see `config_digest`.
     """
     try:
         if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
             intact.move_aside_after(folder / "checkpoints" / checkpoint.name)
-        record_start(folder, intact.read_run_state(checkpoint).step if checkpoint else 0, config_digest)
+        record_start(folder, intact.read_run_state(checkpoint).step if checkpoint else 0, digest)
         if (folder / "FAILED").exists():
             (folder / "FAILED").rename(disk.unused_path(folder / "logs" / "FAILED"))
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
@@ -169,7 +176,8 @@ def reached_step(folder: Path) -> int:
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
     beat_step = max((int(beat["step"]) for beat in beats), default=0)
     in_step = (watchdog.STEP, watchdog.DATA)
-    # After the logged step a rank evaluated or saved; else the next one had begun, of which nothing is written.
-    if beat_step > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
+    # A rank may have been evaluating or saving after the logged step.
+    is_after_step = logged > 0 and any(beat["step"] == logged and beat["phase"] not in in_step for beat in beats)
+    if beat_step > logged or is_after_step:
         return beat_step
-    return logged + 1
+    return logged + 1  # which had begun, but has no row

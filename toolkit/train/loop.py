@@ -40,6 +40,7 @@ class TrainLoop:
         # Not a method of the loop: in a cycle of references, its batches would outlive it, and their threads the run.
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_log_to, run.hooks))
         self.steps, self.steps_s = 0, 0.0
+        """Steps that this process has done and logged, and the seconds that they took."""
         self.rewinds: Counter[Path] = Counter()
         """Rewinds to each checkpoint."""
         self.saving = Saving(run, progress)
@@ -51,10 +52,10 @@ class TrainLoop:
         self.step = state.step
         self.position = self.step_position = position
         """Where in the data the next step begins, and where the last one began."""
-        counted = state.trained_tokens, state.total_tokens
-        self.meter = ThroughputMeter(self.engine, self.baseline, *counted, self.task.unit, self.task.counted)
+        tokens_so_far = state.trained_tokens, state.total_tokens
+        self.meter = ThroughputMeter(self.engine, self.baseline, *tokens_so_far, self.task.unit, self.task.counted)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
-        self.batches = self.task.batches(position, self.run.total_steps - state.step)  # or fewer of them
+        self.batches = self.task.batches(position, self.run.total_steps - state.step)  # too many if `end_at` is called
 
     def end_at(self, step: int) -> None:
         """Let the run and its learning-rate schedule end with `step`; takes effect from the next step on."""
@@ -133,28 +134,30 @@ class TrainLoop:
         anomaly = self.guard.check()
         if not anomaly and not self.guard.skips_in_a_row:
             self.checkpointer.note_good_step()
-        if anomaly and self._is_rewound(anomaly, result, lr):
+        if anomaly and self._rewind_after(anomaly, result, lr):
             return
-        self._step_done(vote.stops > 0, vote.save_due > 0, lr, log=anomaly is not None)
+        self._do_what_is_due(vote.stops > 0, vote.save_due > 0, lr, log=anomaly is not None)
         self.guard.check_patience(self.step)
 
-    def _step_done(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
-        """Do what is due after a step: log (at once with `log`), evaluate, save, stop (raises Stopped)."""
-        step, last = self.step, self.step == self.total_steps
-        saves, evaluates = self.saving.is_due(step, stops, is_time, last), self._evaluates() and not stops
-        if log or saves or evaluates or last or step == 1 or step % self.cfg.train.log_every == 0:
+    def _do_what_is_due(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
+        """Do what is due after a step: log, evaluate, save, stop (raises Stopped). `stops`: whether a rank was told to
+        stop; `is_time`: whether `checkpoint.minutes` have passed; `lr`: the step's; `log`: whether to log in any case.
+        """
+        step, is_last = self.step, self.step == self.total_steps
+        saves, evaluates = self.saving.is_due(step, stops, is_time, is_last), self._evaluates() and not stops
+        if log or saves or evaluates or is_last or step == 1 or step % self.cfg.train.log_every == 0:
             self._log(lr)
         with self._paused():
             if evaluates:
                 self._evaluate()
-            if saves or last:
+            if saves or is_last:
                 self.watchdog.enter("checkpoint", step)
-            self.checkpointer.no_step_follows = stops or last
+            self.checkpointer.no_step_follows = stops or is_last
             if saves:
-                self.saving.save(self._state(), last)
-            if stops or last:
+                self.saving.save(self._state(), is_last)
+            if stops or is_last:
                 self.saving.publish_last(step, saves)
-            if not last:
+            if not is_last:
                 for hook in self.hooks:
                     hook.between_steps(step)
         if stops:
@@ -210,8 +213,10 @@ class TrainLoop:
 
     def _evaluates(self) -> bool:
         """Whether the task is evaluated after this step, or at step 0 before the first."""
-        if not self.task.has_validation or not self.step:
-            return self.task.has_validation and self.cfg.evaluate.at_start
+        if not self.task.has_validation:
+            return False
+        if not self.step:
+            return self.cfg.evaluate.at_start
         return is_due(self.step, self.cfg.evaluate.every) or self.step == self.total_steps
 
     def _evaluate(self) -> None:
@@ -236,8 +241,10 @@ class TrainLoop:
         with self._paused():
             self.saving.publish()
 
-    def _is_rewound(self, anomaly: Anomaly, result: StepResult, lr: float) -> bool:
-        """Warn of a bad step; then, by `train.on_bad_step`, return False, raise Diverged, or rewind and return True."""
+    def _rewind_after(self, anomaly: Anomaly, result: StepResult, lr: float) -> bool:
+        """Warn of the bad step just done, and do what `train.on_bad_step` says; return whether the run was rewound.
+        With `stop`, or if no checkpoint helps, Diverged is raised. `lr`: the step's, for the log.
+        """
         from toolkit.train.bad_steps import warn_of_bad_step
 
         self.state.bad_steps += 1
@@ -258,8 +265,8 @@ class TrainLoop:
         return True
 
     def _rewind(self, what: str) -> None:
-        """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step, which
-        `what` describes.
+        """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step. `what`: a
+        description of that step, for messages.
         """
         from toolkit.train.bad_steps import rewind
 

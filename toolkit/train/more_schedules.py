@@ -12,7 +12,7 @@ _TIMESCALE = 10_000
 
 
 def share_of_peak(schedule: schema.ScheduleConfig, step: float, total_steps: int, warmup_steps: int) -> float:
-    """Return the rate at a step from 0, as a share of the peak, of inverse_sqrt, polynomial and wsd."""
+    """Return the learning rate after `step` steps, as a share of the peak, of inverse_sqrt, polynomial or wsd."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
         lowest = warmup_start_ratio(schedule, warmup_steps)
@@ -23,18 +23,18 @@ def share_of_peak(schedule: schema.ScheduleConfig, step: float, total_steps: int
     if schedule.name is schema.ScheduleName.polynomial:
         left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
         return floor + (1.0 - floor) * max(0.0, left) ** schedule.power
-    begin = decay_begin(schedule, total_steps, warmup_steps)
-    if step < begin:
+    plateau_end = decay_begin(schedule, total_steps, warmup_steps)
+    if step < plateau_end:
         return 1.0
     if step >= total_steps:
         return floor
-    progress = (step - begin) / (total_steps - begin)
-    falls = {
+    progress = (step - plateau_end) / (total_steps - plateau_end)
+    left_of_decay = {  # falls from 1 to 0
         schema.Decay.linear: 1.0 - progress,
         schema.Decay.cosine: (1.0 + math.cos(math.pi * progress)) / 2,
         schema.Decay.sqrt: 1.0 - math.sqrt(progress),
     }
-    return floor + (1.0 - floor) * falls[schedule.decay_type]
+    return floor + (1.0 - floor) * left_of_decay[schedule.decay_type]
 
 
 def decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps: int) -> int:

@@ -43,35 +43,35 @@ def explained(
         *(memory_table(plan.layout) if plan else []),
         tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
         tr("What helps, the cheapest first; each can be pasted behind the command:"),
-        *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),
+        *(f"  {override}" for override in remedies(cfg, world_size()) if override.startswith(sections)),
     ]
     return OutOfMemory("\n".join(lines))
 
 
 def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides with which a run takes less memory than with `cfg`, the one that costs least speed first."""
-    words = []
+    overrides = []
     micro, zero = mesh.micro_rows(cfg), cfg.zero
     smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
     if smaller:
-        words.append(f"batch.micro_per_gpu={smaller[-1]}")
+        overrides.append(f"batch.micro_per_gpu={smaller[-1]}")
     recompute = cfg.train.activation_checkpointing
     if not recompute.enabled:
-        words.append("train.activation_checkpointing.enabled=true")
+        overrides.append("train.activation_checkpointing.enabled=true")
     if smaller[:-1]:
-        words.append("batch.micro_per_gpu=1")
+        overrides.append("batch.micro_per_gpu=1")
     if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
-        words.append("train.activation_checkpointing.cpu_checkpointing=true")
-    highest = cfg.tuning.max_stage
+        overrides.append("train.activation_checkpointing.cpu_checkpointing=true")
+    max_stage = cfg.tuning.max_stage
     if world_size > 1:
-        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
+        overrides += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), max_stage + 1)]
     if zero.offload_optimizer.device is Device.none:
-        words.append(f"zero=stage{max(zero.stage, 2)}_offload")
-    if zero.offload_param.device is Device.none and highest == 3:
-        words.append("zero=stage3_offload")
+        overrides.append(f"zero=stage{max(zero.stage, 2)}_offload")
+    if zero.offload_param.device is Device.none and max_stage == 3:
+        overrides.append("zero=stage3_offload")
     if cfg.tuning.method is TuningMethod.full:
         from toolkit.plan.search import with_bf16_states
 
-        words += ["precision.optimizer_states=bf16"] if with_bf16_states(cfg) else []
-        words.append("tuning=lora")
-    return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
+        overrides += ["precision.optimizer_states=bf16"] if with_bf16_states(cfg) else []
+        overrides.append("tuning=lora")
+    return [*dict.fromkeys(overrides), f"data.max_length={cfg.data.max_length // 2}"]

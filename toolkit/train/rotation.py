@@ -53,7 +53,8 @@ class Rotation:
                 if not self._is_due:
                     self._thread = None
                     return
-                also_keep, self._is_due, self._also_keep = self._also_keep, False, None
+                also_keep = self._also_keep
+                self._is_due, self._also_keep = False, None
             try:
                 try:
                     directory.empty_trash(self.folder)

@@ -190,7 +190,7 @@ def trim_metrics(folder: Path, length: int) -> None:
 
 
 def describe_environment(world_size: int) -> dict[str, object]:
-    """Return versions, machine and commit; no environment variables, so no secrets."""
+    """Return the content of environment.json: versions, machine and commit; no environment variables, so no secrets."""
     return {
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.machine()}",
@@ -213,18 +213,20 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
-    git, here = shutil.which("git"), Path(__file__).resolve().parents[2]
-    if not git or not (here / "run.py").is_file():
+    """Return the commit of toolkit's checkout, with "+changes" if files differ from it; "" if it is not known."""
+    git, checkout = shutil.which("git"), Path(__file__).resolve().parents[2]
+    if not git or not (checkout / "run.py").is_file():
         return ""  # installed from a wheel: a repository around it would be somebody else's
-    command = [git, "--no-optional-locks", "-C", str(here), "status", "--porcelain=v2", "--branch", "-uno"]
+    command = [git, "--no-optional-locks", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "-uno"]
     try:
         status = children.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     head = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)  # "(initial)" before the first commit
+    if head is None:
+        return ""
     has_changes = any(not line.startswith("#") for line in status.splitlines())
-    return head[1] + ("+changes" if has_changes else "") if head else ""
+    return f"{head[1]}+changes" if has_changes else head[1]
 
 
 def mark_done(folder: Path, summary: dict[str, object]) -> None:
@@ -240,11 +242,13 @@ def _write(file: Path, text: str) -> None:
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
-def record_start(folder: Path, step: int, config_digest: str = "") -> None:
-    """Append this start to logs/starts.jsonl, before anything else changes. `step`: that of the checkpoint it resumes
-    from, 0 without one. RepeatedDeath if restarts get no further.
+def record_start(folder: Path, step: int, digest: str = "") -> None:
+    """Append this start to logs/starts.jsonl, before anything else changes; then remove the heartbeats of an earlier
+    start's ranks, and tell a `toolkit launch` the run directory. `step`: that of the checkpoint it resumes from, 0
+    without one; `digest`: the config's. RepeatedDeath if a restart after a failure gets no further than the last.
     """
-    restart, logs, reached = environment.restart_number(), folder / "logs", 0
+    restart, logs = environment.restart_number(), folder / "logs"
+    reached = 0  # the step in which the earlier start ended
     if (logs / STARTS).exists():
         from toolkit.train import existing_run
 
@@ -254,7 +258,7 @@ def record_start(folder: Path, step: int, config_digest: str = "") -> None:
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        "config": config_digest,
+        "config": digest,
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached,
@@ -272,7 +276,7 @@ def record_start(folder: Path, step: int, config_digest: str = "") -> None:
 
 
 def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file, but cut-off lines; [] if it is missing or reading raises one of `errors`."""
+    """Return the objects of a JSONL file, without cut-off lines; [] if it is missing, or if reading raises `errors`."""
     with suppress(FileNotFoundError, *errors):
         return [row for row in disk.json_lines(path) if row is not None]
     return []

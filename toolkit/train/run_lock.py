@@ -51,7 +51,9 @@ def lock_run_dir(folder: Path) -> None:
         # Not after locking it: the owner, who locks it again, would take our lock for the loss of its directory.
         owner = _rank_still_alive(folder)
         is_free = not owner
-    if is_free and (is_free := disk.lock_or_warn(file, folder)):
+    if is_free:
+        is_free = disk.lock_or_warn(file, folder)
+    if is_free:
         is_free, descriptor = _lock_directory(folder)
     if not is_free:
         file.close()
@@ -81,7 +83,7 @@ def is_lost(now: bool = False) -> bool:
         return False
     if not _lock.is_lost and (now or time.monotonic() >= _lock.checked_at + _CHECK_EVERY_S):
         _lock.checked_at = time.monotonic()
-        _lock.is_lost = _is_dir_lost(_lock)
+        _lock.is_lost = not _holds_or_relocks(_lock)
     return _lock.is_lost
 
 
@@ -100,28 +102,30 @@ def lost_text(folder: Path) -> str:
     )
 
 
-def _is_dir_lost(lock: _Lock) -> bool:
-    """Whether a locked run directory was removed, replaced or taken; locks `run.lock` again if it alone was deleted."""
+def _holds_or_relocks(lock: _Lock) -> bool:
+    """Return whether this process still has the run directory that it locked; False if it was removed, replaced or
+    taken by another process. If `run.lock` alone was deleted, it is made and locked again.
+    """
     path = lock.folder / LOCK
     try:
         if not os.path.samestat(lock.folder.stat(), lock.status):
-            return True
-        if not path.exists() and not (lock.folder / "config.yaml").exists():
-            return True  # emptied: `rm -r` could not remove the directory because a rank wrote into it
-        if path.exists() and any(os.path.samestat(os.fstat(held.fileno()), path.stat()) for held in lock.files):
             return False
+        if not path.exists() and not (lock.folder / "config.yaml").exists():
+            return False  # emptied: `rm -r` could not remove the directory because a rank wrote into it
+        if path.exists() and any(os.path.samestat(os.fstat(held.fileno()), path.stat()) for held in lock.files):
+            return True
         file = open(path, "a+", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:  # a file server that does not answer is no removed directory
         return False
+    except OSError:  # a file server that does not answer is no removed directory
+        return True
     granted, _ = disk.try_lock(file)
     if not granted:
         file.close()
-        return True
+        return False
     _write_lock_owner(file)
     lock.files.append(file)
-    return False
+    return True
 
 
 def _write_lock_owner(file: IO[str]) -> None:
@@ -133,7 +137,9 @@ def _write_lock_owner(file: IO[str]) -> None:
 
 
 def _lock_directory(folder: Path) -> tuple[bool, int | None]:
-    """Return whether no other process locks a directory, and our lock's descriptor, None without such locks."""
+    """Lock a directory. Return whether no other process has locked it, and the lock's descriptor; None if it is locked
+    by another, or on a file system that does not lock directories, where it counts as free.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,7 +33,9 @@ class Saving:
         return 0 < patience_s <= now - self.saved_at
 
     def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
-        """Whether to save after `step`: stopping, or due by steps, time or end; after a bad loss it is postponed."""
+        """Decide whether to save after `step`: the run `stops`, or a save is due by steps, time (`is_time`) or end
+        (`last`), or failed or was postponed. One that is due after a bad loss is postponed: `is_postponed`.
+        """
         config, failed = self.config, self.checkpointer.failed
         retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
         due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
@@ -58,7 +60,7 @@ class Saving:
         self.progress.note(checkpoint=self.checkpointer.newest)
 
     def publish_last(self, step: int, is_saved: bool) -> None:
-        """Publish at once, as no step follows; CheckpointError or Diverged if this step's save failed. A collective."""
+        """Publish at once; raise CheckpointError or Diverged if `is_saved`, but the save has failed. A collective."""
         with terminal.phase(tr("Proving the checkpoint of step {step}", step=step)):
             self.publish()
         if is_saved and self.checkpointer.failed:

@@ -43,27 +43,28 @@ def learning_rate(
         return peak * share_of_peak(schedule, done, total_steps, warmup_steps)
     if warmup_steps == 0:
         return peak * _decay(schedule, done, max(1, total_steps))
-    warmup, index = max(2, warmup_steps), done - 1
-    cosine = schedule.name is schema.ScheduleName.cosine
+    warmup, index = max(2, warmup_steps), done - 1  # `index`: DeepSpeed's number of the step
+    is_cosine = schedule.name is schema.ScheduleName.cosine
     lowest = warmup_start_ratio(schedule, warmup_steps)
     if index < 0:
         return lowest * peak
     if index < warmup:
-        log = schedule.warmup_type is schema.WarmupType.log
-        gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if log else index / warmup
-    elif cosine:
+        is_log = schedule.warmup_type is schema.WarmupType.log
+        gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if is_log else index / warmup
+    elif is_cosine:
         return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
     elif schedule.name is schema.ScheduleName.linear:
         return peak * max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
     else:
         gamma = 1.0
-    if cosine:
+    # Both are the same number, computed in the order of each of DeepSpeed's schedulers.
+    if is_cosine:
         return peak * (lowest + gamma * (1.0 - lowest))
     return lowest * peak + (peak - lowest * peak) * gamma
 
 
 def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
-    """Return the learning rate, as a share of the peak, after `step` of `length` steps of linear or cosine decay."""
+    """Return the share of the peak after `step` of `length` steps of linear or cosine decay; 1 for other schedules."""
     progress = min(1.0, step / length)
     if schedule.name is schema.ScheduleName.linear:
         return 1.0 - progress
@@ -117,7 +118,9 @@ class Schedule:
         self.write()
 
     def _stride(self) -> float:
-        """Return by how many of the schedule's steps the next one advances: 1, or more where `fit` shortens it."""
+        """Return by how many of the schedule's steps the step just done advances it: 1, or another number where `fit`
+        has changed its length; count that step off `_steps_left`.
+        """
         schedule, _, total_steps, warmup_steps = self._settings
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
@@ -127,13 +130,13 @@ class Schedule:
         if schedule.name is schema.ScheduleName.wsd:
             from toolkit.train.more_schedules import decay_begin
 
-            begin = decay_begin(schedule, total_steps, warmup_steps)
-            if self.position < begin:  # the flat part takes the steps that the decay leaves
-                return (begin - self.position) / max(1, left - (total_steps - begin))
+            plateau_end = decay_begin(schedule, total_steps, warmup_steps)
+            if self.position < plateau_end:  # the plateau takes the steps that the decay leaves
+                return (plateau_end - self.position) / max(1, left - (total_steps - plateau_end))
         return max(0.0, total_steps - self.position) / left
 
     def state_dict(self) -> dict[str, float]:
-        """Return how far the schedule is."""
+        """Return how far the schedule is, in DeepSpeed's form; "position" only if `fit` has changed it."""
         fitted = {} if self.position == self.done else {"position": self.position}
         return {"last_batch_iteration": self.done - 1, **fitted}
 
@@ -187,7 +190,7 @@ class Epoch:
 
 
 def warn_of_short_run(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
-    """Warn of too few steps to learn much, and of a rate that begins at 0; unknown: `epoch` None, `total_steps` 0."""
+    """Warn of too few steps to learn much, and of a rate that begins at 0; `epoch` None, `total_steps` 0: not known."""
     if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
         samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
         data = (
@@ -221,21 +224,21 @@ def warn_of_short_run(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: i
 
 
 def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
-    """Yield overrides, each of which makes the run FEWEST_STEPS long or nearly so, and how many steps it then has."""
+    """Yield overrides (no packing, smaller batch, more epochs) for runs of about FEWEST_STEPS, and their steps."""
     train, epochs, size = cfg.train, cfg.train.epochs, cfg.batch.global_size
     if cfg.data.packing is not schema.Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)
         enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
         more = f" train.epochs={enough}" if enough > epochs else ""
         yield f"data.packing=none{more}", replace(train, epochs=enough).over_epochs(unpacked)
-    # A global batch is a multiple of all data ranks' micro-batches.
-    unit = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
+    # A smaller global batch: a multiple of all data ranks' micro-batches (`rows_at_once`).
+    rows_at_once = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
     scale = Fraction(epoch.per_step, size)  # sequences of a grouped plan are micro-batches
-    # An epoch has `least` steps or more where a step takes less than this many sequences.
-    least = math.ceil(FEWEST_STEPS / epochs)
-    below = Fraction(epoch.sequences, least - 1) if least > 1 else Fraction(size)
-    smaller = min(size - 1, math.ceil(below / scale) - 1) // unit * unit
-    if smaller > 0 and below > 1:
+    # An epoch has `needed` steps or more where a step takes less than `bound` sequences.
+    needed = math.ceil(FEWEST_STEPS / epochs)
+    bound = Fraction(epoch.sequences, needed - 1) if needed > 1 else Fraction(size)
+    smaller = min(size - 1, math.ceil(bound / scale) - 1) // rows_at_once * rows_at_once
+    if smaller > 0 and bound > 1:
         steps = math.ceil(epoch.sequences / max(Fraction(1), smaller * scale))
         yield f"batch.global_size={smaller}", train.over_epochs(steps)
     enough = math.ceil(FEWEST_STEPS / epoch.steps)

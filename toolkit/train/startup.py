@@ -32,24 +32,24 @@ def warn_remote_code(model: schema.ModelConfig) -> None:
     Console().print(Text(line, style="bold red"), soft_wrap=True)
 
 
-def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
-    """Check the config, set the environment; return the config and who this process is, None if `--cfg` only printed
-    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model. Raises ConfigError,
-    and LaunchError if the processes were not started as the config says.
+def make_ready(typed: list[str], *, custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
+    """Check the config, set the environment; return the config and which rank this process is, None if `--cfg job` only
+    printed the config. `typed`: overrides and --cfg, without what launchers add; `custom`: a program trains a custom
+    model. Raises ConfigError, and LaunchError if the processes were not started as the config says.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(native_ops.extensions_dir()))
-    if "--cfg" in words:
-        index = words.index("--cfg")
-        if words[index + 1 : index + 2] not in (["job"], ["all"]):  # Hydra's values; a third shows its own config
+    if "--cfg" in typed:
+        index = typed.index("--cfg")
+        if typed[index + 1 : index + 2] not in (["job"], ["all"]):  # Hydra's values; a third shows its own config
             raise ConfigError(tr("write --cfg job: it prints the resolved config and stops."))
-        others = words[:index] + words[index + 2 :]
-        say(load.to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
+        overrides = typed[:index] + typed[index + 2 :]
+        say(load.to_yaml(parse(overrides, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
-    arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
+    arguments = parse_checked(typed, world_size=ranks.world_size, custom=custom, problems=problems)
     problems.attempt(requirements.check_packages)
     problems.attempt(native_ops.check_compiler, arguments.loaded)
     if ranks.rank == 0:
@@ -65,13 +65,13 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
         from toolkit.launch import deepspeed
 
         deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
-        deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
+        deepspeed.check_restarts(cfg.run.max_restarts, ranks, typed, least_nodes=cfg.launch.min_nodes)
     set_environment(cfg, ranks, inherited)
     return arguments, ranks
 
 
 def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
-    """Set this process's variables by the config, and check that it can meet the other ranks."""
+    """Set variables by the config; check that the ranks can meet. `inherited`: what this process was started with."""
     if cfg.launch.env:
         from toolkit.launch import variables
 
@@ -84,14 +84,14 @@ def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: 
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
-    """Say what begins: on which ranks, in which batches."""
+    """Say what begins: the training of which model (`model`: its name), on which ranks, in which batches."""
     cfg = arguments.loaded.cfg
     requirements.warn_without_gpu(cfg.model)
     if line := files.notice(cfg.data):
         say(line)
     for note in [*arguments.notes, *environment.mpi_notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         say(note)
-    is_found = cfg.batch.micro_per_gpu == schema.AUTO
+    is_searched = cfg.batch.micro_per_gpu == schema.AUTO  # once the engine is built
     say(
         "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ({launcher}). Batch: "
         "{micro} x {times} x {parts} = {size} sequences per step (micro-batch x accumulation x data-parallel ranks).",
@@ -101,7 +101,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         dtype=cfg.precision.dtype.value,
         launcher=ranks.launcher,
         micro=cfg.batch.micro_per_gpu,
-        times=schema.AUTO if is_found else mesh.accumulation(cfg, ranks.world_size),
+        times=schema.AUTO if is_searched else mesh.accumulation(cfg, ranks.world_size),
         world=tr("1 rank") if ranks.world_size == 1 else tr("{count} ranks", count=ranks.world_size),
         parts=mesh.mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
@@ -187,7 +187,7 @@ class _Stderr:
 
 
 def pass_on_warnings(file: Path, out: "IO[str] | _Stderr", ended: threading.Event | None = None) -> None:
-    """Copy the lines with NCCL's warnings from a log that grows, until `ended` is set."""
+    """Copy lines with NCCL's warnings from `file`, a log that grows, to `out` until `ended` is set (None: forever)."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         lines.seek(0, os.SEEK_END)
         rest = ""

@@ -44,10 +44,10 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Return the summed seconds of work. On a GPU only after the host has synchronized with the last mark."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        intervals = zip(self._marks[::2], self._marks[1::2], strict=True)  # begin, end, begin, end, …
         if self._is_cpu:
-            return sum(end - begin for begin, end in pairs)
-        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            return sum(end - begin for begin, end in intervals)
+        return sum(begin.elapsed_time(end) for begin, end in intervals) / 1000
 
 
 WINDOW = 100
@@ -299,8 +299,9 @@ def train_step(
         result = _pipeline_passes(engine, task, micro_batches, guard, counts, mesh.copies)
     else:
         result = _data_parallel_passes(engine, task, micro_batches, guard, counts, mesh.world_size, forward)
-    losses, *others = (count // mesh.copies for count in result.counts)
-    result.counts = StepCounts(losses // mesh.sequence if task.counted else losses, *others)
+    result.counts = StepCounts(*(count // mesh.copies for count in result.counts))
+    if task.counted:  # sequences, which all ranks that split them have counted
+        result.counts = result.counts._replace(losses=result.counts.losses // mesh.sequence)
     if result.router_loss is not None:
         result.router_loss /= mesh.world_size * len(micro_batches)
     result.grad_norm, result.micro_counts = guard.gate.grad_norm, micro_counts
@@ -318,8 +319,9 @@ def _data_parallel_passes(
     world_size: int,
     forward: Stopwatch,
 ) -> StepResult:
-    """Run each micro-batch forward and backward, then update; return all ranks' sums. The engine averages gradients
-    over ranks, hence `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
+    """Run each micro-batch forward and backward, then update; return all ranks' sums. `counts`: see `_sum_and_judge`;
+    `forward`: gets the time of forward passes. The engine averages gradients over ranks, hence `world_size` in the
+    factor; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
     factor = (world_size / counts[0]).float()
     micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.routers(engine)
@@ -355,9 +357,9 @@ def _data_parallel_passes(
 def _pipeline_passes(
     engine: DeepSpeedEngine, task: "Task", micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor, copies: int
 ) -> StepResult:
-    """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums.
-    PipelineEngine divides by the number of micro-batches and averages over pipelines (deepspeed 0.19.8), hence the
-    factor.
+    """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums. PipelineEngine
+    divides by the number of micro-batches and averages over pipelines (deepspeed 0.19.8), hence the factor. `counts`:
+    see `_sum_and_judge`; `copies`: ranks that split matrices, so that each counts the same tokens.
     """
     factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
@@ -380,18 +382,19 @@ def _sum_and_judge(
     task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
 ) -> StepResult:
     """Sum losses, figures and expert loads over all ranks, let the guard judge the loss, and return the step as known
-    before its update, `router_loss` as a sum. `counts`: `StepCounts` and `StepVote`, summed already. Here the host
-    waits for the device, once per step.
+    before its update, `router_loss` as a sum. `counts`: fields of `StepCounts`, then of `StepVote`, summed already.
+    Here the host waits for the device, once per step.
     """
     router_sums = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)  # loss, then loads
     figures = task.take_figures()
-    pairs = [pair.to(micro_losses) for pair in figures.values()]
-    sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *pairs, router_sums)), micro_losses.device)
-    scalars, expert_loads = sums.tensor_split([2 + 2 * len(figures)])
-    num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)
+    own_figures = [sum_and_count.to(micro_losses) for sum_and_count in figures.values()]
+    sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *own_figures, router_sums)), micro_losses.device)
+    num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)  # a figure is two numbers
+    scalars, expert_loads = sums.tensor_split([2 + num_figures])
+    # The loss, sum and count of each figure in turn, the routers' loss; then `counts`.
     loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
-    figure_sums, router_sum, numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
-    step_counts = StepCounts(*map(int, numbers[:num_counts]))
+    figure_numbers, router_sum, count_numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
+    step_counts = StepCounts(*map(int, count_numbers[:num_counts]))
     if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
     loss = loss_sum / step_counts.losses
@@ -399,9 +402,9 @@ def _sum_and_judge(
     return StepResult(
         loss=loss,
         counts=step_counts,
-        vote=StepVote.unpack(numbers[num_counts:]),
+        vote=StepVote.unpack(count_numbers[num_counts:]),
         micro_losses=micro_losses,
         router_loss=router_sum if routers and routers.coefficient else None,
         expert_loads=expert_loads if len(expert_loads) else None,
-        figures=dict(zip(figures, zip(figure_sums[::2], figure_sums[1::2], strict=True), strict=True)),
+        figures=dict(zip(figures, zip(figure_numbers[::2], figure_numbers[1::2], strict=True), strict=True)),
     )

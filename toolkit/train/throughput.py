@@ -16,7 +16,7 @@ from toolkit.distributed.process_group import rank, sum_over_ranks, world_size
 from toolkit.plan.flops import Work
 from toolkit.train import task
 from toolkit.train.baseline import Baseline
-from toolkit.train.step import StepResult
+from toolkit.train.step import StepCounts, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class RankTimes:
     """What hooks measured on each rank (`Hook.rank_figures`)."""
 
     def row(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl: waiting for data, slowest and median rank, in seconds per step."""
-        data_rank = slowest_rank(self.data_wait_s)
+        """Return figures for metrics.jsonl: waiting for data, slowest, median and fastest rank, in seconds per step."""
+        waiting_rank = slowest_rank(self.data_wait_s)
         row: dict[str, float] = {
-            "data_wait_s": self.data_wait_s[data_rank] / self.steps,
-            "data_wait_fraction": self.data_wait_s[data_rank] / self.seconds,
+            "data_wait_s": self.data_wait_s[waiting_rank] / self.steps,
+            "data_wait_fraction": self.data_wait_s[waiting_rank] / self.seconds,
         }
         if len(self.own_s) > 1:
             slowest = slowest_rank(self.own_s)
             row |= {
-                "data_wait_rank": data_rank,
+                "data_wait_rank": waiting_rank,
                 "slowest_rank": slowest,
                 "slowest_rank_s": self.own_s[slowest] / self.steps,
                 "median_rank_s": median_low(self.own_s) / self.steps,
@@ -53,6 +53,7 @@ class RankTimes:
         return row
 
     def __add__(self, other: "RankTimes") -> "RankTimes":
+        """Return the times of both ones' steps together, without `figures`."""
 
         def both(name: str) -> list[float]:
             return [first + second for first, second in zip(getattr(self, name), getattr(other, name), strict=True)]
@@ -110,7 +111,9 @@ class ThroughputMeter:
         self.step_began = now
 
     def pace(self, figures: Mapping[str, float] | None = None) -> RankTimes:
-        """Return the times and hooks' `figures` of each rank since the last row, by columns of a sum. A collective."""
+        """Return the times of all ranks since the last row, with `figures`, those of this rank's hooks; set `peaks` for
+        the row. A collective: each rank fills a column of a matrix of zeros, and the sum over ranks has them all.
+        """
         seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
         rank_tokens = sum(result.rank_tokens for result in self.results)
         rank_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
@@ -128,12 +131,13 @@ class ThroughputMeter:
         finite. `lr`: of the last step; `pace`: returned by the method `pace` just before.
         """
         results, seconds, ranks = self.results, pace.seconds, world_size()
-        _, total, computed, pairs, trained = map(sum, zip(*(result.counts for result in results), strict=True))
+        counts = StepCounts(*map(sum, zip(*(result.counts for result in results), strict=True)))
+        total, computed, trained = counts.total_tokens, counts.computed_tokens, counts.trained_tokens
         finite = [result for result in results if math.isfinite(result.loss)]
         counted = sum(result.counts.losses for result in finite)
         loss_sum = sum(result.loss * result.counts.losses for result in finite)
         router_losses = [result.router_loss for result in results if result.router_loss is not None]
-        host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
+        host_bytes, device_bytes = self.peaks  # by rank
         row = {
             "step": step,
             "epoch": round(epoch, 6),
@@ -152,19 +156,21 @@ class ThroughputMeter:
             "skipped_steps": self.engine.skipped_steps,
             "time": round(time.time(), 3),
             **pace.row(),
-            **self.baseline.speed(Work(total, pairs, trained), Work(computed, pairs, trained), seconds * ranks),
-            "host_memory_peak_bytes": host_bytes,
+            **self.baseline.speed(
+                Work(total, counts.pairs, trained), Work(computed, counts.pairs, trained), seconds * ranks
+            ),
+            "host_memory_peak_bytes": int(max(host_bytes)),
         }
-        if device_bytes:
-            row["device_memory_peak_bytes"] = device_bytes
+        if max(device_bytes):
+            row["device_memory_peak_bytes"] = int(max(device_bytes))
         if self.baseline.planned_bytes is not None:
             row["planned_memory_bytes"] = self.baseline.planned_bytes
         if self.counted_in:
             row[self.counted_in] = counted
         for name in results[-1].figures:
-            figure_sum, number = (sum(result.figures[name][column] for result in finite) for column in (0, 1))
+            number = sum(result.figures[name][1] for result in finite)
             if number:
-                row[name] = figure_sum / number
+                row[name] = sum(result.figures[name][0] for result in finite) / number
         if router_losses:
             row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():

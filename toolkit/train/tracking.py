@@ -89,23 +89,25 @@ class Tracking(Hook):
 
 
 def _mean_loss(run: "RunContext") -> float:
-    """Return the mean loss over the trained tokens (or samples, pairs) of the run, from metrics.jsonl."""
+    """Return the mean loss over the trained tokens (or samples, pairs) of the run, from metrics.jsonl; NaN if there is
+    no finite one. If the run began from another's checkpoint, whose counts it continues, that one's steps are left out.
+    """
     counted, _ = data_unit(run.cfg)
     [first_start, *_] = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError) or [{"from_step": 0}]
     loss_sum = counted_sum = 0.0
-    before = None if first_start["from_step"] else 0.0  # the run's count at the end of the row before
+    count_before = None if first_start["from_step"] else 0.0  # tokens or samples at the end of the row before
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = metrics.metric_values(json.loads(line))
             if metrics.is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
-            if before is None:  # another run's checkpoint brought its count along: only the steps of this row are new
+            if count_before is None:  # the first row: only its own steps are new
                 pace = row["trained_tokens_per_s" if "trained_tokens" in row else "samples_per_s"]
-                before = count - pace * row["step_s"] * (row["step"] - first_start["from_step"])
+                count_before = count - pace * row["step_s"] * (row["step"] - first_start["from_step"])
             # A row has its own count of pairs, but tokens and samples since the run's start.
-            since, before = row.get(counted, count - before), count
+            new, count_before = row.get(counted, count - count_before), count
             if math.isfinite(row["loss"]):
-                loss_sum += row["loss"] * since
-                counted_sum += since
+                loss_sum += row["loss"] * new
+                counted_sum += new
     return loss_sum / counted_sum if counted_sum else math.nan

@@ -197,7 +197,7 @@ class Trainer:
             say(line)
 
     def _open_run_dir(self) -> run_dir.RunSource:
-        """Choose the run directory, see that all ranks see it, and write logs into it."""
+        """Choose the run directory, wait until all ranks see it, start logs and watchdog; set `hosts` (by rank)."""
         ranks = self.ranks
         # In a thread, as every byte of a checkpoint is read.
         source = process_group.patiently_on_rank0(lambda: run_dir.choose_run_dir(self.cfg))
@@ -215,7 +215,7 @@ class Trainer:
         return source
 
     def _search_micro_batch(self, source: run_dir.RunSource) -> BuiltEngine:
-        """Set `batch.micro_per_gpu` to the most rows that fit; return the engine that tried them, which is trained."""
+        """Set `batch.micro_per_gpu` to the most rows that fit; return the engine that tried them, and its guard."""
         from toolkit.train import auto_layout
 
         limit = auto_layout.memory_to_fill(self.cfg)
@@ -245,7 +245,7 @@ class Trainer:
         return engine, StepGuard(engine, cfg.train)
 
     def _record_start(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> directory.RunState:
-        """Return the starting state, and write down what the run is. For rank 0 only."""
+        """Return the starting state, new or the checkpoint's; write down settings and data. For rank 0 only."""
         cfg, task, folder = self.cfg, self.task, source.folder
         start = run_dir.new_state(cfg, task.identity, self.ranks.world_size)
         if source.checkpoint is None:
@@ -268,7 +268,8 @@ class Trainer:
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], answers: list[dict[str, str]]) -> list[str]:
         """Return the lines that are printed at the end: steps, losses, skipped steps, answers, what to do next."""
         unit = self.task.loss_unit
-        first, last = (f"{loss:.{3 if unit else 4}f}" for loss in (result.state.first_loss, result.state.last_loss))
+        digits = 3 if unit else 4
+        first, last = f"{result.state.first_loss:.{digits}f}", f"{result.state.last_loss:.{digits}f}"
         lines = [
             tr(
                 "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
@@ -332,11 +333,11 @@ _LOOK_EVERY_S = 1.0
 
 
 def _peers_that_see(folder: Path) -> list[presence.Peer]:
-    """Return the processes of all ranks; RunFolderError if the run directory does not come to be there on a node, as
-    its part of a checkpoint would be lost to the others. A collective.
+    """Wait until every rank sees the run directory, and return the processes of all ranks; RunFolderError if a node
+    does not see it in time, as its part of a checkpoint would be lost to the others. A collective.
     """
     started, is_told = time.monotonic(), False
-    while True:
+    while True:  # answers, by rank: process, whether it sees the directory, seconds since it began to look
         answers = process_group.gather((presence.me(), folder.is_dir(), time.monotonic() - started))
         blind = sorted({peer.host for peer, sees, _ in answers if not sees})
         if not blind:

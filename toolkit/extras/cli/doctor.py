@@ -29,6 +29,7 @@ _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note
 
 
 def run(words: list[str]) -> int:
+    """Examine the nodes and print what was found; return 0 if nothing would break a run. Or write the report."""
     if words == ["--agent"]:
         agents.serve(lambda asked: parse(asked).loaded.cfg)
         return 0
@@ -63,6 +64,7 @@ def _reject_example(resources: hostfile.Resources) -> None:
 
 
 def _write_report(words: list[str]) -> int:
+    """Write the file of `--report`, about this machine and the run that is named, if any; return 0."""
     from toolkit.extras.doctor import attachment  # only now: what reads runs takes a moment to import
 
     values = named_arguments(words, required=(), optional=("run", "output"), usage="", bare="run")

@@ -28,6 +28,7 @@ from toolkit.plan.outline import rank_part
 
 
 def run(words: list[str]) -> None:
+    """Write, print or explain a recipe's DeepSpeed JSON, or write a program with it."""
     names = ("world_size", "total_steps", "output", "script")
     writes_script = any(word.startswith("script=") for word in words)
     arguments = parse_checked(words, world_size=1, names=names, flags=("--explain",), files=writes_script)

@@ -36,6 +36,7 @@ _WIDEST = 60
 
 
 def run(words: list[str]) -> int:
+    """List the models of model=NAME, or print facts of directories; return 2 if one cannot be trained, else 0."""
     paths = [word for word in words if not word.startswith("-") and ("=" not in word or "/" in word.partition("=")[0])]
     rest = [word for word in words if word not in (*paths, "--json")]
     optional = ("max_length",) if paths else ()
@@ -114,6 +115,7 @@ def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
 
 
 def _method(facts: "ModelFacts", name: str) -> str:
+    """Return what a fine-tuning method trains, or why it is rejected, as a text."""
     method = facts.methods[name]
     if method.refused:
         return tr("no: {reason}", reason=method.refused)

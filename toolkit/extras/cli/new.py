@@ -46,7 +46,7 @@ _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_len
 
 
 def run(words: list[str]) -> None:
-    """Ask, plan, write."""
+    """Ask for what is missing, plan the methods, and write the recipe of one that fits; ConfigError if none does."""
     names = (*_OPTIONAL, "preference")
     arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=names, usage=_USAGE)}
     if loss := arguments.pop("preference", ""):

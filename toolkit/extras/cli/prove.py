@@ -21,6 +21,6 @@ from toolkit.launch import environment
 
 
 def run(words: list[str]) -> int:
-    """Prove."""
+    """Prove a recipe; return 0 if everything is right, else 1."""
     environment.reject_if_rank()
     return run_prove(words)

@@ -85,9 +85,7 @@ def run(words: list[str]) -> None:
 
 
 def _programs(names: str, engines: list[str]) -> list[str]:
-    """Return the servers that `programs=all|none|NAME,NAME` means, spelled as in `engines`; ConfigError for unknown
-    ones.
-    """
+    """Return the servers that `programs=` means, spelled as in `engines`; ConfigError if one is unknown."""
     if names in ("all", "none"):
         return engines if names == "all" else []
     engine_of = {name.lower(): name for name in engines}

@@ -30,7 +30,7 @@ MARK = "toolkit-doctor "
 
 
 class Agent:
-    """One machine's."""
+    """Answers the requests of `serve` on one machine. `compose`: recipe and overrides -> config."""
 
     def __init__(self, compose: Callable[[Sequence[str]], RunConfig]) -> None:
         self.compose = compose
@@ -38,10 +38,13 @@ class Agent:
         self.marks: list[Path] = []
 
     def facts(self, words: Sequence[str], language: str, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Return everything that can be told without the other machines, with the variables that ranks will have."""
+        """Return everything that can be told without the other machines: `facts.of_machine`, whether ssh passed secrets
+        on (`takes_secrets`), and of a recipe `facts.of_recipe`, or as `wrong` its error. `words`: recipe and overrides,
+        [] for none; `environ`: the variables that ranks will have.
+        """
         set_language(language)
         os.environ.update(environ)
-        takes = {"takes_secrets": os.environ.pop(PACKED, None) is not None}
+        takes_secrets = os.environ.pop(PACKED, None) is not None
         of_recipe: dict[str, Any] = {}
         if words:
             try:
@@ -50,10 +53,13 @@ class Agent:
                 of_recipe = facts.of_recipe(cfg, os.environ)
             except ToolkitError as error:
                 of_recipe = {"wrong": str(error)}
-        return {**facts.of_machine(os.environ), **takes, **of_recipe}
+        return {**facts.of_machine(os.environ), "takes_secrets": takes_secrets, **of_recipe}
 
     def listen(self, address: str, port: int, folders: Mapping[str, str]) -> dict[str, Any]:
-        """Answer the others from now on; put a file into the folders that they may share with this machine."""
+        """Answer the others from now on; put a file into the `folders` (setting -> directory) that they may share with
+        this machine. `port`: where ranks meet, 0 for none. Return `address`, and the ports `tcp` and `udp` there, or an
+        `error`; and `marks`: setting -> file.
+        """
         answer: dict[str, Any] = {"marks": {}}
         for name, folder in folders.items():
             mark = facts.nearest(Path(folder)) / f".doctor-{uuid.uuid4().hex}"
@@ -68,7 +74,9 @@ class Agent:
         return {**answer, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
-        """Start this machine's ranks of a real all-reduce, and return what each of them told before the time was up."""
+        """Start this machine's ranks of a real all-reduce, one for each of `environments`; return as `ranks` what each
+        has told (see `_answer_of_rank`) before so many seconds were over.
+        """
         self.close()  # the ranks meet at the port
         until = time.monotonic() + seconds
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -87,7 +95,7 @@ class Agent:
             return {"ranks": [_answer_of_rank(*rank, until, seconds) for rank in ranks]}
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Stop listening, and remove the files that `listen` has made."""
         if self.listener:
             self.listener.close()
         for mark in self.marks:
@@ -112,9 +120,9 @@ def _answer_of_rank(
 
 
 def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
-    """Answer until the input ends."""
+    """Answer the requests on standard input, {"do": VERB, …its arguments} as JSON in a line each, until it ends."""
     agent = Agent(compose)
-    named: dict[str, Callable[..., dict[str, Any]]] = {
+    verbs: dict[str, Callable[..., dict[str, Any]]] = {
         "facts": agent.facts,
         "clock": lambda: {"time": time.time()},
         "listen": agent.listen,
@@ -129,7 +137,7 @@ def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
     try:
         for line in sys.stdin:
             request = json.loads(line)
-            answer = named[request.pop("do")](**request)
+            answer = verbs[request.pop("do")](**request)
             sys.stdout.write("\n" + MARK + json.dumps(answer) + "\n")
             sys.stdout.flush()
     finally:
@@ -154,7 +162,7 @@ class SshOptions:
 
 
 class Host:
-    """One node."""
+    """One node, with an agent on it, started through ssh or here."""
 
     def __init__(self, name: str, ssh: SshOptions) -> None:
         command = [sys.executable, *_AGENT]
@@ -186,7 +194,9 @@ class Host:
             pump.start()
 
     def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-        """Return what the machine answers, or {"error": why it does not}, with "late" where it may still do so."""
+        """Return what the machine answers to a request of `serve` within `limit_s`, or {"error": why it does not}, with
+        "late" where it may still do so.
+        """
         with suppress(OSError):
             assert self.process.stdin
             self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
@@ -238,7 +248,7 @@ class Hosts:
         self.pool = ThreadPoolExecutor(max_workers=max(1, len(self.hosts)))
 
     def ask(self, verb: str, limit_s: float, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Ask several at once."""
+        """Ask several at once, `requests`: host -> arguments of the `verb`; return host -> answer, as of `Host.ask`."""
         asked = {
             name: self.pool.submit(self.hosts[name].ask, verb, limit_s, **arguments)
             for name, arguments in requests.items()

@@ -90,13 +90,13 @@ def _flat(value: Any) -> str:
 
 
 def _logs(folder: Path) -> list[Path]:
-    """Return the log of rank 0 and the newest of the other ranks."""
+    """Return the logs in a directory that are shown: that of rank 0, and the newest of the other ranks."""
     written: dict[Path, float] = {}
     for path in folder.glob("rank_*.log"):
         with suppress(OSError):
             written[path] = path.stat().st_mtime
-    newest = sorted(written, key=lambda path: (path.name != "rank_0.log", -written[path], path.name))
-    return newest[:_MOST_LOGS]
+    rank_0_then_newest = sorted(written, key=lambda path: (path.name != "rank_0.log", -written[path], path.name))
+    return rank_0_then_newest[:_MOST_LOGS]
 
 
 def _last_lines(path: Path, count: int) -> list[str]:

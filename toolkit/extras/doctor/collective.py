@@ -22,7 +22,9 @@ _FLOAT_BYTES = 4
 
 
 def main(backend: str, limit_s: float, file: Path) -> int:
-    """Join, sum, pass around, tell."""
+    """Join the other ranks, measure an all-reduce and a transfer to the next rank, and write the results to `file`.
+    `limit_s`: seconds until an operation is given up.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if backend != "gloo":
@@ -47,7 +49,9 @@ def _seconds(device: torch.device, started: float) -> float:
 
 
 def _sum(device: torch.device, rank: int, size: int) -> dict[str, Any]:
-    """All-reduce more and more bytes until it takes long enough to be measured, and see that the sum is right."""
+    """All-reduce more and more bytes until it takes long enough to be measured; return `bytes`, `seconds` of the
+    slowest rank, and whether the sum was `right`.
+    """
     nbytes = _FIRST
     while True:
         values = torch.full((nbytes // _FLOAT_BYTES,), float(rank), device=device)
@@ -63,10 +67,10 @@ def _sum(device: torch.device, rank: int, size: int) -> dict[str, Any]:
 
 
 def _pass_on(device: torch.device, rank: int, size: int, nbytes: int) -> float:
-    """Send from each rank to the next, first from even ones: pairs share no card; return the receiver's time."""
+    """Send `nbytes` from each rank to the next, first from even ones; return this rank's seconds of receiving."""
     values, took = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
     before, after = (rank - 1) % size, (rank + 1) % size
-    for parity in (0, 1, 0, 1):  # the first time NCCL makes a communicator of each pair
+    for parity in (0, 1, 0, 1):  # pairs share no card; the first time NCCL makes a communicator of each
         dist.barrier()
         if rank % 2 == parity:
             dist.send(values, after)

@@ -86,7 +86,7 @@ class Examination:
         return "hccl" if "npu" in kinds else "gloo"
 
     def _ask(self, hosts: agents.Hosts, late: str) -> None:
-        """Ask every node about itself, and judge the answers; `late`: the level of an answer that does not come."""
+        """Ask every node about itself; judge answers and clocks. `late`: the level of an answer that is overdue."""
         request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
         for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
             if "error" in answer:
@@ -95,7 +95,7 @@ class Examination:
             else:
                 self.facts[host] = answer
         handed_on = {*self.environ, *self.cfg.launch.env}
-        here = {
+        here = {  # this shell's variables that nobody hands on
             name: hashed(value)
             for name, value in os.environ.items()
             if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on
@@ -104,14 +104,18 @@ class Examination:
         if self.ssh.through_ssh and self.facts:
             self.findings += findings.secrets(self.facts, self.secrets)
             self.summaries["environment"] = tr("forwarded: {names}", names=", ".join(sorted(handed_on)) or "-")
-            offsets = {}
-            for host in self.facts:
-                before = time.time()
-                answer = hosts.hosts[host].ask("clock", self.limit_s)
-                offsets[host] = float(answer.get("time", before)) - (before + time.time()) / 2
-            self.findings += findings.clocks(offsets)
+            self.findings += findings.clocks(self._clock_offsets(hosts))
         if self.facts:
             self._summarise()
+
+    def _clock_offsets(self, hosts: agents.Hosts) -> dict[str, float]:
+        """Return host -> how many seconds its clock is ahead of this one's."""
+        offsets = {}
+        for host in self.facts:
+            before = time.time()
+            answer = hosts.hosts[host].ask("clock", self.limit_s)
+            offsets[host] = float(answer.get("time", before)) - (before + time.time()) / 2
+        return offsets
 
     def _summarise(self) -> None:
         """Write down what is usual: of the first node, and the least free space of all nodes."""
@@ -191,7 +195,9 @@ class Examination:
                 self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
 
     def _measure(self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], cards: Cards) -> None:
-        """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
+        """Let each machine receive from the one before it, then from the one after it: two rounds, however many.
+        `names`: the hosts in order; `peers`: `_listen`.
+        """
         rates: dict[tuple[str, str], float | str] = {}
         for step in (1, -1) if len(names) > 2 else (1,):
             senders = {host: names[(index - step) % len(names)] for index, host in enumerate(names)}
@@ -209,7 +215,7 @@ class Examination:
 
     def _all_reduce(self, hosts: agents.Hosts) -> None:
         """Start a rank for each GPU of the nodes that answered, and let all of them sum up a tensor."""
-        slots = [
+        slots = [  # of each rank: host, the host's GPUs, and the number of its own among them
             (host, gpus, local)
             for host, gpus in self.resources.items()
             if host in self.facts
@@ -247,7 +253,9 @@ class Examination:
 def plan_examination(
     options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: hostfile.Resources | None = None
 ) -> Examination:
-    """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
+    """Return what is to be examined. `options`: of the launcher, by name; `words`, `cfg`: the recipe and overrides, []
+    for the nodes alone, and the config that they make; `hosts`: host -> GPUs, None for those that the options choose.
+    """
     hosts = _hosts(options) if hosts is None else hosts
     through_ssh = deepspeed.needs_ssh(hosts, options)
     files = variables.variables_of_files(Path.cwd()) if through_ssh else {}
@@ -262,9 +270,8 @@ def plan_examination(
     ssh_arguments += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
     is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
     typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
-    ssh_arguments += [
-        argument for word, value in itertools.pairwise([*typed, ""]) if word == "-l" for argument in (word, value)
-    ]
+    for word, after in itertools.pairwise([*typed, ""]):
+        ssh_arguments += [word, after] if word == "-l" else []  # pdsh's -l USER is ssh's
     script = options.get("--venv_script", "")
     return Examination(
         resources=hosts,
@@ -293,9 +300,9 @@ def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:
-        chosen = os.environ.get(devices.visible_variable(), "")
-        if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
-            return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
+        visible = os.environ.get(devices.visible_variable(), "")
+        if re.fullmatch(r"\d+(,\d+)*", visible) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
+            return {"localhost": [int(gpu) for gpu in visible.split(",")]}
         pattern = "dri/renderD*" if devices.is_rocm() else _DEVICES.get(devices.device_here(), "nvidia[0-9]*")
         gpus = list(Path("/dev").glob(pattern))
         return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs

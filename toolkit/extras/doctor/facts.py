@@ -99,13 +99,14 @@ _BLOCK, _BLOCKS, _BLOCKS_OF_ALL = 1 << 16, 16, 4096
 
 
 def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what does not depend on a recipe."""
+    """Return what is known of this machine without a recipe; `environ`: the variables of the ranks."""
+    nccl_versions = [version(name) for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     return {
         "hostname": socket.gethostname(),
         "folder": os.getcwd(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
-        "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := version(d))), ""),
+        "nccl": next(filter(None, nccl_versions), ""),
         "code": _code(),
         "accelerator": devices.device_here(environ),
         "is_cpu_by_default": devices.is_cpu_by_default(environ),
@@ -120,11 +121,12 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what depends on a recipe."""
+    """Return what is known of this machine for a recipe: its settings, files, caches, disks, ops and kernels."""
     offloading = (cfg.zero.offload_optimizer, cfg.zero.offload_param)
     nvme = {section.nvme_path for section in offloading if section.device is schema.Device.nvme}
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
     needed = native_ops.needed_ops(cfg, environ)
+    # Directory -> what it is for.
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
         "recipe": {key: str(value) for key, value in dotted_keys.leaves(load.to_dict(cfg))},
@@ -183,20 +185,21 @@ def hashed(content: bytes | str) -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Return driver, and of each NVIDIA GPU name, MiB (0: unknown), processes; `late` if nvidia-smi gives no answer."""
+    """Return the `driver`, and as `cards` of each NVIDIA GPU index, name, MiB (0: unknown) and number of processes;
+    `late`: whether nvidia-smi gave no answer in time.
+    """
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
     listing = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if listing is None:
         return {"driver": "", "cards": [], "late": True}
-    using = (
-        (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if listing else []
-    )
+    uuids = _run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") if listing else ""
+    used = (uuids or "").split()  # the GPU of each process that computes
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
     rows = [row for row in rows if len(row) == len(fields.split(","))]  # others are warnings
     cards = []
     for index, uuid, name, _, *sizes in rows:
         mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
-        cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": using.count(uuid)})
+        cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": used.count(uuid)})
     return {"driver": rows[0][3] if rows else "", "cards": cards, "late": False}
 
 
@@ -223,7 +226,9 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _files(cfg: schema.RunConfig) -> dict[str, Any]:
-    """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
+    """Return "model.path" and "data N" -> `_fingerprint` of the files that the recipe reads; of a model that is still
+    to be downloaded {"path", "is_missing"}.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     from toolkit.data.data_paths import files_of
@@ -251,8 +256,9 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, Any]:
-    """Return the bytes of some files, and a hash of their names, sizes and some blocks of each: reading whole weights
-    on each machine would take minutes.
+    """Return `path`, the `bytes` of some files, and a `hash` of their names, sizes and some blocks of each: reading
+    whole weights on each machine would take minutes. If they cannot be read, `path` and `error`. `path`: as the recipe
+    names the files; `files`: returns them.
     """
     digest, total = hashlib.sha256(), 0
     try:
@@ -274,7 +280,7 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """Return free bytes of where a folder is or would be made, and whether it may be written to, found by writing."""
+    """Return `path`, the `free` bytes where a folder is or would be made, and the `error` of writing there, or ""."""
     existing, error = nearest(folder), ""
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -301,7 +307,7 @@ _BRIDGES = ("lo", "docker", "virbr")
 
 
 class _Bytes(socketserver.StreamRequestHandler):
-    """Sends as many bytes as it is asked for; where none are wanted, the question itself."""
+    """Sends as many bytes as a request (_SIZE) asks for; if that is 0, the request itself, as a sign of life."""
 
     timeout = 60
 
@@ -371,9 +377,10 @@ class Listener:
 
 
 def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Try all `peers` at once: host -> `address`, `tcp` and `udp` port, and of the first [address, port] to `meet`.
-    Return of each host the `error` of the connection, the `meet` error of the meeting place, "" where it works, and
-    `mtu`, whether a packet of full size came back; None where it could not be tried.
+    """Try to reach all `peers` at once: host -> `address`, `tcp` and `udp` port, and of the first node `meet`,
+    [address, port] where ranks meet. `address`, `mtu`: this node's, and its card's largest packet in bytes. Return host
+    -> `error` of the connection and `meet`, that of the meeting place, "" where it works; and `mtu`, whether a packet
+    of full size came back, None where it could not be tried.
     """
     with ThreadPoolExecutor(max_workers=64) as pool:
         attempts = {host: pool.submit(_reach, address, mtu, peer) for host, peer in peers.items()}
@@ -381,6 +388,7 @@ def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) 
 
 
 def _reach(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return for one peer what `can_connect` does."""
     error = _hello(address, peer["address"], peer["tcp"])
     meet = _hello("", *peer["meet"]) if "meet" in peer else ""  # PyTorch's store takes whichever card leads there
     return {"error": error, "meet": meet, "mtu": None if error else _full_size(address, mtu, peer)}
@@ -408,6 +416,7 @@ def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
         udp.settimeout(LIMIT_S / 6)
 
         def comes_back(size: int) -> bool:
+            """Whether one of three datagrams of this size comes back."""
             for _ in range(3):
                 with contextlib.suppress(OSError):
                     udp.sendto(bytes(size), (peer["address"], peer["udp"]))
@@ -419,21 +428,23 @@ def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
 
 
 def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
-    """Return how fast a node sends to this one in 10^6 bytes per second, or the error."""
+    """Return how fast a node sends to this one in 10^6 bytes per second, or the error. More and more is asked for,
+    until it takes long enough to be measured. `address`: this node's; `peer`: as of `can_connect`.
+    """
     try:
         with socket.create_connection(
             (peer["address"], peer["tcp"]), timeout=LIMIT_S, source_address=(address, 0)
         ) as connection:
             connection.settimeout(10 * LIMIT_S)
-            into, size = bytearray(1 << 20), _FIRST
+            buffer, size = bytearray(1 << 20), _FIRST
             while True:
                 started, left = time.perf_counter(), size
                 connection.sendall(_SIZE.pack(size))
                 while left:
-                    got = connection.recv_into(into, min(left, len(into)))
-                    if not got:
+                    received = connection.recv_into(buffer, min(left, len(buffer)))
+                    if not received:
                         raise ConnectionResetError("the connection broke off")
-                    left -= got
+                    left -= received
                 seconds = time.perf_counter() - started
                 if seconds > _ENOUGH_S or size >= _MOST:
                     return size / 1e6 / seconds
@@ -444,6 +455,8 @@ def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
 
 def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tuple[str, dict[str, Any]]:
     """Return the network card that a backend would take on a machine, and its facts; ("", {}) where there is none.
+    `network`: as of `_network`; `interface`: the card that the config names, "" for none.
+
     gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
     loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
     """
@@ -463,7 +476,9 @@ def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tup
 
 
 def _matches(name: str, asked: str, backend: str) -> bool:
-    """NCCL takes beginnings of names, separated by commas, = before whole names and ^ before what is left out."""
+    """Whether a variable's value `asked` chooses the card `name`. NCCL takes beginnings of names, separated by commas,
+    = before whole names and ^ before what is left out.
+    """
     if backend == "gloo":
         return name == asked.split(",")[0]
     exact, inverse = asked.startswith("="), asked.startswith("^")

@@ -75,18 +75,21 @@ def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the names whose values differ, or that only one of two mappings has."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def _code(facts: Facts) -> Iterable[Finding]:
+    """Yield a finding for each node whose code is another than most nodes'."""
     usual, others = outliers({host: answer["code"]["files"] for host, answer in facts.items()})
     for host, files in others.items():
-        commit, expected = (facts[node]["code"]["commit"] or "?" for node in (host, usual))
+        commit, expected = facts[host]["code"]["commit"] or "?", facts[usual]["code"]["commit"] or "?"
         names = _few(_differing(facts[usual]["code"]["files"], files))
         yield finding("other code", host=host, usual=usual, commit=commit, expected=expected, files=names)
 
 
 def _recipe(facts: Facts) -> Iterable[Finding]:
+    """Yield a finding for each node that rejects the recipe, or composes another config than most nodes."""
     for host, answer in facts.items():
         if "wrong" in answer:
             yield Finding("recipe", ERROR, f"{host}: {answer['wrong']}")
@@ -98,12 +101,14 @@ def _recipe(facts: Facts) -> Iterable[Finding]:
 
 
 def _kernels(facts: Facts) -> Iterable[Finding]:
+    """Yield a finding for each node that lacks optional packages that the model would use."""
     for host, answer in facts.items():
         if text := answer.get("kernels"):
             yield finding("kernels missing", host=host, text=text)
 
 
 def _versions(facts: Facts) -> Iterable[Finding]:
+    """Yield a finding for each package, and for Python, NCCL and the driver, in another version than most nodes'."""
     versions = {
         host: {
             **answer["packages"],
@@ -131,6 +136,7 @@ def _versions(facts: Facts) -> Iterable[Finding]:
 
 
 def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
+    """Yield findings about GPUs that are missing, in use or of different kinds; without any, about CPU ranks."""
     if not any(answer["gpus"]["cards"] or answer["gpus"]["late"] for answer in facts.values()):
         for host, answer in facts.items():
             if answer["is_cpu_by_default"]:
@@ -158,6 +164,7 @@ def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
 
 
 def _ops(facts: Facts) -> Iterable[Finding]:
+    """Yield findings about locks of unfinished builds, and ops of DeepSpeed that are not built."""
     for host, answer in facts.items():
         for lock in answer["locks"]:
             yield finding("stale build lock", host=host, lock=lock)
@@ -171,6 +178,7 @@ def _ops(facts: Facts) -> Iterable[Finding]:
 
 
 def _files(facts: Facts) -> Iterable[Finding]:
+    """Yield findings about the recipe's files that are missing or differ, and data that are not prepared everywhere."""
     labels = {label: None for answer in facts.values() for label in answer.get("files", {})}
     for label in labels:
         files = {host: answer["files"][label] for host, answer in facts.items() if label in answer.get("files", {})}
@@ -189,6 +197,7 @@ def _files(facts: Facts) -> Iterable[Finding]:
 
 
 def _disks(facts: Facts) -> Iterable[Finding]:
+    """Yield findings about directories that cannot be written to, and disks that are full, too small or slow."""
     for host, answer in facts.items():
         weights = answer.get("files", {}).get("model.path", {}).get("bytes", 0)
         for name, disk in answer.get("disks", {}).items():
@@ -210,6 +219,7 @@ def _disks(facts: Facts) -> Iterable[Finding]:
 
 
 def _limits(facts: Facts) -> Iterable[Finding]:
+    """Yield a finding for each limit of open files or processes that is too low; a limit below 0 is none."""
     for host, answer in facts.items():
         for name, least, option in (("open files", 4096, "-n 65536"), ("processes", 4096, "-u unlimited")):
             limit = answer["limits"][name]
@@ -218,6 +228,7 @@ def _limits(facts: Facts) -> Iterable[Finding]:
 
 
 def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
+    """Yield a finding about this shell's variables that do not arrive at nodes; `here`: see `findings`."""
     lost = {
         name: [host for host, answer in facts.items() if answer["environment"].get(name) != value]
         for name, value in sorted(here.items())
@@ -235,7 +246,7 @@ def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
 
 
 def clocks(offsets: Mapping[str, float]) -> list[Finding]:
-    """Judge how far clocks are from the middle one, in seconds."""
+    """Judge how far clocks are from the middle one; `offsets`: host -> its clock's from this one's, in seconds."""
     middle = statistics.median_low(offsets.values())
     off = {host: offset - middle for host, offset in offsets.items() if abs(offset - middle) > 5}
     return [
@@ -245,6 +256,7 @@ def clocks(offsets: Mapping[str, float]) -> list[Finding]:
 
 
 def _few(names: Iterable[str], most: int = 6) -> str:
+    """Return the first `most` names as a text, and how many there are if that is more."""
     listed = list(names)
     return ", ".join(listed[:most]) + (f", … ({len(listed)})" if len(listed) > most else "")
 
@@ -253,12 +265,15 @@ SLOW_MB_S = 12.5
 """100 Mbit/s: a step's gradients of a billion parameters would take minutes."""
 _SHOWN = 8
 Pairs = Mapping[tuple[str, str], Any]
+"""(sender, receiver) -> what is known of the link from one to the other."""
 
 
 def interfaces(
     chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
 ) -> list[Finding]:
-    """Judge the network card that each node would use."""
+    """Judge the network card that each node would use. `chosen`: host -> (name, facts of the card), see `chosen_card`;
+    `interface`: the card that the config names, "" for none; `backend`: nccl, hccl or gloo.
+    """
     problems = []
     for host, (name, card) in chosen.items():
         own_address = facts[host]["network"]["own_name"]
@@ -280,7 +295,7 @@ def interfaces(
 
 
 def connections(results: Pairs, port: int) -> list[Finding]:
-    """Judge connections: (from, to) -> `error`, `meet` and `mtu` of `network.can_connect`."""
+    """Judge connections: (from, to) -> `error`, `meet` and `mtu` as of `facts.can_connect`; `port`: the ranks'."""
     broken = [f"{a} -> {b}: {result['error']}" for (a, b), result in results.items() if result["error"]]
     closed = [
         f"{a} -> {b}: {result['meet']}" for (a, b), result in results.items() if result["meet"] and not result["error"]
@@ -302,9 +317,9 @@ def speeds(rates: Pairs) -> list[Finding]:
     problems = [finding("transfer broken", lines=_lines(broken))] if broken else []
     if slow:
         # A node is blamed if all its links are slow and no others; of two nodes both would be.
-        hosts, blame = set.intersection(*map(set, slow)), ""
-        if len(hosts) == 1 and all(pair in slow for pair in numbers if hosts & {*pair}):
-            blame = tr(" All links of {host} are slow, no others.", host=hosts.pop())
+        in_all_slow, blame = set.intersection(*map(set, slow)), ""
+        if len(in_all_slow) == 1 and all(pair in slow for pair in numbers if in_all_slow & {*pair}):
+            blame = tr(" All links of {host} are slow, no others.", host=in_all_slow.pop())
         level = ERROR if min(slow.values()) < SLOW_MB_S else WARNING
         lines = _lines([f"{a} -> {b}: {rate:.2f} MB/s" for (a, b), rate in slow.items()])
         best = f"{max(numbers.values()):.0f}"
@@ -313,7 +328,9 @@ def speeds(rates: Pairs) -> list[Finding]:
 
 
 def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:
-    """Judge the all-reduce; return findings, and its speed in words."""
+    """Judge the all-reduce; return findings, and its speed in words, "" if it failed. `ranks`: rank -> what it has
+    told, or `error`; `hosts`: rank -> host.
+    """
     broken = [f"{rank} ({hosts[rank]}): {answer['error']}" for rank, answer in ranks.items() if "error" in answer]
     if broken:
         return [finding("all-reduce failed", lines=_lines(broken))], ""
@@ -328,12 +345,14 @@ def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str])
     )
     if size == 1 or rate > SLOW_MB_S:
         return [], told
-    pairs = {((rank - 1) % size, rank): other["pair_bytes"] / 1e6 / other["pair_s"] for rank, other in ranks.items()}
-    slowest = sorted(pairs, key=lambda pair: pairs[pair])[:_SHOWN]
-    lines = [f"{a} ({hosts[a]}) -> {b} ({hosts[b]}): {pairs[a, b]:.2f} MB/s" for a, b in slowest]
+    # (sender, receiver) -> MB/s; each rank has received from the one before it.
+    rates = {((rank - 1) % size, rank): other["pair_bytes"] / 1e6 / other["pair_s"] for rank, other in ranks.items()}
+    slowest = sorted(rates, key=lambda pair: rates[pair])[:_SHOWN]
+    lines = [f"{a} ({hosts[a]}) -> {b} ({hosts[b]}): {rates[a, b]:.2f} MB/s" for a, b in slowest]
     return [finding("all-reduce slow", told=told, lines=_lines(lines))], told
 
 
 def _lines(lines: list[str]) -> str:
+    """Return the first _SHOWN lines as an indented text, and how many there are if that is more."""
     shown = [f"    {line}" for line in lines[:_SHOWN]]
     return "\n".join([*shown, *([f"    … ({len(lines)})"] if len(lines) > _SHOWN else [])])

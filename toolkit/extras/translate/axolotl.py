@@ -38,9 +38,7 @@ _OF_ALL_LAYERS = {"model", "language_model", "layers", "self_attn", "mlp"}
 
 
 def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Before translating: add the defaults that axolotl derives from other keys, and turn values of its own into the
-    Trainer's.
-    """
+    """Before translating: add defaults that axolotl derives from other keys; turn its own values into the Trainer's."""
     values = config.values
     is_half = any(values.get(name) not in (None, False) for name in ("fp16", "float32"))
     defaults: dict[str, Any] = {"bf16": not is_half, "tf32": False}
@@ -168,8 +166,9 @@ def _names_of_pattern(pattern: str) -> list[str]:
     """
     before, _, last = pattern.removesuffix("$").rpartition(".")
     match = re.fullmatch(r"\(?([a-z_|]+)\)?(\w*)", last)
-    is_nested = re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before))
-    if not match or is_nested or re.search(r"[0-9]|\(\?", before):
+    # An alternative of which the last part is only one, as in (a.x|b.y).
+    is_cut = re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before))
+    if not match or is_cut or re.search(r"[0-9]|\(\?", before):
         return []
     if not _OF_ALL_LAYERS.issuperset(re.findall(r"[A-Za-z_]{2,}", before)):
         return []
@@ -222,18 +221,15 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
     value of `rl`.
     """
     value = config.get(key)
-    entries = [
-        entry if isinstance(entry, dict) else {"path": entry}
-        for entry in (value if isinstance(value, list) else [value])
-    ]
     sources = []
-    for entry in entries:
+    for item in value if isinstance(value, list) else [value]:
+        entry = item if isinstance(item, dict) else {"path": item}
         path = str(entry.get("path") or "")
         if key == "pretraining_dataset":
-            columns: dict[str, Any] | None = named_format("text", {"text": entry.get("text_column")})
+            row_settings: dict[str, Any] | None = named_format("text", {"text": entry.get("text_column")})
         else:
-            columns = _format(entry, kind, config.flag("reward_model"))
-        if columns is None:
+            row_settings = _format(entry, kind, config.flag("reward_model"))
+        if row_settings is None:
             shown = entry.get("type")
             draft.gaps.append(
                 tr(
@@ -246,12 +242,14 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
         if rest := _unread(entry):
             draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(rest)))
         for location in _locations(entry, path, draft, key):
-            sources.append({**location, **columns})
+            sources.append({**location, **row_settings})
     return sources
 
 
 def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -> list[dict[str, Any]]:
-    """Return where the rows of a dataset in `key` are: files, or a name on Hugging Face with its split."""
+    """Return where the rows of a dataset (`entry`) in `key` are: files, or a name on Hugging Face with its split. Of a
+    part of a split, such as train[:100], what has a counterpart is set, with a note where it differs.
+    """
     named = entry.get("data_files") or []
     named = [named] if isinstance(named, str) else named
     if entry.get("ds_type") or not files.is_dataset_name(path):
@@ -281,19 +279,20 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:
-    """Return the keys of a dataset that have a meaning in axolotl and none here."""
+    """Return the keys of a dataset, of its `type` and `roles`, that have a meaning in axolotl and none here."""
     settings = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
     if all(role in _ASSISTANT for role in _listed(settings.get("roles_to_train"))):
         settings.pop("roles_to_train", None)
     if settings.get("train_on_eos") == "turn":
         del settings["train_on_eos"]
     roles = settings.pop("roles", None)
-    names = {name for aliases in names_of("roles").values() for name in aliases}
-    role_names = [name for words in (roles.values() if isinstance(roles, dict) else [roles]) for name in _listed(words)]
-    strange = [name for name in map(str, role_names) if name not in names]
+    known = {name for aliases in names_of("roles").values() for name in aliases}
+    values = roles.values() if isinstance(roles, dict) else [roles]
+    unknown_roles = [f"roles: {name}" for value in values for name in map(str, _listed(value)) if name not in known]
     row_type = settings.get("type")
-    formats = [f"type.{key}" for key in row_type if not key.startswith("field_")] if isinstance(row_type, dict) else []
-    return [*(key for key in settings if key not in _READ), *(f"roles: {name}" for name in strange), *formats]
+    row_type = row_type if isinstance(row_type, dict) else {}
+    type_keys = [f"type.{key}" for key in row_type if not key.startswith("field_")]
+    return [*(key for key in settings if key not in _READ), *unknown_roles, *type_keys]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -302,27 +301,16 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
-    """Return format and columns of a dataset; None if its type has no counterpart. `kind`: the value of `rl`."""
-    row_type, custom_type = entry.get("type"), entry.get("type") if isinstance(entry.get("type"), dict) else {}
-    assert isinstance(custom_type, dict)
-    base, last = str(row_type).partition(":")[0].partition(".")[0], str(row_type).rpartition(".")[2]
+    """Return format and columns of a dataset (`entry`); None if its type has no counterpart. `kind`: the value of `rl`;
+    `is_reward`: for a reward model.
+    """
     if kind or is_reward:
-        row_format = "labeled" if kind == "kto" else "reward" if is_reward else "preference"
-        if custom_type:
-            marks = {"completion": "field_completion", "label": "field_label"} if kind == "kto" else _PAIR
-            fields = {"system": "field_system", "prompt": "field_prompt", **marks}
-            return named_format(row_format, {ours: custom_type.get(theirs) for ours, theirs in fields.items()})
-        pair_columns = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
-        if pair_columns is None and base != "chat_template":
-            return None
-        columns = dict(pair_columns or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
-        pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
-        return named_format(row_format, columns if kind == "kto" else columns | pair)
-    if custom_type:
+        return _preference_format(entry, kind, is_reward)
+    row_type = entry.get("type")
+    if isinstance(row_type, dict) and row_type:
         fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
-        return named_format(
-            "instruction", {ours: custom_type.get(f"field_{theirs}") for ours, theirs in fields.items()}
-        )
+        return named_format("instruction", {ours: row_type.get(f"field_{theirs}") for ours, theirs in fields.items()})
+    base = _base_type(row_type)
     if base == "alpaca":
         return {"format": "instruction"}
     if base == "completion":
@@ -340,11 +328,33 @@ def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any]
     return None
 
 
+def _preference_format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
+    """Return format and columns of a dataset of pairs or rated answers; arguments and None as of `_format`."""
+    row_type = entry.get("type")
+    row_format = "labeled" if kind == "kto" else "reward" if is_reward else "preference"
+    if isinstance(row_type, dict) and row_type:
+        answers = {"completion": "field_completion", "label": "field_label"} if kind == "kto" else _PAIR
+        fields = {"system": "field_system", "prompt": "field_prompt", **answers}
+        return named_format(row_format, {ours: row_type.get(theirs) for ours, theirs in fields.items()})
+    base, last = _base_type(row_type), str(row_type).rpartition(".")[2]
+    pair_columns = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
+    if pair_columns is None and base != "chat_template":
+        return None
+    columns = dict(pair_columns or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
+    pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
+    return named_format(row_format, columns if kind == "kto" else columns | pair)
+
+
+def _base_type(row_type: Any) -> str:
+    """Return the kind of rows that a type such as chat_template.argilla or sharegpt:chat begins with."""
+    return str(row_type).partition(":")[0].partition(".")[0]
+
+
 _PAIR = {"chosen": "field_chosen", "rejected": "field_rejected"}
 
 
 def _roles(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return our column -> the file's name for the role, content and loss of messages."""
+    """Return our column -> the file's name for the role, content and loss of messages, None where none is named."""
     mapping = entry.get("message_property_mappings")
     mapping = mapping if isinstance(mapping, dict) else {}
     names = {name: mapping.get(name) or entry.get(f"message_field_{name}") for name in ("role", "content")}

@@ -61,26 +61,24 @@ class Converted:
 
 
 def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
-    """Translate a config, with its DeepSpeed JSON if one is named, to a recipe that composes and passes every check
-    that needs no file; ConfigError.
+    """Translate a config to a recipe that composes and passes every check that needs no file; ConfigError if that is
+    not possible. `deepspeed_json`: path of its DeepSpeed JSON, "" for the one that it names, if any.
     """
-    is_told = config.world_size is not None
+    knows_ranks = config.world_size is not None  # else `translate` assumes one
     draft = programs.translate(config)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return _write_recipe(config, draft, deepspeed_json, Path(folder))
         except ConfigError as error:
             text = str(error).replace(f"{folder}/", "")
-            is_assumed = not is_told and "batch." in text
-            raise ConfigError(joined(text, draft.gaps[0]) if is_assumed else text) from error
+            is_of_assumption = not knows_ranks and "batch." in text
+            raise ConfigError(joined(text, draft.gaps[0]) if is_of_assumption else text) from error
 
 
 def _write_recipe(
     config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path
 ) -> Converted:
-    """Compose the draft with its DeepSpeed JSON, write the recipe, read it again and check that it says the same.
-    `folder`: a temporary directory.
-    """
+    """Compose the draft with its DeepSpeed JSON, and write the recipe. `folder`: a temporary directory."""
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
     has_zero = "zero" in draft.groups
@@ -123,29 +121,36 @@ def _write_recipe(
         origins |= {key: location.replace(f"{folder}/", "") for key, location in told_by.items()}
     differing = _differing(loaded.cfg, _compose(folder, groups).cfg)
     text = recipe_text(groups, list(_lines(differing, "", "", origins)))
-    again = folder / "recipe.yaml"
-    again.write_text(text, encoding="utf-8")
-    final = load([f"recipe={again}"])
-    expected, reread = to_plain(loaded.cfg), to_plain(final.cfg)
-    if expected | {"recipe": ""} != reread | {"recipe": ""}:
-        raise RuntimeError("the recipe says something else than was translated")
-    rules.check_rules(final, config.world_size, files=False)
-    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), config.world_size, final.cfg.train.max_steps or None)
+    final = _read_again(text, loaded.cfg, config.world_size, folder)
     result = Converted(text=text, loaded=final, world_size=config.world_size, gaps=draft.gaps, notes=notes)
     _sort_keys(config, draft, result)
     return result
 
 
+def _read_again(text: str, cfg: schema.RunConfig, world_size: int, folder: Path) -> LoadedConfig:
+    """Return the config of a recipe's text, after a check that it is `cfg`, passes the rules and makes a DeepSpeed
+    JSON. `folder`: a temporary directory.
+    """
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    final = load([f"recipe={path}"])
+    if to_plain(cfg) | {"recipe": ""} != to_plain(final.cfg) | {"recipe": ""}:  # all but the file's name
+        raise RuntimeError("the recipe says something else than was translated")
+    rules.check_rules(final, world_size, files=False)
+    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), world_size, final.cfg.train.max_steps or None)
+    return final
+
+
 def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
-    """Return the config of a recipe that only chooses groups."""
+    """Return the config of a recipe that only chooses groups (group -> choice). `folder`: a temporary directory."""
     path = folder / "groups.yaml"
     path.write_text(recipe_text(groups), encoding="utf-8")
     return load([f"recipe={path}"])
 
 
 def _named_json(config: read.ForeignConfig, folder: Path, draft: programs.RecipeDraft) -> str:
-    """Return the path of the DeepSpeed JSON that the config names or contains; "" without one. Of one that is missing
-    the name says the stage, as in ds_z3_offload_config.json.
+    """Return the path of the DeepSpeed JSON that the config names or contains, which is then written to `folder`; "" if
+    there is none. The name of a file that is missing says the stage, as in ds_z3_offload_config.json.
     """
     named = config.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
@@ -177,9 +182,7 @@ def _named_json(config: read.ForeignConfig, folder: Path, draft: programs.Recipe
 
 
 def _stage_of_name(name: str, is_qlora: bool) -> str:
-    """Return the choice of the group zero that the name of a DeepSpeed JSON stands for, "" for none; QLoRA takes no
-    stage above 2.
-    """
+    """Return the choice of the group zero that a DeepSpeed JSON's name stands for, "" for none; at most 2 for QLoRA."""
     match = re.search(r"(?:z|zero|stage)[_-]?([0-3])(?![0-9])", name.lower())
     stage = min(int(match[1]), 2 if is_qlora else 3) if match else 0
     is_offloaded = stage > 1 and "offload" in name.lower() and not is_qlora
@@ -187,15 +190,13 @@ def _stage_of_name(name: str, is_qlora: bool) -> str:
 
 
 def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
-    """Sort every key of the config that is not translated as it is into the lists of `result`: differs, lost, needless,
-    unknown.
-    """
+    """Sort every key that is not translated as it is into lists of `result`: differs, lost, needless, unknown."""
     shown = {name: _short(str(value)) for name, value in hide_all(config.values).items()}
-    differs: dict[str, list[str]] = {}
+    differs: dict[str, list[str]] = {}  # sentence -> keys that it is about, as all of them
     needless: dict[str, list[str]] = {}
     lost: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
-    used |= {note.partition(" = ")[0] for note in (*draft.notes, *draft.gaps)}
+    used |= {note.partition(" = ")[0] for note in (*draft.notes, *draft.gaps)}  # which begin with KEY = VALUE
     for name, value in config.values.items():
         key, spelled = config.keys.get(name), config.spelling(name)
         if key is None:
@@ -215,9 +216,8 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     for name, reason in draft.lost.items():
         spelled = config.spelling(name)
         lost.setdefault(reason, []).append(f"{spelled} = {shown[name]}" if name in shown else spelled)
-    result.differs, result.lost, result.needless = (
-        [f"{', '.join(names)}: {text}" for text, names in texts.items()] for texts in (differs, lost, needless)
-    )
+    for lines, names_by_text in ((result.differs, differs), (result.lost, lost), (result.needless, needless)):
+        lines += [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
 
 
 _LONGEST_VALUE = 80
@@ -246,21 +246,21 @@ _INDENT = "  "
 
 
 def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
-    """Return group -> choice, other than the default choices, whose files say what a config says."""
+    """Return group -> choice of those that set what a config has, without the groups whose default choice does."""
     stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
-    kind = ""
+    offload = ""
     if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not schema.Device.none:
-        kind = "_nvme" if optimizer is schema.Device.nvme else "_offload"
+        offload = "_nvme" if optimizer is schema.Device.nvme else "_offload"
     elif stage == 2 and optimizer is schema.Device.cpu:
-        kind = "_offload"
+        offload = "_offload"
     groups = {
         "tuning": (cfg.tuning.method.value, schema.TuningMethod.full.value),
         "optim": (cfg.optim.name.value, schema.OptimizerName.adamw.value),
         "schedule": (cfg.schedule.name.value, schema.ScheduleName.cosine.value),
         "precision": (cfg.precision.dtype.value, "bf16"),
-        "zero": (f"stage{stage}{kind}", "stage2"),
+        "zero": (f"stage{stage}{offload}", "stage2"),
     }
-    return {name: chosen for name, (chosen, usual) in groups.items() if chosen != usual}
+    return {name: choice for name, (choice, default) in groups.items() if choice != default}
 
 
 def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
@@ -285,8 +285,8 @@ def _differing(cfg: Any, base: Any) -> dict[str, Any]:
 
 
 def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield the YAML lines of nested settings below `path`, with a comment naming the origin (key
-    -> source) of each.
+    """Yield the YAML lines of nested settings, each with a comment that names its origin (dotted key -> source), if it
+    has one. `path`: dotted key of the section that they are in, "" for none.
     """
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
@@ -297,7 +297,8 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
         elif isinstance(value, list) and value and isinstance(value[0], schema.SourceConfig):
             yield f"{indent}{name}:{comment}"
             for source in value:
-                fields = {field: to_plain(of_it) for field, of_it in _differing(source, schema.SourceConfig()).items()}
+                differing = _differing(source, schema.SourceConfig())
+                fields = {field: to_plain(setting) for field, setting in differing.items()}
                 yield f"{indent}{_INDENT}- {inline(fields)}"
         else:
             yield f"{indent}{name}: {inline(to_plain(value))}{comment}"
@@ -306,5 +307,6 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
 def inline(value: Any) -> str:
     """Return a value as one line of YAML, which parses to the same value."""
     text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
-    text = text.strip()[1:-1]
+    text = text.strip()[1:-1]  # without the brackets of the list
+    # JSON, where YAML does not read back what it has written.
     return text if files.parse(f"x: {text}", "").values["x"] == escaped(value) else json.dumps(escaped(value))

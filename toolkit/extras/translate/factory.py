@@ -127,14 +127,15 @@ def _freeze(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    """Set LLaMA-Factory's data, the sample limit of each dataset, packing, and which answers are trained."""
+    """Set data with their sample limits, packing, and which answers are trained; `stage`: one of _STAGES."""
     sources = _sources(config, "dataset", stage, draft)
     validation = _sources(config, "eval_dataset", stage, draft) if config.has("eval_dataset") else []
-    limit = ["max_samples"] if config.has("max_samples") else []
-    for source in (*sources, *validation) if limit else ():
-        source["max_samples"] = config.number("max_samples", int)
-    if limit and not sources:
-        draft.lost["max_samples"] = tr("add it to each item of data.sources")
+    limit = ["max_samples"] if config.has("max_samples") else []  # the key that limits them, if it is set
+    if limit:
+        for source in (*sources, *validation):
+            source["max_samples"] = config.number("max_samples", int)
+        if not sources:
+            draft.lost["max_samples"] = tr("add it to each item of data.sources")
     if sources:
         draft.put("data.sources", sources, "dataset", *limit)
     if validation:
@@ -156,14 +157,14 @@ def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
 
 def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
     """Return items of `data.sources` for LLaMA-Factory's datasets in the key `name`, by dataset_info.json; ConfigError
-    if that lacks one, [] with a note if it is not on this disk.
+    if that lacks one, [] with a note if it is not on this disk. `stage`: what is trained, one of _STAGES.
     """
-    sets = config.names(name)
+    names = config.names(name)
     folder = str(config.get("dataset_dir"))
-    if not sets:
+    if not names:
         raise config.without_data(name)
     if folder == "ONLINE":
-        return [{"hub": item} for item in sets]
+        return [{"hub": item} for item in names]
     base = config.find(os.path.join(folder, _INFO)).parent
     if not os.path.isfile(base / _INFO):
         draft.gaps.append(
@@ -171,7 +172,7 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
                 "{key} = {sets}: {file} is not here, so it is not known which files these are. Run this again where "
                 "it is, or write data.sources (docs/data.md).",
                 key=name,
-                sets=", ".join(sets),
+                sets=", ".join(names),
                 file=Path(folder) / _INFO,
             )
         )
@@ -180,7 +181,7 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
     if not all(isinstance(entry, dict) for entry in info.values()):
         raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=base / _INFO)
     sources = []
-    for item in sets:
+    for item in names:
         if item not in info:
             location, file = config.location(name), base / _INFO
             unknown = tr("{place}: {file} has no dataset '{name}'.", place=location, file=file, name=item)
@@ -191,8 +192,8 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
 
 
 def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
-    """Return one item of `data.sources`, {} with a note if its data cannot be used. `entry`: of dataset_info.json,
-    which is in `base`; `stage`: LLaMA-Factory's.
+    """Return one item of `data.sources`, {} with a note if its data cannot be used. `entry`: what dataset_info.json, in
+    the directory `base`, says of the dataset `name`; `stage`: what is trained, one of _STAGES.
     """
     columns: dict[str, Any] = entry.get("columns") or {}
     reason = ""
@@ -218,13 +219,13 @@ def _format(
     name: str, entry: dict[str, Any], columns: dict[str, Any], stage: str, draft: RecipeDraft
 ) -> dict[str, Any]:
     """Return format and columns of a LLaMA-Factory dataset, whose prompt, query and response are our instruction, input
-    and output.
+    and output. `name`, `entry`, `stage`: as of `_source`; `columns`: the entry's, LLaMA-Factory's name -> the file's.
     """
     if stage == "pt":
         return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
     row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
-    marks = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
-    shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
+    answers = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
+    shared = {column: columns.get(column) for column in ("system", "tools", *answers)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
         for tag, aliases in names_of("roles").items():
@@ -249,5 +250,5 @@ def _format(
             row_format or "prompt_response",
             {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},
         )
-    asked = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
-    return named_format(row_format or "instruction", asked | shared)
+    fields = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
+    return named_format(row_format or "instruction", fields | shared)

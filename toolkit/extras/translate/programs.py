@@ -59,7 +59,8 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     if hasattr(module, "set_derived_defaults"):
         module.set_derived_defaults(config, draft)
     trl = _trl_loss(config)
-    if rate := _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None:
+    rate = _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None
+    if rate:  # TRL's configs have other defaults than the Trainer's
         defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         defaults["bf16"] = not config.flag("fp16")
         config.set_defaults(defaults)
@@ -81,8 +82,8 @@ def translate(config: ForeignConfig) -> RecipeDraft:
         _named_data(config, draft, trl)
         _trl_settings(config, draft, trl)
     _fsdp(config, draft)
-    rows = config.number("gradient_accumulation_steps", int) * (config.world_size or 1)
-    if config.program in _MICRO_MEANS and rows > 1 and "preference" not in draft.groups:
+    micro_batches = config.number("gradient_accumulation_steps", int) * (config.world_size or 1)
+    if config.program in _MICRO_MEANS and micro_batches > 1 and "preference" not in draft.groups:
         config.remark("per_device_train_batch_size", "micro_means")
     return draft
 
@@ -92,10 +93,10 @@ _MICRO_MEANS = (CHATGLM_NAME, GLM_DEMO_NAME, FASTCHAT_NAME, FIREFLY_NAME)
 
 
 def _program_module(program: str) -> Any:
-    """Return the module of this package that translates the keys that only this program has; None for the Trainer's and
-    TRL's, which are translated here.
+    """Return the module of this package that translates the keys that only this program has, imported here as it
+    imports this one; None for the Trainer's and TRL's, which are translated here.
     """
-    from toolkit.extras.translate import axolotl, chatglm, factory, fastchat, firefly, glm_demo, swift  # built on this
+    from toolkit.extras.translate import axolotl, chatglm, factory, fastchat, firefly, glm_demo, swift
 
     modules = {
         SWIFT_NAME: swift,
@@ -114,9 +115,10 @@ _DEVICES = ("none", "cpu")
 
 
 def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate those options of `accelerate launch` that the Trainer reads if its own arguments do
-    not say otherwise.
+    """Translate those options of `accelerate launch` that the Trainer reads if its own arguments do not say otherwise:
+    to values of `config`, or a choice of ZeRO in `draft`. The other options are noted as lost.
     """
+    # What is translated is taken out of `options`.
     options = {name: value for name, value in config.accelerate.items() if name not in names_of("accelerate")}
     if options.get("mixed_precision") in ("no", "bf16", "fp16"):
         dtype = options.pop("mixed_precision")
@@ -131,7 +133,8 @@ def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
     if "use_deepspeed" in config.accelerate and not config.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
         stage = options.pop("zero_stage", "") or "2"
         parts = [name for name in ("offload_optimizer_device", "offload_param_device") if options.get(name) in _DEVICES]
-        is_offloaded = "cpu" in [options.pop(name) for name in parts] and stage in "23"
+        devices = [options.pop(name) for name in parts]
+        is_offloaded = "cpu" in devices and stage in ("2", "3")
         draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
     if "use_fsdp" in options:
         fsdp = {name: options.pop(name) for name in [*options] if name.startswith(("fsdp_", "use_fsdp"))}
@@ -147,15 +150,17 @@ _FSDP = ("fsdp", "fsdp_config", "fsdp_version", "dp_shard_size")
 
 
 def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Choose the stage of ZeRO that splits what FSDP splits."""
+    """Choose the stage of ZeRO that splits what FSDP splits: 3 for full_shard, 2 for shard_grad_op, 0 for no_shard, and
+    at most 2 for QLoRA, with a note. Without FSDP, or where a DeepSpeed JSON is named, nothing is chosen.
+    """
     names = [name for name in _FSDP if config.values.get(name) not in (None, "", [], False)]
     if not names or config.has("deepspeed"):
         return
-    words = str(config.get("fsdp")).lower()
+    options = str(config.get("fsdp")).lower()  # such as "full_shard offload"
     settings: Any = config.get("fsdp_config")
     settings = settings if isinstance(settings, dict) else {}
     values = {str(name).lower().removeprefix("fsdp_"): str(value).lower() for name, value in settings.items()}
-    strategy, reshard = values.get("sharding_strategy", words), values.get("reshard_after_forward", "true")
+    strategy, reshard = values.get("sharding_strategy", options), values.get("reshard_after_forward", "true")
     stage = 0 if strategy in ("3", "no_shard") else 3
     if strategy == "2" or "shard_grad_op" in strategy or "zero2" in strategy or reshard in ("false", "shard_grad_op"):
         stage = 2
@@ -164,7 +169,7 @@ def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.notes.append(
             tr("FSDP splits 4-bit weights too; ZeRO does up to zero=stage2 there, and each GPU has all of them.")
         )
-    is_offloaded = stage > 0 and ("offload" in words or values.get("offload_params") == "true")
+    is_offloaded = stage > 0 and ("offload" in options or values.get("offload_params") == "true")
     draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
     draft.put("zero.stage", stage, *names)
 
@@ -188,7 +193,7 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
     elif steps >= 1:
         draft.put("schedule.warmup_steps", int(steps), key)
-    elif steps or ratio:
+    elif steps or ratio:  # warmup_steps below 1 is a fraction, too
         draft.put("schedule.warmup_ratio", steps or ratio, key)
     if name == "constant" or not (steps or ratio):
         draft.values.pop("schedule.warmup_min_ratio", None)
@@ -244,7 +249,7 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
 
 
 def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the model: a group for the published ChatGLM models, and model.path for directories and others."""
+    """Set the model and its revision: a group for the published ChatGLM models, model.path for all others."""
     path = config.get("model_name_or_path")
     if not path:
         return
@@ -273,11 +278,11 @@ _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 
 def _trl_loss(config: ForeignConfig) -> str:
     """Return what a config of TRL trains: a loss of `_TRL_LOSSES`, "reward", or "" if it is no DPO, CPO, KTO or
-    RewardConfig.
+    RewardConfig. ConfigError for a loss without counterpart.
     """
-    named = [name for name in (*_TRL_PREFERENCE_KEYS, *_TRL_KTO) if config.has(name)]
+    has_preference_keys = any(map(config.has, (*_TRL_PREFERENCE_KEYS, *_TRL_KTO)))
     script = names_of("trl").get(config.script, "")
-    if config.program != HF_NAME or not (named or script):
+    if config.program != HF_NAME or not (has_preference_keys or script):
         return ""
     kind = str((config.names("loss_type") or ["sigmoid"])[0])
     is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
@@ -304,43 +309,44 @@ def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
-    """Set the data that a command names, with the other split as validation. `trl`: as returned by `_trl_loss`."""
-    mixed = [name for name in _MIXTURES if config.has(name)]
-    is_hub, strategy = config.has("dataset_name") or bool(mixed), str(config.get("eval_strategy")).lower()
-    sources, validation, held_out = _mixture(config) if mixed else ([], [], 0.0)
-    has_validation = (
-        strategy != "no" and bool(validation or held_out)
-        if mixed
-        else bool(trl and is_hub and strategy != "no") or (not is_hub and config.has("validation_file"))
-    )
-    set_evaluation(config, draft, has_validation)
-    if not has_validation and not held_out:
-        draft.put("data.validation_fraction", 0.0)
-    rows = (
-        {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
-        if trl
-        else _row_settings(config, draft)
-    )
-    if not is_hub:
+    """Set the data: a mixture, a dataset on Hugging Face, or files. `trl`: as returned by `_trl_loss`."""
+    is_evaluated = str(config.get("eval_strategy")).lower() != "no"
+    held_out = 0.0
+    if trl:
+        rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
+    else:
+        rows = _row_settings(config, draft)
+    if mixtures := [name for name in _MIXTURES if config.has(name)]:
+        sources, validation, held_out = _mixture(config)
+        has_validation = is_evaluated and bool(validation or held_out)
+        draft.put("data.sources", [source | rows for source in sources], *mixtures, "dataset_splits", "dataset_configs")
+        if held_out:
+            set_held_out(draft, held_out, *mixtures)
+        elif has_validation:
+            draft.put("data.validation", [source | rows for source in validation], *mixtures, "dataset_splits")
+    elif config.has("dataset_name"):
+        has_validation = bool(trl) and is_evaluated
+        _named_dataset(config, draft, rows, has_validation)
+    else:
+        has_validation = config.has("validation_file")
         for ours, theirs in {"data.sources": "train_file", "data.validation": "validation_file"}.items():
             if config.has(theirs):
                 draft.put(ours, [{"path": str(config.get(theirs)), **rows}], theirs)
         if not config.has("train_file"):
             draft.gaps.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
-        return
-    if mixed:
-        draft.put("data.sources", [source | rows for source in sources], *mixed, "dataset_splits", "dataset_configs")
-        if held_out:
-            set_held_out(draft, held_out, *mixed)
-        elif has_validation:
-            draft.put("data.validation", [source | rows for source in validation], *mixed, "dataset_splits")
-        return
+    set_evaluation(config, draft, has_validation)
+    if not has_validation and not held_out:
+        draft.put("data.validation_fraction", 0.0)
+
+
+def _named_dataset(config: ForeignConfig, draft: RecipeDraft, rows: dict[str, Any], has_validation: bool) -> None:
+    """Set the split of `dataset_name` for training, with `has_validation` also for tests. `rows`: their format."""
     name, subset = str(config.get("dataset_name")), config.get("dataset_config") or config.get("dataset_config_name")
-    source = (
-        {"hub" if files.is_dataset_name(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
-    )
-    splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
-    for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
+    source = {"hub" if files.is_dataset_name(name) else "path": name}
+    source |= ({"subset": str(subset)} if subset else {}) | rows
+    splits = {"data.sources": "dataset_train_split"}
+    splits |= {"data.validation": "dataset_test_split"} if has_validation else {}
+    for ours, theirs in splits.items():
         split = {"split": str(config.get(theirs))} if config.get(theirs) != "train" else {}
         draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
 
@@ -352,7 +358,6 @@ def _mixture(config: ForeignConfig) -> tuple[list[dict[str, Any]], list[dict[str
     """Return the sources of training and of validation that a mixture of alignment-handbook or open-r1 names, and what
     it holds out of the former for validation: a fraction or a number of rows, or 0.
     """
-    names = {"hub": "id", "subset": "config", "split": "split", "weight": "weight"}
     mixture, mixer = config.get("dataset_mixture"), config.get("dataset_mixer")
     entries: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
@@ -366,21 +371,22 @@ def _mixture(config: ForeignConfig) -> tuple[list[dict[str, Any]], list[dict[str
         for number, (name, weight) in enumerate(mixer.items()):
             entry = {"id": name, "config": subsets[number] if number < len(subsets) else None}
             for split in config.names("dataset_splits") or ["train", "test"]:
-                is_test = "test" in split
-                (tests if is_test else entries).append(
-                    {**entry, "split": split} | ({} if is_test else {"weight": weight})
-                )
-    defaults = (None, "train", 1)
-    sources, validation = (
-        [{ours: entry[key] for ours, key in names.items() if entry.get(key) not in defaults} for entry in listed]
-        for listed in (entries, tests)
-    )
-    return sources, validation, held_out
+                if "test" in split:
+                    tests.append({**entry, "split": split})
+                else:
+                    entries.append({**entry, "split": split, "weight": weight})
+    return [*map(_source_of_mixture, entries)], [*map(_source_of_mixture, tests)], held_out
+
+
+def _source_of_mixture(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of `data.sources` for one of a mixture's datasets, without what is the default anyway."""
+    names = {"hub": "id", "subset": "config", "split": "split", "weight": "weight"}
+    return {ours: entry[theirs] for ours, theirs in names.items() if entry.get(theirs) not in (None, "train", 1)}
 
 
 def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
-    """Return format and columns of rows for TRL's sft and transformers' run_clm, if they say it; set length, packing
-    and loss mask.
+    """Return format and columns of rows for TRL's sft and transformers' run_clm, {} if they do not say; set length,
+    packing and loss mask.
     """
     if config.script == "run_clm" or config.has("block_size"):
         draft.put("data.max_length", config.number("block_size", int), "block_size")
@@ -445,13 +451,12 @@ def set_preference(
         for key in _TRL_KTO:
             draft.put(f"preference.{key}", config.number(key), key)
     elif loss != "kto":
-        draft.put("preference.sft_weight", float(sum(terms.values()) + (loss == "orpo")), *terms)
+        own_term = 1.0 if loss == "orpo" else 0.0  # ORPO's loss has a cross entropy of its own
+        draft.put("preference.sft_weight", float(sum(terms.values()) + own_term), *terms)
 
 
 def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
-    """Set how often the model is evaluated and whether the best checkpoint is kept; without validation data note what
-    is lost.
-    """
+    """Set how often the model is evaluated and whether the best is kept; without validation data note what is lost."""
     name = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
     strategy = str(config.get(name)).lower()
     if not has_validation:
@@ -477,11 +482,13 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
 
 
 def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set batch sizes, and the number of steps or epochs; an unknown number of ranks is taken as one, with a note."""
+    """Set batch sizes, and the number of steps or epochs; an unknown number of ranks is taken as one, with a note.
+    ConfigError for a number of epochs that trains nothing.
+    """
     rows = config.number("per_device_train_batch_size", int)
-    times = config.number("gradient_accumulation_steps", int)
+    accumulation = config.number("gradient_accumulation_steps", int)
     draft.put("batch.micro_per_gpu", rows, "per_device_train_batch_size")
-    global_size = rows * times * (config.world_size or 1)
+    global_size = rows * accumulation * (config.world_size or 1)
     if config.world_size is None:
         config.world_size = 1
         draft.gaps.append(
@@ -509,9 +516,8 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
         name = key = "use_muon"
     if name == "adamw_torch_8bit":
         config.remark("optim", "eight_bits")
-    our_name = next(
-        (ours for ours, theirs in names_of("optimizers").items() if name.removeprefix("use_") in theirs), ""
-    )
+    bare_name = name.removeprefix("use_")
+    our_name = next((ours for ours, theirs in names_of("optimizers").items() if bare_name in theirs), "")
     kind = schema.OptimizerName(our_name or "adamw")
     if not our_name:
         draft.lost["optim"] = tr(
@@ -552,6 +558,25 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set precision, activation checkpointing, compilation, attention and kernels."""
+    _precision(config, draft)
+    recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if config.flag(name)]
+    if recompute:
+        draft.put("train.activation_checkpointing.enabled", True, recompute[0])
+    compile_keys = [n for n in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if config.has(n)]
+    if config.flag("torch_compile") or {"torch_compile_backend", "torch_compile_mode"} & set(compile_keys):
+        draft.put("compile.enabled", True, compile_keys[0])
+        for name in compile_keys:
+            if name != "torch_compile":
+                draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(config.get(name)), name)
+    name = "flash_attn" if "flash_attn" in config.keys else "attn_implementation"
+    if attention := names_of("attention").get(str(config.values.get(name)).lower()):
+        draft.put("model.attention", attention, name)
+    if config.flag("use_liger_kernel"):
+        draft.put("kernels.liger", "always", "use_liger_kernel")
+
+
+def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true."""
     fp16, bf16 = config.flag("fp16"), config.flag("bf16")
     if fp16 and bf16:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=config.location("bf16"))
@@ -572,19 +597,6 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("precision.fp8", "rowwise" if config.program == FACTORY_NAME else "tensorwise", "fp8")
     if dtype == "fp32" and config.flag("tf32"):
         draft.put("precision.tf32", True, "tf32")
-    recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if config.flag(name)]
-    if recompute:
-        draft.put("train.activation_checkpointing.enabled", True, recompute[0])
-    asked = [name for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if config.has(name)]
-    if config.flag("torch_compile") or {"torch_compile_backend", "torch_compile_mode"} & set(asked):
-        draft.put("compile.enabled", True, asked[0])
-        for name in asked[1:] if asked[0] == "torch_compile" else asked:
-            draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(config.get(name)), name)
-    name = "flash_attn" if "flash_attn" in config.keys else "attn_implementation"
-    if attention := names_of("attention").get(str(config.values.get(name)).lower()):
-        draft.put("model.attention", attention, name)
-    if config.flag("use_liger_kernel"):
-        draft.put("kernels.liger", "always", "use_liger_kernel")
 
 
 def _whole_steps(config: ForeignConfig, draft: RecipeDraft, name: str) -> int:
@@ -608,26 +620,26 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost["save_strategy"] = tr("checkpoint.every counts steps; the recipe saves at the end only")
     keep = config.number("save_total_limit", int) if config.has("save_total_limit") else 0
     draft.put("checkpoint.keep", max(0, keep), "save_total_limit")
-    asked = [name.lower() for name in config.names("report_to") if name.lower() not in ("", "none")]
-    for name in asked:
+    trackers = [name.lower() for name in config.names("report_to") if name.lower() not in ("", "none")]
+    for name in trackers:
         if name in schema.TRACKERS:
             draft.put(f"track.{name}.enabled", True, "report_to")
-    trackers = ", ".join(schema.TRACKERS)
-    if "all" in asked:
+    known = ", ".join(schema.TRACKERS)
+    if "all" in trackers:
         draft.lost["report_to"] = tr(
             "all is whatever is installed there, which the file does not say; name them: track=[…] of {known}",
-            known=trackers,
+            known=known,
         )
-    elif strangers := [name for name in asked if name not in schema.TRACKERS]:
-        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(strangers), known=trackers)
-    if "trackio" in asked:
+    elif unknown := [name for name in trackers if name not in schema.TRACKERS]:
+        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(unknown), known=known)
+    if "trackio" in trackers:
         draft.put("track.trackio.project", str(config.get("project")), "project")
         if config.has("trackio_space_id"):
             draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
 
 
 def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
-    """Return the limit of a dataset that another program draws `rows` rows from, with a note; {} where 0."""
+    """Return {"max_samples": rows} for a dataset from which so many rows are drawn, with a note; {} for 0, all rows."""
     if rows:
         draft.notes.append(
             tr(
@@ -640,14 +652,14 @@ def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
 
 
 def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return a format, and as `columns` those of `columns` (ours -> the file's name) whose names differ."""
+    """Return {"format": row_format}, with "columns" if there are any (our name -> the file's) whose names differ."""
     renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
 
 
 def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same: str) -> None:
-    """Set the chat template that a config names, or note which of ours suits a model without one. `same`: the table of
-    those that write the same in place of the tokenizer's.
+    """Set the chat template that a config names in `key`, or note which of ours suits a model without one. `same`: name
+    of the table (program_keys.yaml) of templates that have an equal one here, which replaces the tokenizer's.
     """
     name = str(config.get(key) or "")
     if ours := names_of(same).get(name):
@@ -666,7 +678,7 @@ def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same:
 
 
 def set_added_tokens(config: ForeignConfig, draft: RecipeDraft, *keys: str) -> None:
-    """Set the tokens that a config adds to the vocabulary, with some `keys` of lists, or of texts with commas."""
+    """Set the tokens that a config adds to the vocabulary, in some `keys`: lists, or texts with commas."""
     tokens: dict[str, None] = {}
     for value in filter(None, map(config.get, keys)):
         tokens |= dict.fromkeys(str(token).strip() for token in (value.split(",") if type(value) is str else value))
@@ -691,6 +703,7 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
     if names == ["all"]:
         names = ["all-linear"]
     elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b" or config.program == GLM_DEMO_NAME:
+        # Named as in the official ChatGLM code; here one of its layers may be several.
         names = [name for target in names for name in names_of("layers").get(target, [target])]
     draft.put("tuning.target_modules", names, targets)
     if config.has(saved):

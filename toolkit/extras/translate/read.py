@@ -9,7 +9,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,16 +54,18 @@ class ForeignConfig:
         return self.values.get(name) is not None
 
     def set_defaults(self, defaults: Mapping[str, Any]) -> None:
-        """Set what keys mean where they are not set, key -> value, as far as other keys decide that."""
+        """Replace the program's defaults of some keys (key -> value), those that other keys decide."""
         self.keys = {**self.keys, **{name: replace(self.keys[name], default=value) for name, value in defaults.items()}}
 
     def remark(self, name: str, says: str, is_harmless: bool = False) -> None:
-        """Set the sentence that is reported about a key, "" for none, where that depends on other keys."""
+        """Replace what is reported about a key, where other keys decide that. `says`: name of a sentence in
+        program_keys.yaml, "" for none; `is_harmless`: leaving the key out changes nothing that is trained.
+        """
         self.keys = {**self.keys, name: replace(self.keys[name], says=says, is_harmless=is_harmless)}
 
     def find(self, named: str) -> Path:
         """Return the path of a file that the config names: relative to the working directory, or to the config's or one
-        of those above it.
+        of those above it; as it is named if there is no such file.
         """
         folders = (Path(), self.folder, *self.folder.parents, *self.folder.absolute().parents)
         return next((folder / named for folder in folders if os.path.isfile(folder / named)), Path(named))
@@ -159,22 +161,21 @@ class Command(NamedTuple):
 
 def read_command(text: str, shown: str) -> Command:
     """Return a script's single training command; ConfigError if there is none or several, or if a part of it can only
-    be known by running a shell.
+    be known by running a shell. `shown`: the file's name in messages.
     """
     variables: dict[str, str] = {}
     commands = []
     for number, line in _logical_lines(text):
         words = _words_of_command(line, variables, f"{shown}:{number}")
-        before: dict[str, str] = {}
+        assigned: dict[str, str] = {}  # by the NAME=VALUE with which the line begins
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            if not (
-                _ARGUMENT.search(match[2]) and match[1] in variables
-            ):  # the script's own options keep their default
-                before[match[1]] = match[2]
+            name, value = match.groups()
+            if not (_ARGUMENT.search(value) and name in variables):  # the script's own options keep their default
+                assigned[name] = value
             words.pop(0)
         if not words or words[0] == "export":
-            variables |= before | dict(word.split("=", 1) for word in words[1:] if "=" in word)
-        elif command := _command_of(words, number, variables | before, shown):
+            variables |= assigned | dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        elif command := _command_of(words, number, variables | assigned, shown):
             commands.append(command)
     if len(commands) != 1:
         lines = ", ".join(str(command.line) for command in commands)
@@ -191,8 +192,10 @@ def read_command(text: str, shown: str) -> Command:
 
 
 def _command_of(words: list[str], number: int, variables: dict[str, str], shown: str) -> Command | None:
-    """Return the training command of a line, None if it is another one."""
-    if words[0].startswith("--") and not words[-1].endswith(")"):  # a pattern of `case`
+    """Return the training command of a line, None if it is another one; ConfigError if it cannot be read. `words`: the
+    line, split, and `number`, its own; `variables`: those that the script sets; `shown`: its name in messages.
+    """
+    if words[0].startswith("--") and not words[-1].endswith(")"):  # with a bracket it is a pattern of `case`
         raise ConfigError(
             "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
             "and nothing behind it, or a shell leaves out all that follows.",
@@ -221,7 +224,8 @@ def _command_of(words: list[str], number: int, variables: dict[str, str], shown:
             line=number,
             named=words[config],
         )
-    names = ("data_dir", "model_dir") if config == index + 3 else ()  # of ChatGLM3's and GLM-4's demo
+    # ChatGLM3's and GLM-4's demo: PROGRAM DATA_DIR MODEL_DIR CONFIG.
+    names = ("data_dir", "model_dir") if config == index + 3 else ()
     arguments = [f"--{name}={word}" for name, word in zip(names, words[index + 1 :], strict=False)]
     subcommand = [] if names else words[index + 1 : config]
     words = [*words[: index + 1], *subcommand, *arguments, f"--config={words[config]}"]
@@ -233,28 +237,29 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
     that end with a backslash or within a quote.
     """
     lines: list[tuple[int, str]] = []
-    begun, joint, quote, document_end = 0, "", "", ""
+    first_number, joined = 0, ""  # of the line that is being put together; 0: none
+    quote, document_end = "", ""  # the quotation mark, and the here-document's last line, that are awaited
     texts = text.splitlines()
     last_lines = {line.strip(): number for number, line in enumerate(texts, start=1)}
     for number, raw in enumerate(texts, start=1):
         if document_end:
             document_end = "" if raw.strip() == document_end else document_end
             continue
-        begun = begun or number
+        first_number = first_number or number
         line, quote = _without_comment(raw, quote)
         if line.endswith("\\") and quote != "'":
-            joint += line[:-1] + " "
+            joined += line[:-1] + " "
             continue
-        joint += line
+        joined += line
         if quote:
-            joint += "\n"
+            joined += "\n"
             continue
         document = _HERE_DOCUMENT.search(line)
         if document and last_lines.get(document[2], 0) > number:
             document_end = document[2]
-        lines.append((begun, joint))
-        begun, joint = 0, ""
-    return [*lines, (begun, joint)] if joint else lines
+        lines.append((first_number, joined))
+        first_number, joined = 0, ""
+    return [*lines, (first_number, joined)] if joined else lines
 
 
 def _without_comment(line: str, quote: str) -> tuple[str, str]:
@@ -275,9 +280,8 @@ def _without_comment(line: str, quote: str) -> tuple[str, str]:
 
 
 def _words_of_command(line: str, variables: dict[str, str], location: str) -> list[str]:
-    """Split a line into words, with variables replaced and arithmetic computed; what only a shell could know becomes
-    `_UNKNOWN`.
-    """
+    """Split a line into words, with variables replaced and arithmetic computed; what only a shell knows is _UNKNOWN."""
+    # Between single quotes $ and ` are plain letters.
     plain = re.sub(r"'[^']*'", lambda match: match[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
 
     def value(match: "re.Match[str]") -> str:
@@ -301,13 +305,35 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
 
 
 def _parse_command(words: list[str], program_index: int, line: int, variables: dict[str, str], shown: str) -> Command:
-    """Parse a command whose program is `words[program_index]`: launcher options before it, arguments behind it."""
-    rest = words[program_index + 1 :]
+    """Parse a command whose program is `words[program_index]`: launcher options before it, arguments behind it. `line`:
+    its number; `variables`: those of the script; `shown`: the script's name in messages.
+    """
+    launcher, program, rest = words[:program_index], words[program_index], words[program_index + 1 :]
     if end := next((index for index, word in enumerate(rest) if re.match(r"(?:\d?>|\||&|;)", word)), None):
         rest = rest[:end]  # where the output goes
+    values = _parse_arguments(rest, program, line, shown)
+    script = program.rpartition("/")[2].removesuffix(".py")
+    script = rest[0] if script == "trl" and rest else script
+    if script == "swift" or program.endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
+        script = f"swift {rest[0] if script == 'swift' and rest else script}"
+    options: dict[str, str] = {}  # of the launcher
+    for word, after in zip(launcher, words[1 : program_index + 1], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            is_alone = after.startswith("-") or after == program
+            options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
+    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
+    known = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
+    return Command(
+        values, line, _world_size(launcher, options, variables), script, accelerate=known if is_accelerate else {}
+    )
+
+
+def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) -> dict[str, Any]:
+    """Return a training command's arguments, as `Command.values`; ConfigError for one twice or without known value."""
     values: dict[str, Any] = {}
-    name = ""
-    for word in rest:
+    name = ""  # of the option whose values follow
+    for word in words:
         if _UNKNOWN in word:
             variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
             what = f"${variable[1]}" if variable else "$(…)"
@@ -318,7 +344,7 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
                     file=shown,
                     line=line,
                     what=what,
-                    program=words[program_index],
+                    program=program,
                 )
             raise ConfigError(
                 "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
@@ -336,27 +362,15 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
             values[name] = value if equals else True
         elif name:
             previous = values[name]
-            values[name] = (
-                word if previous is True else [*(previous if isinstance(previous, list) else [previous]), word]
-            )
-    script = words[program_index].rpartition("/")[2].removesuffix(".py")
-    script = rest[0] if script == "trl" and rest else script
-    if script == "swift" or words[program_index].endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
-        script = f"swift {rest[0] if script == 'swift' and rest else script}"
-    launcher = words[:program_index]
-    options: dict[str, str] = {}
-    for word, after in zip(launcher, words[1 : program_index + 1], strict=True):
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            is_alone = after.startswith("-") or after == words[program_index]
-            options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
-    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
-    named = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items() if is_accelerate}
-    return Command(values, line, _world_size(launcher, options, variables), script, named)
+            earlier = previous if isinstance(previous, list) else [previous]
+            values[name] = word if previous is True else [*earlier, word]
+    return values
 
 
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
-    """Return the number of ranks that a launcher's options ask for, None if it decides by itself."""
+    """Return the number of ranks that a launcher's options ask for, None if it decides by itself. `launcher`: its
+    words; `options`: name with dashes -> value; `variables`: those of the script.
+    """
     if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
         counts = [variables["NPROC_PER_NODE"], variables.get("NNODES", "1")]
         return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
@@ -369,11 +383,11 @@ def _world_size(launcher: list[str], options: dict[str, str], variables: dict[st
     nodes = [options[name] for name in _NODES if name in options and "--num_processes" not in options]
     if not ranks and not launcher[0].rpartition("/")[2].startswith("python"):
         return None
-    if not ranks:
+    if not ranks:  # `python` alone: one process with all GPUs that are visible
         devices = variables.get("CUDA_VISIBLE_DEVICES", "0")
         return len([device for device in devices.split(",") if device.strip()]) or 1
-    both = [*ranks[:1], *(nodes[:1] or ["1"])]
-    return int(both[0]) * int(both[1]) if all(text.isdecimal() and int(text) for text in both) else None
+    counts = [ranks[0], nodes[0] if nodes else "1"]
+    return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
 
 
 FACTORY_NAME, CHATGLM_NAME, HF_NAME = "LLaMA-Factory", "ChatGLM", "TrainingArguments"
@@ -430,11 +444,10 @@ def _read_config(path: Path) -> ForeignConfig | None:
     except (OSError, ValueError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=path, reason=reason_of(error)) from error
     lines: dict[str, int] = {}
-    world_size, script, accelerate, folder = None, "", dict[str, str](), path.parent
+    command: Command | None = None
     if path.suffix.lower() in (".sh", ".bash"):
-        values, line, world_size, script, accelerate, config = _read_script(text, path)
-        lines = dict.fromkeys(values, line)
-        folder = config.parent if config else path.parent
+        command = _read_script(text, path)
+        values, lines = command.values, dict.fromkeys(command.values, command.line)
     elif path.suffix.lower() == ".json":
         values = _json_object(text, path)
         if any(name in values for name in _DEEPSPEED):
@@ -445,37 +458,53 @@ def _read_config(path: Path) -> ForeignConfig | None:
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     values, spelled = _without_sections(values)
-    named = {SWIFT_NAME: script.startswith("swift "), HF_NAME: script in names_of("trl")}
-    program = next((name for name, is_it in named.items() if is_it), "") or _owner_of(values, path, script)
+    script = command.script if command else ""
+    if script.startswith("swift "):
+        program = SWIFT_NAME
+    else:
+        program = HF_NAME if script in names_of("trl") else _owner_of(values, path, script)
     if program == HF_NAME and not script and path.absolute().parent.name in names_of("trl"):
         script = path.absolute().parent.name  # as in recipes/zephyr-7b/dpo/config.yaml
     keys = keys_of(_TABLES[program])
-    values_by_key = dict[str, Any]()
-    for name, value in ((str(name), value) for name, value in values.items() if value is not None):
-        bare = name.removeprefix("no_")
-        is_off = bare != name and name not in keys and bare in keys  # --no_NAME is NAME = false
-        read_as = keys[name].same_as if name in keys else ""
-        spelled |= {read_as: name} if read_as else {}
-        values_by_key[read_as or (bare if is_off else name)] = False if is_off else value
+    values_by_key, aliases = _values_by_key(values, keys)
     return ForeignConfig(
         program=program,
         keys=keys,
         shown=str(path),
-        folder=folder,
+        folder=command.config.parent if command and command.config else path.parent,
         values=values_by_key,
         lines=lines,
-        spelled=spelled,
-        world_size=world_size,
-        accelerate=accelerate,
+        spelled=spelled | aliases,
+        world_size=command.world_size if command else None,
+        accelerate=command.accelerate if command else {},
         # Of the Trainers' configs this key is in RewardConfig alone, null where it is not set.
         script="reward" if "center_rewards_coefficient" in values else script,
     )
 
 
+def _values_by_key(values: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a config that are not null by their names in `keys`, and how it spells those that have
+    another name there: a program's own name is read as the Trainer's, and --no_NAME as NAME = false.
+    """
+    values_by_key, spelled = dict[str, Any](), dict[str, str]()
+    for name, value in ((str(name), value) for name, value in values.items() if value is not None):
+        bare = name.removeprefix("no_")
+        is_off = bare != name and name not in keys and bare in keys
+        read_as = keys[name].same_as if name in keys else ""
+        if read_as:
+            spelled[read_as] = name
+        values_by_key[read_as or (bare if is_off else name)] = False if is_off else value
+    return values_by_key, spelled
+
+
 def _read_script(text: str, path: Path) -> Command:
-    """Return a script's training command with what the files say that it names: a config, one of accelerate."""
+    """Return a script's training command, completed by what the files say that it names: a config, one of accelerate.
+    DeepSpeed's own options (--deepspeed --deepspeed_config FILE) become the Trainer's (--deepspeed FILE).
+    """
     command = read_command(text, str(path))
     values, accelerate, world_size = command.values, command.accelerate, command.world_size
+    if values.get("deepspeed") is True and isinstance(values.get("deepspeed_config"), str):
+        values["deepspeed"] = values.pop("deepspeed_config")
     _check_values(values, path, command.line)
     config = None
     if option := next((name for name in _CONFIG_OPTIONS if str(values.get(name)).endswith(_CONFIGS)), ""):
@@ -498,8 +527,8 @@ _SECTIONS = ("data_config", "training_args", "peft_config")
 
 
 def _without_sections(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a config of ChatGLM3's or GLM-4's demo without its sections, and how keys are spelled in it;
-    other configs as they are.
+    """Return the values of a config of ChatGLM3's or GLM-4's demo without its sections, and key -> SECTION.KEY, as it
+    is spelled there; the values of other configs as they are, and {}.
     """
     if not all(isinstance(values.get(name), dict) for name in _SECTIONS[:2]):
         return values, {}
@@ -525,9 +554,7 @@ def _accelerate_settings(path: Path) -> dict[str, str]:
 
 
 def _check_values(values: dict[str, Any], path: Path, line: int) -> None:
-    """Reject options of a command that lack their value, and map DeepSpeed's own options to the Trainer's."""
-    if values.get("deepspeed") is True and isinstance(values.get("deepspeed_config"), str):
-        values["deepspeed"] = values.pop("deepspeed_config")
+    """Raise ConfigError for an option of a command that lacks its value."""
     for name in names_of("valued"):
         if values.get(name) is True:
             raise ConfigError(
@@ -551,22 +578,23 @@ def _json_object(text: str, path: Path) -> dict[str, Any]:
 
 def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
     """Return the program whose config has these keys: the one that knows most of them, the Trainer if as many as others
-    do; ConfigError if that is less than half of them, or the keys are of something that is not translated.
+    do; ConfigError if that is less than half of them, if none of these sets one of ours, or if the keys are of
+    something that is not translated.
     """
     for what, signs in names_of("refused").items():
-        if script in signs or len(seen := [name for name in values if name in signs]) > 1:
-            seen = [script] if script in signs else seen[:_SHOWN_KEYS]
+        seen = [script] if script in signs else [name for name in values if name in signs]
+        if script in signs or len(seen) > 1:
+            keys_seen = ", ".join(seen[:_SHOWN_KEYS])
             raise ConfigError(
-                "{place}: {what} (seen: {keys}).", place=path, what=sentence(f"refused_{what}"), keys=", ".join(seen)
+                "{place}: {what} (seen: {keys}).", place=path, what=sentence(f"refused_{what}"), keys=keys_seen
             )
     keys_by_program = {name: keys_of(table) for name, table in _TABLES.items()}
     counts = {name: len(values.keys() & keys.keys()) for name, keys in keys_by_program.items()}
     best = max(counts, key=lambda name: counts[name])
     keys = keys_by_program[best]
-    strange = [name for name in values if name not in keys]
-    if any(keys[name].to for name in values.keys() & keys.keys() - {"model_name_or_path"}) and counts[best] >= len(
-        strange
-    ):
+    unknown = [name for name in values if name not in keys]
+    sets_ours = any(keys[name].to for name in values.keys() & keys.keys() - {"model_name_or_path"})
+    if sets_ours and counts[best] >= len(unknown):
         return best
     raise ConfigError(
         "{file}: this is no training config of {programs}, as far as its keys say: {count} of {all} are known to one "
@@ -575,5 +603,5 @@ def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
         programs=", ".join(_TABLES),
         count=counts[best],
         all=len(values),
-        unknown=tr(", and not {keys}", keys=", ".join(map(str, strange[:_SHOWN_KEYS]))) if strange else "",
+        unknown=tr(", and not {keys}", keys=", ".join(map(str, unknown[:_SHOWN_KEYS]))) if unknown else "",
     )

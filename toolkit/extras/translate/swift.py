@@ -34,8 +34,8 @@ _TOO_LONG = {"delete": "drop", "left": "truncate", "right": "truncate", "split":
 
 
 def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Before translating: add the defaults that ms-swift derives from other arguments to `config.keys`, and rename its
-    own spellings to the Trainer's.
+    """Before translating: add the defaults that ms-swift derives from other arguments to the keys of `config`, and
+    rename its own spellings to the Trainer's.
     """
     rows, ranks = config.number("per_device_train_batch_size", int), config.world_size or 1
     strategy = config.get("save_strategy") if _has_validation(config) else "no"
@@ -71,7 +71,8 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only this program has."""
     kind = _kind(config)
     if config.has("torch_dtype"):
-        draft.values["precision.dtype"] = (draft.values["precision.dtype"][0], "torch_dtype")
+        dtype, _ = draft.values["precision.dtype"]
+        draft.values["precision.dtype"] = dtype, "torch_dtype"  # the key that it comes from
     _method_and_adapter(config, draft)
     set_added_tokens(config, draft, "new_special_tokens")
     _data(config, draft, kind)
@@ -101,9 +102,9 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _kind(config: ForeignConfig) -> str:
-    """Return what `swift rlhf` trains (its rlhf_type), "" for other commands; ConfigError if it has no counterpart."""
-    kind = str(config.get("problem_type") or "single_label_classification")
-    is_classifier = config.get("task_type") == "seq_cls" and kind == "single_label_classification"
+    """Return what `swift rlhf` trains (its rlhf_type), "" for other commands; ConfigError without counterpart."""
+    problem = str(config.get("problem_type") or "single_label_classification")
+    is_classifier = config.get("task_type") == "seq_cls" and problem == "single_label_classification"
     if config.get("task_type") != "causal_lm" and not (is_classifier and config.number("num_labels", int) > 1):
         raise ConfigError(
             "{place}: task_type = {value} is not translated. Recipes for it begin with task=classify, task=embed or "
@@ -120,7 +121,7 @@ def _kind(config: ForeignConfig) -> str:
 
 
 def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the teacher and the divergence of GKD, and how often the student answers; ConfigError if the teacher does."""
+    """Set teacher and divergence of GKD, and how often the student answers; ConfigError if the teacher is to answer."""
     if config.flag("seq_kd") or not config.has("teacher_model"):
         raise ConfigError(
             "{place}: GKD has a counterpart with --teacher_model, and without --seq_kd (answers of the teacher: let it "
@@ -236,8 +237,8 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for datasets ID[:subset][#rows] in the key `name`; those on ModelScope are
-    left to the user with a note.
+    """Return the items of `data.sources` for datasets [HF::|MS::]ID[:subset][#rows] in the key `name`; those on
+    ModelScope are left to the user with a note. `kind`: as returned by `_kind`; `is_text`: for plain texts.
     """
     value = config.values.get(name)
     if not value:
@@ -251,14 +252,15 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     sources = []
     for item in value if isinstance(value, list) else [value]:
         text, mark, rows = str(item).rpartition("#")
-        text = text if mark and rows.isdecimal() else str(item)
-        owner, separator, bare = text.partition("::")
+        text, count = (text, int(rows)) if mark and rows.isdecimal() else (str(item), 0)
+        hub, separator, bare = text.partition("::")
         bare = bare if separator else text
-        count = int(rows) if text != str(item) else 0
-        bare, _, subset = (bare, "", "") if os.path.exists(bare) else bare.partition(":")
+        subset = ""
+        if not os.path.exists(bare):  # a path may hold a colon
+            bare, _, subset = bare.partition(":")
         if not files.is_dataset_name(bare):
             sources.append({"path": bare, **limit_rows(text, count, draft), **rest})
-        elif owner.upper() == "HF" or config.flag("use_hf"):
+        elif hub.upper() == "HF" or config.flag("use_hf"):
             limit = limit_rows(text, count, draft)
             sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
         else:

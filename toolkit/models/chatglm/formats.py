@@ -51,7 +51,7 @@ class FamilyChatEncoder:
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
-    asks: tuple[str, ...] = ()
+    answer_tokens: tuple[str, ...] = ()
     """Tokens after which the assistant speaks, where there are such."""
     sop: str
     """Name of the token after [gMASK]."""
@@ -62,11 +62,11 @@ class FamilyChatEncoder:
 
     def __init__(self, tokenizer: Any, original_labels: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original_labels
-        self.vocab_size, self.drops_system, self.drops_tools = len(tokenizer), self.only_last, self.only_last
-        self._known: dict[tuple[str, bool], Piece] = {}
-        self.stop_ids, self.answer_ids = (
-            [int(tokenizer.convert_tokens_to_ids(token)) for token in tokens] for tokens in (self.stops, self.asks)
-        )
+        self.vocab_size = len(tokenizer)
+        self.drops_system = self.drops_tools = self.only_last  # the formats of numbered rounds know neither
+        self._pieces: dict[tuple[str, bool], Piece] = {}
+        self.stop_ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in self.stops]
+        self.answer_ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in self.answer_tokens]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -85,7 +85,6 @@ class FamilyChatEncoder:
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
         """Return ids and mask of several conversations; RowError if the format has no place for a message."""
-        pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
         if any("reasoning_content" in message for messages in conversations for message in messages):
             raise RowError(
                 tr(
@@ -93,7 +92,8 @@ class FamilyChatEncoder:
                     "answer as the model is to write it, or remove it"
                 )
             )
-        return self.encode_pieces(self.example(with_tools(*pair)) for pair in pairs)
+        pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
+        return self.encode_pieces(self.example(with_tools(messages, chat_tools)) for messages, chat_tools in pairs)
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
         """Return the conversation: what follows an answer changes nothing of it."""
@@ -104,13 +104,13 @@ class FamilyChatEncoder:
         return self.encode_pieces([self.question(with_tools(messages, tools))])[0][0]
 
     def token(self, name: str, trained: bool = False) -> Piece:
-        """Return a special token, or a line break tokenized separately; each is looked up once."""
+        """Return the piece of a special token, or of a line break tokenized separately; each is looked up once."""
         key = (name, trained)
-        if key not in self._known:
+        if key not in self._pieces:
             tokenizer = self.tokenizer
             ids = tokenizer.encode_texts([name])[0] if name == "\n" else [int(tokenizer.convert_tokens_to_ids(name))]
-            self._known[key] = Piece(tuple(ids), trained)
-        return self._known[key]
+            self._pieces[key] = Piece(tuple(ids), trained)
+        return self._pieces[key]
 
     def question(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what generation starts from: the conversation so far, and what makes the assistant speak."""
@@ -129,13 +129,13 @@ class FamilyChatEncoder:
         with no_cycles():
             listed = list(conversations)
             texts = [content for pieces in listed for content, _ in pieces if isinstance(content, str)]
-            encoded = iter(self.tokenizer.encode_texts(texts))
+            ids_of_texts = iter(self.tokenizer.encode_texts(texts))
             result = []
             for pieces in listed:
                 ids: list[int] = []
                 mask: list[bool] = []
                 for content, trained in pieces:
-                    part = next(encoded) if isinstance(content, str) else content
+                    part = next(ids_of_texts) if isinstance(content, str) else content
                     ids += part
                     mask += [trained] * len(part)
                 result.append((ids, mask))
@@ -156,7 +156,9 @@ class _Rounds(FamilyChatEncoder):
         return [*beginning, Piece(str(last["content"]), True), self.token(self.stops[0], True)]
 
     def _rounds(self, messages: Sequence[Message]) -> tuple[list[tuple[str, str]], str]:
-        """Return the questions and answers of a conversation, and the question that it ends with."""
+        """Return the questions with their answers, and the question that the conversation ends with; without system
+        messages. RowError if questions and answers do not take turns.
+        """
         turns = [message for message in messages if message["role"] != "system"]
         roles = ["tool" if message.get("tool_calls") else message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
@@ -164,17 +166,18 @@ class _Rounds(FamilyChatEncoder):
                 "this model's format knows questions and answers in turn only, not {roles}",
                 roles=", ".join(roles) or "none",
             )
-        contents = [str(message["content"]) for message in turns]
+        contents = [str(message["content"]) for message in turns]  # question, answer, …, question
         return list(zip(contents[::2], contents[1::2], strict=False)), contents[-1]
 
 
 class _ChatGLM(_Rounds):
     """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
 
-    sop, stops, asks = "<sop>", ("<eop>",), ("<sop>",)
+    sop, stops, answer_tokens = "<sop>", ("<eop>",), ("<sop>",)
     can_cut = False  # positions are found from the <sop> of each sample
 
     def question(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the question as it is if it is the first, else all rounds in one text; then `[gMASK] <sop>`."""
         history, text = self._rounds(messages)
         if history:
             rounds = [f"[Round {number}]\n问：{q}\n答：{a}\n" for number, (q, a) in enumerate(history)]
@@ -194,6 +197,7 @@ class _ChatGLM2(_Rounds):
     sop, stops = SOP, ("</s>",)
 
     def question(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return `[gMASK] sop`, then all rounds in one text, numbered from 1."""
         history, question = self._rounds(messages)
         rounds = [f"[Round {number}]\n\n问：{q}\n\n答：{a}\n\n" for number, (q, a) in enumerate(history, start=1)]
         text = "".join(rounds) + f"[Round {len(history) + 1}]\n\n问：{question}\n\n答："
@@ -205,7 +209,7 @@ class _Roles(FamilyChatEncoder):
     trained, tools' observations too, each with the token that ends it: the next role's.
     """
 
-    asks = ("<|assistant|>",)
+    answer_tokens = ("<|assistant|>",)
     end: str
     """Token that ends the last message."""
     text_end: str
@@ -258,6 +262,7 @@ class _ChatGLM3(_Roles):
     stops = ("</s>", "<|user|>", "<|observation|>")
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
+        """Return one turn: its metadata, of which only a line break is there if it has none, and its content."""
         content = str(message["content"])
         if message.get("tools"):
             content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
@@ -278,6 +283,7 @@ class _Glm4(_Roles):
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
+        """Return a turn that describes the tools of a system message, and one of its text, if there are such."""
         turns = []
         if message.get("tools"):
             described = self.tokenizer.describe_tools(message["tools"])
@@ -303,7 +309,7 @@ FORMATS: dict[Family, type[FamilyChatEncoder]] = {
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
-    """Put tools where the family's format has them: in the system message, which is added if there is none."""
+    """Return messages with the tools in the first, a system message, which is added if there is none."""
     if not tools:
         return messages
     if messages and messages[0]["role"] == "system":

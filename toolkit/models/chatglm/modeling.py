@@ -31,8 +31,9 @@ _ROTARY_BASE = 10000.0
 
 
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns, pairs (i, i + D/4), per
-    channel.
+    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns of each channel, of which i and
+    i + D/4 are a pair.
+
     Inverse frequencies are rounded to float16, as in the original; angles are float32 (the original's half-precision
     table is off by up to 2.0 beyond position 1024). No buffer, so no cast can reach it.
     """
@@ -63,7 +64,7 @@ def check_rows(input_ids: torch.Tensor, config: "ChatGLMConfig") -> None:
 
 
 def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
-    """Return position ids `[B, 2, S]` of sequences `[B, S]` with <sop>; `padded`, bool `[B, S]`, is not counted."""
+    """Return position ids `[B, 2, S]` of sequences `[B, S]` with <sop>, without counting `padded`, bool `[B, S]`."""
     start = first_index(input_ids, config.bos_token_id)[:, None]  # [B, 1]
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
     mask_at = start
@@ -272,7 +273,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def complete(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Build what the caller left to the model; complete sequences only, a prefix in the cache does not count."""
+        """Return mask `[B, 1, S, S]` and positions `[B, 2, S]`: as given, or built where they are None or the mask is
+        `[B, S]`, 0 on padding; for complete sequences only, a prefix in the cache does not count.
+        """
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
             if attention_mask.size(1) != input_ids.size(1):
@@ -339,10 +342,10 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
         states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, in_parts)
-        keeps_last = isinstance(logits_to_keep, int) and logits_to_keep
-        columns = slice(-logits_to_keep, None) if keeps_last else logits_to_keep
-        if not (isinstance(columns, int) and columns == 0):
-            states = states[:, columns]
+        if not isinstance(logits_to_keep, int):
+            states = states[:, logits_to_keep]
+        elif logits_to_keep:
+            states = states[:, -logits_to_keep:]
         logits = self.lm_head(states)
         loss = None
         if labels is not None:
@@ -435,7 +438,9 @@ _FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 
 def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_positions: bool) -> GlmConfig:
-    """Return the transformers config of an official one that has passed `family.check_supported`."""
+    """Return the transformers config of an official config.json that has passed `official_files.check_supported`.
+    `generation`: content of generation_config.json; `divides_positions`: see `official_files.divides_positions`.
+    """
     heads, ratio = official["num_attention_heads"], official.get("rope_ratio", 1)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
     if divides_positions:

@@ -15,14 +15,8 @@ from toolkit.models.directory import Architecture, architecture_of, read_json_or
 _OFFICIAL_KEYS = {
     Architecture.v1: ("hidden_size", "inner_hidden_size", "num_layers", "num_attention_heads", "vocab_size"),
     Architecture.glm: (
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_layers",
-        "num_attention_heads",
-        "kv_channels",
-        "padded_vocab_size",
-        "seq_length",
-        "layernorm_epsilon",
+        *("hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "kv_channels"),
+        *("padded_vocab_size", "seq_length", "layernorm_epsilon"),
     ),
 }
 # Key, the only supported value, the value if the key is absent.
@@ -121,8 +115,9 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
 
 
 def official_vocabulary(folder: Path) -> Path | None:
-    """Return the vocabulary file of an official ChatGLM tokenizer in a directory, None if there is another tokenizer.
-    Of a saved model that in `official/`, as that tokenizer never parses control strings.
+    """Return the vocabulary file of the official ChatGLM tokenizer in a directory, None if it has no such tokenizer;
+    ModelError if the file is missing. In a saved model's directory it is the one in `official/`, whose tokenizer never
+    parses control strings.
     """
     inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
     if (inner / "layout.json").is_file() and any(inner.glob("*.model")):

@@ -42,11 +42,11 @@ def load_pieces(file: Path) -> SentencePieceProcessor:
 
 
 def sentencepiece_bpe(file: Path, roles: bool) -> Tokenizer:
-    """Return ChatGLM2's and 3's tokenizer, the latter with role tokens."""
+    """Return the tokenizer of an official vocabulary: ChatGLM2's, or with `roles`, the tokens of roles, ChatGLM3's."""
     pieces = load_pieces(file)
     size = pieces.get_piece_size()
     vocab = {pieces.id_to_piece(index): index for index in range(size)}
-    ranks = {
+    ranks = {  # of the pieces that texts are made of
         piece: index
         for piece, index in vocab.items()
         if not (pieces.is_control(index) or pieces.is_byte(index) or pieces.is_unknown(index))
@@ -69,10 +69,10 @@ def sentencepiece_bpe(file: Path, roles: bool) -> Tokenizer:
 
 
 def tiktoken_bpe(file: Path) -> Tokenizer:
-    """Return glm-4's tokenizer from the official tokenizer.model."""
+    """Return glm-4's tokenizer from the official tokenizer.model; ValueError if tokens are missing in it."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters: dict[int, str] = bytes_to_unicode()
+    letters: dict[int, str] = bytes_to_unicode()  # the letter that stands for each byte
     ranks = {}
     for token, rank in (line.split() for line in file.read_bytes().splitlines() if line):
         ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
@@ -137,22 +137,24 @@ def family_of(vocabulary: Path) -> Family:
 
 
 def image_tokens(vocabulary: Path) -> int:
-    """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months."""
+    """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months. It
+    follows from the id of <sop> in the model's config.json; ModelError if the tokenizer's files say another number.
+    """
     folder = vocabulary.parent
-    first = directory.read_json_or_empty(folder / "config.json").get("bos_token_id")
-    named = directory.read_json_or_empty(folder / "tokenizer_config.json").get("num_image_tokens")
-    if first is None:
-        return int(named or 0)
+    model_sop = directory.read_json_or_empty(folder / "config.json").get("bos_token_id")
+    configured = directory.read_json_or_empty(folder / "tokenizer_config.json").get("num_image_tokens")
+    if model_sop is None:
+        return int(configured or 0)
     sop = int(load_pieces(vocabulary).piece_to_id("<sop>"))
-    offset = int(first) - sop
-    if offset not in (0, 20000) or (named is not None and offset != named):
+    offset = int(model_sop) - sop
+    if offset not in (0, 20000) or (configured is not None and offset != configured):
         raise ModelError(
             "{file} is of another revision than the model next to it: <sop> is {sop} there, and "
             "{first} in config.json (bos_token_id). Download tokenizer and model from the same "
             "revision.",
             file=vocabulary,
-            sop=sop + int(named or 0),
-            first=first,
+            sop=sop + int(configured or 0),
+            first=model_sop,
         )
     return offset
 
@@ -191,15 +193,8 @@ class _Chats:
         """Return a conversation's ids exactly as the original builds them. As text (`tokenize=False`), and with rarer
         options, it goes transformers' way, which parses control strings in messages.
         """
-        supported = {
-            "add_generation_prompt",
-            "padding",
-            "padding_side",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tools",
-        }
+        supported = {"add_generation_prompt", "tokenize", "tools", "return_dict", "return_tensors"}
+        supported |= {"padding", "padding_side"}
         is_plain = options.get("tokenize", True) and not args and set(options) <= supported and self.has_chat_format
         if not is_plain or not self.has_own_template:
             tokenizer_options = {"split_special_tokens": False, **(options.pop("tokenizer_kwargs", None) or {})}
@@ -207,17 +202,17 @@ class _Chats:
                 conversation, *args, **options, tokenizer_kwargs=tokenizer_options
             )
         is_batch = bool(conversation) and not isinstance(conversation[0], dict)
-        form = self.format
-        pieces = form.question if options.get("add_generation_prompt") else form.conversation
+        encoder = self.format
+        to_pieces = encoder.question if options.get("add_generation_prompt") else encoder.conversation
         chats = conversation if is_batch else [conversation]
-        encoded = form.encode_pieces(pieces(formats.with_tools(chat, options.get("tools"))) for chat in chats)
+        encoded = encoder.encode_pieces(to_pieces(formats.with_tools(chat, options.get("tools"))) for chat in chats)
         ids = [token_ids for token_ids, _ in encoded]
-        tensors = options.get("return_tensors")
+        tensor_type = options.get("return_tensors")  # tensors have a row for a single conversation too
         out = self.pad(  # type: ignore[attr-defined]
-            {"input_ids": ids if is_batch or tensors else ids[0]},
+            {"input_ids": ids if is_batch or tensor_type else ids[0]},
             padding=options.get("padding", False),
             padding_side=options.get("padding_side"),
-            return_tensors=tensors,
+            return_tensors=tensor_type,
         )
         return out if options.get("return_dict", True) else out["input_ids"]
 
@@ -262,7 +257,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
-        """Return the system message about tools, where the official template has words for them."""
+        """Return the text of a system message about tools, None if the chat template has no words for them."""
         before = "[gMASK]<sop><|system|>"
         message = {"role": "system", "content": "", "tools": list(tools)}
         text = PreTrainedTokenizerFast.apply_chat_template(self, [message], tokenize=False)
@@ -278,9 +273,10 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
         """Save for programs without this package: tokenizer.json and tokenizer_config.json with a chat template."""
+        named = {name: str(token) for name, token in self.special_tokens_map.items() if isinstance(token, str)}
         plain = PreTrainedTokenizerFast(
             tokenizer_object=self._tokenizer,
-            **(named := {name: str(t) for name, t in self.special_tokens_map.items() if isinstance(t, str)}),
+            **named,
             additional_special_tokens=_unnamed(self._tokenizer, named),
             chat_template=self.chat_template,
             **_SETTINGS | {"padding_side": self.padding_side},
