@@ -40,7 +40,7 @@ def test_deepspeed_torchrun_and_python_train_the_same(rows_file: Path, tmp_path:
     ):
         finished = run([*command, *words(rows_file, tmp_path, name)], cwd=tmp_path)
         assert finished.code == 0, finished.output[-4000:]
-        assert "toolkit generate model.path=" in last_line_of_ours(finished.output)
+        assert f"toolkit generate runs/{name} " in last_line_of_ours(finished.output)
         assert (tmp_path / "runs" / name / "DONE").exists()
     by_deepspeed = losses(tmp_path / "runs" / "by-deepspeed")
     assert by_deepspeed == pytest.approx(losses(tmp_path / "runs" / "by-torchrun"), abs=1e-6)

@@ -982,7 +982,7 @@ class ZeroConfig:
     contiguous_gradients: bool = True
     """Stages 2, 3: copy gradients into one buffer as they appear, against fragmentation."""
     overlap_comm: bool = False
-    """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory; docs/speed.md says why it is off."""
+    """Overlap gradient reduction with the backward pass: faster on GPUs; stages 1 and 2 need a second buffer of reduce_bucket_size elements; docs/speed.md says why it is off."""
     reduce_scatter: bool = True
     """Stages 1, 2: average each rank's part apart; DeepSpeed 0.19.8 still sends whole buckets, by all-reduce."""
     reduce_bucket_size: PositiveInt = 500000000
