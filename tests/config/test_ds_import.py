@@ -484,3 +484,10 @@ def test_sizes_fit_to_the_one_that_the_file_gives(tmp_path: Path) -> None:
     assert (batch.global_size, batch.micro_per_gpu) == (48, 6)
     both = {"train_batch_size": 16, "gradient_accumulation_steps": 1}
     assert import_json(write(tmp_path, both), loaded, 8)[0].cfg.batch.micro_per_gpu == 2
+
+
+def test_a_norm_among_the_optimizers_parameters_is_an_error(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 raises a ValueError for it, and clips by gradient_clipping."""
+    values = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "max_grad_norm": 0.5}}}
+    with pytest.raises(ConfigError, match=r"'optimizer\.params\.max_grad_norm'. Did you mean 'gradient_clipping'\?"):
+        import_json(write(tmp_path, values), recipe(), None)

@@ -349,6 +349,12 @@ def test_keys_of_one_source_of_several() -> None:
     assert message("recipe=quickstart", "data=x.jsonl", "data.hub=me/data") == (
         "command line: data.hub and data.sources both name data. Keep one of them."
     )
+    for words in (["data.path=a.jsonl", "data.sources=[b.jsonl]"], ["data.sources=[b.jsonl]", "data.path=a.jsonl"]):
+        assert message("recipe=quickstart", *words) == (
+            "command line: data.path and data.sources both name data. Keep one of them."
+        )
+    for words in (["data.path=a.jsonl", "data=b.jsonl"], ["data={path: a.jsonl, sources: [b.jsonl]}"]):
+        assert "data.path and data.sources both name data" in message("recipe=quickstart", *words)
     assert message("recipe=quickstart", "data.path=x", "data.columns=3") == (
         "command line: 'data.columns' = 3 must be a section of keys."
     )

@@ -117,14 +117,14 @@ class CommandLine:
     """What is said of the only source, by the name of its key."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
-        """Check one argument and add what it sets; wrong parts go to `problems`, ConfigError if all of it is wrong."""
+        """Check one argument and add it: a short form (data=FILE, zero=3), the choice of a group, a key of the only
+        source or any other key, tried in this order. Wrong parts go to `problems`; ConfigError if all of it is wrong,
+        or if it and an earlier one both name data.
+        """
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
             data_forms.expand(value, location)
-            source_keys = [name for name in data_forms.SOURCE_KEYS if name in value]
-            for name in source_keys:
-                self._take_source_key(f"data.{name}", value.pop(name), location, problems)
-            if source_keys and not value:
+            if self._take_source_keys(value, location, problems) and not value:  # nothing else was in it
                 return
         # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
         if key == "data.validation" and (split := data_forms.validation_split(value, location)):
@@ -141,8 +141,10 @@ class CommandLine:
             return
         typed = str(override.input_line).partition("=")[2].strip()
         # Hydra has made a number or a boolean of what is a text here.
-        is_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
-        if self._take_source_key(key, typed if is_text else value, location, problems):
+        was_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(
+            value, (bool, int, float)
+        )
+        if self._take_source_key(key, typed if was_text else value, location, problems):
             return
         kind = field_type(key)
         if kind is None or "_target_" in key.split("."):
@@ -156,6 +158,23 @@ class CommandLine:
         if is_right:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
+            self._check_one_source(location)
+
+    def _take_source_keys(self, section: dict[str, Any], location: str, problems: Problems) -> bool:
+        """Take the keys of the only source out of a section `data` and add them; return whether there were any."""
+        names = [name for name in data_forms.SOURCE_KEYS if name in section]
+        for name in names:
+            self._take_source_key(f"data.{name}", section.pop(name), location, problems)
+        return bool(names)
+
+    def _check_one_source(self, location: str) -> None:
+        """Raise ConfigError if both the only source and `data.sources` name data."""
+        has_list = any(
+            key == "data.sources" or (key == "data" and isinstance(value, dict) and "sources" in value)
+            for key, value in self.values
+        )
+        if has_list and (names := [name for name in ("path", "hub") if name in self.source]):
+            raise data_forms.two_sources(names[0], location)
 
     def _take_source_key(self, key: str, value: Any, location: str, problems: Problems) -> bool:
         """Add a key of the only source to `source`, such as data.path, data.columns or data.columns.prompt, `data.` of
@@ -168,8 +187,7 @@ class CommandLine:
         setting = {name: {fields[0]: value} if fields else value}
         merge(self.source, data_forms.read_source(setting, partial(same_location, location), problems))
         self.keys.add("data.sources")
-        if {"path", "hub"} & self.source.keys() and any(earlier == "data.sources" for earlier, _ in self.values):
-            raise data_forms.two_sources(name, location)
+        self._check_one_source(location)
         return True
 
 

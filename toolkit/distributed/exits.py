@@ -179,14 +179,16 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
         return
     if trace:
         cause = failure.blame_peers()  # a rank that was killed breaks the collectives of the others
-        if failure.has_reported_peer():
+        if failure.has_reported_peer():  # now it may have: it was looked for
             return
         if cause:
             message, trace = cause, ""
+    # Claims the run's marker FAILED and reports the exit code; False if another rank was first.
     if not failure.announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
     if failure.run_folder() is None and _local_rank() != 0:
-        signals.die_of_signals()  # it is only waiting for whether it has to speak
+        # There is no marker yet: the first rank of the node gets time to report, and its launcher ends this one then.
+        signals.die_of_signals()
         time.sleep(OTHER_RANKS_WAIT_S)
         message = f"[rank {rank}] {message}"
     _say(message, trace)

@@ -306,12 +306,14 @@ def _write_precision(ds: DsConfig, cfg: schema.RunConfig) -> None:
 
 
 def _choose_accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
-    """Return the type in which the gradients of micro-batches are summed, and why; for DeepSpeed 0.19.8.
+    """Return the type in which the gradients of micro-batches are summed, and its origin: a key of the schema, or "="
+    and the reason. For DeepSpeed 0.19.8.
+
     bf16 keeps 8 bits, so sums over many micro-batches lose small gradients: fp32 is used wherever DeepSpeed supports
     it, in stages 1 (by its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types are equal.
     Stages 1 and 2 with an offloaded optimizer sum in host buffers of the model's type, whatever is set here. fp16
-    gradients are scaled so that small ones survive, and checked for overflow: they stay fp16. States in bf16 take
-    gradients in bf16; with fp32 stage 1 would use BF16_Optimizer, which ignores that they are.
+    gradients are scaled so that small ones survive, and checked for overflow: they stay fp16. Optimizer
+    states in bf16 take gradients in bf16: with fp32, stage 1 would use BF16_Optimizer, which keeps its states in fp32.
     """
     dtype, stage = cfg.precision.dtype, cfg.zero.stage
     offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none

@@ -815,12 +815,13 @@ def _is_harmless(key: str, name: str) -> bool:
 
 
 def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
-    """Whether an unknown key is no misspelling, but a comment, a removed feature, or another program's key. `name`: the
-    last part of the dotted `key`; `keys`: those that its section may have.
+    """Whether an unknown key can be left out: a comment, a removed feature or another program's key. False for what is
+    probably misspelt or in the wrong section. `name`: the last part of the dotted `key`; `keys`: those that its section
+    may have.
     """
     if _is_harmless(key, name):
         return True
-    elsewhere = {other.rpartition(".")[2] for other in ds_keys.json_keys()}
-    close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY)
+    is_misplaced = key in ds_keys.ELSEWHERE or name in {other.rpartition(".")[2] for other in ds_keys.json_keys()}
+    is_close = bool(difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY))
     shares_start = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
-    return name not in elsewhere and name != "learning_rate" and not close and not shares_start
+    return not (is_misplaced or is_close or shares_start)

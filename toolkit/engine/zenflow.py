@@ -13,12 +13,14 @@ _STEP = ZenFlowSelectiveAdamW._step_with_offload
 
 
 def patch_zenflow(trained: Sequence[torch.nn.Parameter]) -> None:
-    """Let parameters look at their own numbers, and update none twice.
+    """Replace two methods of ZenFlow: weights become views of its flat buffer in the order of their columns, and
+    columns that are updated on the GPU are not updated on the CPU, too. ConfigError for parameters of over two
+    dimensions.
 
     ZenFlow lays matrices column by column into its flat buffer (zenflow_utils.py, _flatten_dense_tensors), but the
     parameters are then made views of it row by row (stage_1_and_2.py, _update_model_bit16_weights): every matrix is
-    scrambled before the first step (measured). With this, an update of everything in every step is AdamW's. With
-    `zero.zenflow.offload` too: see `_step_with_offload`.
+    scrambled before the first step (measured). With both replaced, a ZenFlow that chooses all columns in each step
+    computes what AdamW does, also with `zero.zenflow.offload`.
     """
     if any(parameter.dim() > 2 for parameter in trained):
         raise ConfigError(

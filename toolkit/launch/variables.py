@@ -59,27 +59,32 @@ def apply_env(
     sent = json.loads(environ.pop(PACKED, "{}"))
     forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
     if missing := [name for name, value in forwarded.items() if not value]:
-        mend = ""  # it is enough to set them here, unless a launcher started this rank on another node
-        if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
-            mend = tr(
-                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; "
-                "`deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which all nodes are sent."
-            )
-        elif ranks.launcher == "openmpi":
-            mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
-        elif ranks.launcher in ("torchrun", "slurm"):
-            mend = tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
-        raise missing_secrets_error(missing, mend)
+        raise missing_secrets_error(missing, _how_to_send(ranks, environ))
     for value in forwarded.values():
         secrets.learn(value)
     wanted = {**forwarded, **LaunchConfig(env=dict(env)).values}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
-    is_new = environ.pop(_RESTARTED, "")  # what does not stay as it is set must not start the process for ever
-    if any(map(_READ_AT_START.fullmatch, changed)) and not is_new:
+    # Once only: a variable that does not stay as it is set must not restart the process for ever.
+    was_restarted = bool(environ.pop(_RESTARTED, ""))
+    if any(map(_READ_AT_START.fullmatch, changed)) and not was_restarted:
         sys.stdout.flush()
-        before = {name: value for name, value in inherited.items() if name != PACKED}
-        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**before, **wanted, _RESTARTED: "1"})
+        start = {name: value for name, value in inherited.items() if name != PACKED}
+        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**start, **wanted, _RESTARTED: "1"})
+
+
+def _how_to_send(ranks: Ranks, environ: Mapping[str, str]) -> str:
+    """Return how a secret gets to this rank's node; "" where it is enough to set it here."""
+    if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":  # the number of nodes
+        return tr(
+            "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; "
+            "`deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which all nodes are sent."
+        )
+    if ranks.launcher == "openmpi":
+        return tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
+    if ranks.launcher in ("torchrun", "slurm"):
+        return tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
+    return ""
 
 
 def missing_secrets_error(names: Collection[str], mend: str = "") -> LaunchError:

@@ -264,14 +264,17 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
 
 
 def capture_stages(engine: PipelineEngine, ids: torch.Tensor) -> probe.Probe:
-    """Return the probe of a pipeline's model for ids [R, L], as `probe.capture` does. A collective."""
+    """Return the probe of a pipeline's model, by which a checkpoint is verified when it is loaded: logits [R, V] at the
+    last of `ids` [R, L]; of a classifier the scores at all tokens, [R, L x labels]. The same on all ranks; a
+    collective.
+    """
     is_classifier = probe.is_classifier(unwrap_model(engine.module))
 
-    def pick(token_logits: torch.Tensor) -> torch.Tensor:  # of a classifier the scores of every prefix
+    def pick(token_logits: torch.Tensor) -> torch.Tensor:
         return token_logits.flatten(1) if is_classifier else token_logits[:, -1]
 
     logits = forward_logits(engine, {"input_ids": ids}, pick)
-    return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
+    return probe.Probe(ids, logits, probe.precision_of(stage_model(engine.module), engine.device))
 
 
 class _Named(nn.Module):

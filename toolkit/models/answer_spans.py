@@ -329,17 +329,15 @@ class Openings:
         return [(begin, end.start() if end else len(text)) for begin, end in zip(begins, ends, strict=True)]
 
     def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
-        """Return the forms of a conversation's messages, with what stands before, next and later of each.
-        `reasoning_key`: as in `TemplateTraits`.
+        """Return the form of each message: (features of the one before it, its own, those of the one after it, all
+        parts of features in later messages, whether there are tools). `reasoning_key`: as in `TemplateTraits`.
         """
         features = [self._features_of(message, reasoning_key) for message in messages]
         forms: set[Any] = set()
-        following = None
-        later = frozenset[Any]()
-        for index in range(len(features) - 1, -1, -1):
-            previous = features[index - 1] if index else None
-            forms.add((previous, features[index], following, later, bool(tools)))
-            later, following = later.union(*features[index]), features[index]
+        following, later = None, frozenset[Any]()
+        for previous, own in reversed([*zip([None, *features], features, strict=False)]):  # from the last message on
+            forms.add((previous, own, following, later, bool(tools)))
+            following, later = own, later.union(*own)  # the parts of its features, whichever message has them
         return forms
 
     def trust(self, forms: set[Any]) -> None:

@@ -151,8 +151,11 @@ def _judge_losses(curves: Curves) -> Verdict:
 
 
 def _judge_shares(curves: Curves) -> Verdict:
-    """Return the verdict on two or more values of the task's own metric; the loss is named next to it."""
+    """Return the verdict on two or more values of the task's own metric: it falls since its best step, has risen, the
+    run is short, it was high from the start, is not above chance, or did not rise.
+    """
     points = curves.shares
+    # Below chance nothing has been learned yet: what counts is the rise from there.
     first, last = max(points[0][1], curves.chance), points[-1][1]
     best_step, best = max(points, key=lambda point: point[1])
     noise = _LEAST_POINTS
@@ -180,7 +183,9 @@ def _judge_shares(curves: Curves) -> Verdict:
         return Verdict(FLAT, joined(text, more))
     if curves.chance and last - curves.chance <= noise:
         text = tr(
-            "Not above chance: validation {metric} {first} -> {last}, guessing gives {chance}.", chance="50%", **values
+            "Not above chance: validation {metric} {first} -> {last}, guessing gives {chance}.",
+            chance=f"{curves.chance:.0%}",
+            **values,
         )
         return Verdict(FLAT, joined(text, more))
     text = tr(

@@ -97,7 +97,9 @@ class LanguageTask(task.Task):
         self.vocab_size = len(self.data.tokenizer)
 
     def settle(self, cfg: RunConfig) -> None:
-        """Take the settled config, and plan grouped sequences, which are micro-batches, again if their size changed."""
+        """Take the settled config and count the steps. With grouped packing a sequence is a micro-batch: the data is
+        planned again if it was planned for another size (`auto` until now).
+        """
         planned = with_micro_batch(self.cfg).batch.micro_per_gpu
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = language_data.load_data_with(cfg, self.data.encoder)

@@ -58,7 +58,8 @@ def check_changes(
         line
         for key, old, new, line in changes
         if (key == "optim.name" and not {old_optimizer, new} <= adams)
-        or (key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None)  # older configs know no groups
+        # A rate leaves the groups as they are; older configs know no groups.
+        or (key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None)
     ]
     if other_states:
         raise ConfigError(
@@ -76,8 +77,8 @@ def check_changes(
     lines += _changed_data(data_before, data_now)
     # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
     is_part = now.get("tuning", {}).get("method", "full") != "full"
-    free = [*allowed, "model.path"] if is_part else allowed
-    disallowed = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, free)]
+    may_change = [*allowed, "model.path"] if is_part else allowed
+    disallowed = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, may_change)]
     if disallowed:
         raise ConfigError(
             "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "

@@ -76,15 +76,16 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
 
 def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     """Return this run's nodes for the plan, as if each had the least memory of all and the most ranks. A collective."""
-    host = host_memory_bytes()
+    own_host = host_memory_bytes()
     on_cpu = device.type == "cpu"
     local_ranks = ranks.local_world_size or ranks.world_size
-    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local_ranks
-    available_bytes, host_bytes, ranks_per_node = zip(*gather((available, host, local_ranks)), strict=True)
+    # A CPU without plan.max_gpu_gib has no limit of its own: its rank gets a share of the host's memory.
+    own_memory = limit_bytes(device, cfg.plan.max_gpu_gib) or own_host // local_ranks
+    memory_bytes, host_bytes, ranks_per_node = zip(*gather((own_memory, own_host, local_ranks)), strict=True)
     return Machine(
         ranks=max(ranks_per_node),
-        memory_bytes=min(available_bytes),
-        card=None if on_cpu else gpu_by_driver(available, accelerator.device_name(device)),
+        memory_bytes=min(memory_bytes),
+        card=None if on_cpu else gpu_by_driver(own_memory, accelerator.device_name(device)),
         nodes=-(-ranks.world_size // max(ranks_per_node)),
         uneven_ranks=ranks.world_size,
         host_bytes=min(host_bytes),

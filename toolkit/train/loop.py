@@ -184,11 +184,13 @@ class TrainLoop:
             hook.at_resume()
 
     def _log(self, lr: float) -> None:
-        """Append a row about the steps since the last row to metrics.jsonl, and print it. `lr`: of the last step."""
-        figures: dict[str, float] = {}
+        """Append a row about the steps since the last row to metrics.jsonl, and print it. A collective. `lr`: of the
+        last step.
+        """
+        own_figures: dict[str, float] = {}
         for hook in self.hooks:
-            figures |= hook.rank_figures()
-        times = self.meter.pace(figures)
+            own_figures |= hook.rank_figures()
+        times = self.meter.pace(own_figures)  # of all ranks
         self.steps += times.steps
         self.steps_s += times.seconds
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, times)

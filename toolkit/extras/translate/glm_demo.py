@@ -1,6 +1,7 @@
 """What the configs of ChatGLM3's finetune_demo and GLM-4's finetune directory become in a recipe."""
 
 import os
+from typing import Any
 
 from toolkit.extras.translate.programs import RecipeDraft, lora_settings, set_evaluation
 from toolkit.extras.translate.read import ForeignConfig
@@ -57,10 +58,15 @@ def _data(config: ForeignConfig, draft: RecipeDraft, is_glm4: bool) -> None:
         raise config.without_data("train_file")
     strategy = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
     has_validation = config.has("val_file") and str(config.get(strategy)).lower() != "no"
-    for ours, theirs in {"data.sources": "train_file", "data.validation": "val_file"}.items():
-        if theirs == "train_file" or has_validation:
-            draft.put(ours, [{"path": os.path.join(folder, str(config.get(theirs))), **rows}], theirs, "data_dir")
-    if not has_validation:
+
+    def source(key: str) -> list[dict[str, Any]]:
+        return [{"path": os.path.join(folder, str(config.get(key))), **rows}]
+
+    draft.put("data.sources", source("train_file"), "train_file", "data_dir")
+    if has_validation:
+        draft.put("data.validation", source("val_file"), "val_file", "data_dir")
+    else:
         draft.put("data.validation_fraction", 0.0)
     set_evaluation(config, draft, has_validation)
+    # With `combine`, GLM-4's program trains the last answer alone.
     draft.put("data.train_on", "last" if is_glm4 and config.flag("combine") else "all", "combine")
