@@ -360,6 +360,8 @@ def test_all_wrong_types_are_one_message(tmp_path: Path) -> None:
         ({"fp_16": {"enabled": True}}, "Did you mean 'fp16'?"),
         ({"model_type": "llama", "architectures": []}, "none of its keys is DeepSpeed's; the first is 'model_type'."),
         ({"lr": 1}, "is in the wrong section"),
+        ({"learning_rate": 1}, "DeepSpeed has no key 'learning_rate'."),
+        ({"optimizer": {"type": "Adam", "learning_rate": 1}}, "DeepSpeed has no key 'optimizer.learning_rate'."),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "warmup_max_lr = 0.001, but the optimizer's lr"),
     ],
 )

@@ -82,7 +82,7 @@ class Bf16Adam(torch.optim.Optimizer):
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Round float32 values in place to numbers that bf16 has: one of the two neighbours of each, the nearer one more
-    often, so that the average is the value. Numbers of bf16, infinities and NaN stay.
+    often, so that the average is the value. Numbers of bf16, infinities and quiet NaN stay.
     """
     noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     noise.masked_fill_(values.isnan(), 0)  # the NaN of CUDA has all bits set but the sign: a carry would make it -0.0

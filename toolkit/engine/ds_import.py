@@ -106,7 +106,7 @@ class DsImport:
         return self.where.get(key, self.path)
 
     def origin(self, schema_key: str) -> str:
-        """Return "file:line" of the recipe's value of a schema key, or "schema default"."""
+        """Return where the value of a schema key comes from: "file:line", the command line or a default."""
         return self.loaded.where.get(schema_key, tr("schema default"))
 
     def is_on_command_line(self, schema_key: str) -> bool:
@@ -821,7 +821,8 @@ def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
     """
     if _is_harmless(key, name):
         return True
-    is_misplaced = key in ds_keys.ELSEWHERE or name in {other.rpartition(".")[2] for other in ds_keys.json_keys()}
+    known_names = {other.rpartition(".")[2] for other in ds_keys.json_keys()}
+    is_misplaced = name == "learning_rate" or name in known_names or key in ds_keys.ELSEWHERE
     is_close = bool(difflib.get_close_matches(name, list(keys), n=1, cutoff=_SIMILARITY))
     shares_start = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
     return not (is_misplaced or is_close or shares_start)

@@ -118,14 +118,15 @@ def _facts(arguments: Mapping[str, str]) -> dict[str, Any]:
 def _of_preferences(arguments: Mapping[str, str], loss: str) -> ConfigError:
     """Return the error about preferences, for which no recipe is made here, with the command that trains them."""
     data, model = arguments.get("data", "FILE.jsonl"), arguments.get("model", "NAME")
-    changed = "" if loss == "dpo" else f" preference={loss}"
-    is_group = "/" not in model and not Path(model).is_dir()
-    words = f"{f'model={model}' if is_group else f'model=hf model.path={model}'} data={data}{changed}"
+    is_shipped = "/" not in model and not Path(model).is_dir()
+    words = [f"model={model}"] if is_shipped else ["model=hf", f"model.path={model}"]
+    words += [f"data={data}", *([f"columns={arguments['columns']}"] if arguments.get("columns") else [])]
+    words += [] if loss == "dpo" else [f"preference={loss}"]
     return ConfigError(
         "preferences ({data}) have recipes of their own, which toolkit new does not make (docs/preference.md):  "
         "toolkit launch --num_gpus N recipe=qwen3_dpo {words}",
         data=data,
-        words=words,
+        words=shlex.join(words),
     )
 
 
