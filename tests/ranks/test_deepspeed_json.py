@@ -64,7 +64,7 @@ def test_somebodys_json_trains(rows_file: Path, tmp_path: Path) -> None:
     command = [str(REPOSITORY / "run.py"), *words, "deepspeed_json=theirs.json"]
     finished = run(forked(2, *command), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]
-    assert "theirs.json takes the place of: schedule.warmup_steps = 20 (recipes/quickstart.yaml:" in finished.output
+    assert "theirs.json takes the place of: schedule.warmup_ratio = 0.037 (recipes/quickstart.yaml:" in finished.output
     assert "auto" in finished.output, "each resolved value is shown"
     assert len(losses(tmp_path / "runs" / "theirs")) == 3
     used = json.loads((tmp_path / "runs" / "theirs" / "ds_config.json").read_text())
