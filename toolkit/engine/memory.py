@@ -34,22 +34,27 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Add a tensor's storage, unless it is counted already; it is subtracted when it is freed."""
-        storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # also those of the fake tensors that torch.compile leaves behind
+        if not self._is_counted(tensor):
             return
+        storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         counted = self._sizes.get(key)
         if counted is None:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         if counted != size:
             self._sizes[key] = size
-            self._add(size - (counted or 0))
+            self._add(key, size - (counted or 0), tensor)
+
+    def _is_counted(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor takes memory: not on meta, where also the fake tensors are that torch.compile leaves."""
+        return tensor.untyped_storage().device.type != "meta"
 
     def _forget(self, key: int) -> None:
-        self._add(-self._sizes.pop(key))
+        self._add(key, -self._sizes.pop(key), None)
         del self._references[key]
 
-    def _add(self, num_bytes: int) -> None:
+    def _add(self, key: int, num_bytes: int, tensor: torch.Tensor | None) -> None:
+        """Add bytes of a storage; `key`, `tensor` (None: freed) are for extras/fake_gpu.py, which records them."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
 

@@ -9,7 +9,6 @@ For a process of its own: the device, the accelerator and the patches stay.
 """
 
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -277,32 +276,18 @@ class Watch(LiveBytes):
             (name, sizes[0] if sizes else 0, sum(tensor.numel() for tensor in sent), "/".join(kinds))
         )
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Add the memory of a tensor on the fake GPU, unless it is counted already; it is subtracted when it is freed.
-        `LiveBytes` leaves it out, as the storages of fake tensors are on the meta device.
-        """
-        if tensor.device.type != NAME:
-            return
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        counted = self._sizes.get(key)
-        if counted is None:
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        if counted != size:
-            self._sizes[key] = size
+    def _is_counted(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the fake GPU; the storages of fake tensors are all on meta."""
+        return tensor.device.type == NAME
+
+    def _add(self, key: int, num_bytes: int, tensor: torch.Tensor | None) -> None:
+        """Also record the event, with what was made."""
+        super()._add(key, num_bytes, tensor)
+        what = ""
+        if tensor is not None:
             name, dtype = self._function.name().removeprefix("aten::"), str(tensor.dtype).removeprefix("torch.")
-            self._note_change(key, size - (counted or 0), f"{name} {dtype} {[*tensor.shape]}")
-
-    def _forget(self, key: int) -> None:
-        """Subtract the memory of `key`, which is freed."""
-        self._note_change(key, -self._sizes.pop(key), "")
-        del self._references[key]
-
-    def _note_change(self, key: int, change: int, what: str) -> None:
-        """Note that memory of `key` changed by `change` bytes. `what`: what was made; "" if it was freed."""
-        self.now += change
-        self.peak = max(self.peak, self.now)
-        self._events.append((key, change, what))
+            what = f"{name} {dtype} {[*tensor.shape]}"
+        self._events.append((key, num_bytes, what))
 
 
 def _waiting_code() -> str:
