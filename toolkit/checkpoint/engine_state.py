@@ -234,8 +234,8 @@ def _frozen_fragments(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) ->
             continue
         group = _ranks_with_copies(engine, parameter)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            whole = Piece(parameter, 0, 0, parameter.numel())
-            share = _rank_share(whole, distributed.get_rank(group), distributed.get_world_size(group))
+            full_piece = Piece(parameter, 0, 0, parameter.numel())
+            share = _rank_share(full_piece, distributed.get_rank(group), distributed.get_world_size(group))
             value = stretch(parameter, share.offset, share.length)
             value = value.clone() if hasattr(parameter, "ds_id") else value
         yield _fragment(name, parameter, share.position, {WEIGHT: value}, {})

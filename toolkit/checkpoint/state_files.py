@@ -86,7 +86,7 @@ class Files:
         except Exception as error:  # whatever it is: the other ranks wait
             traceback.print_exc()
             self.failure = tr(
-                "{name}: {reason} (no error of the directory; the log has its traceback)",
+                "{name}: {reason} (an internal error, not one of the directory: the log has its traceback)",
                 name=type(error).__name__,
                 reason=reason_of(error),
             )

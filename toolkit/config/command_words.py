@@ -177,8 +177,8 @@ class CommandLine:
             raise data_forms.two_sources(names[0], location)
 
     def _take_source_key(self, key: str, value: Any, location: str, problems: Problems) -> bool:
-        """Add a key of the only source to `source`, such as data.path, data.columns or data.columns.prompt, `data.` of
-        columns left out or not; return False, and do nothing, if `key` is no such key.
+        """Add a key of the only source to `source`: data.path, columns or data.columns.prompt, `columns` with or
+        without `data.` before it; return False, and do nothing, if `key` is no such key.
         """
         section, _, rest = (f"data.{key}" if key.partition(".")[0] == "columns" else key).partition(".")
         name, *fields = rest.split(".")

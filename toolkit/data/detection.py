@@ -1,4 +1,4 @@
-"""Which format a file's rows have, by the keys of the first one; and what is said of keys that belong to none."""
+"""Which format a file's rows have, by the keys of the first one; and the error for keys that belong to none."""
 
 import json
 import re

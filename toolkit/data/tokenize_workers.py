@@ -257,7 +257,7 @@ class PartBuilder:
 
     def _read_rows(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> list[_ReadRow]:
         """Return (position, content, conversation) of each conversation to train in some rows, with its loss flags set.
-        Rows that are skipped are counted, and what is left out of the others.
+        Rows that are skipped are counted, and so are parts of the others that are not used.
         """
         counts.rows += len(batch)
         read: list[_ReadRow] = []
@@ -290,9 +290,10 @@ class PartBuilder:
         """Count a conversation whose tools or system message the template leaves out, or that has an answer without a
         question or a question without an answer.
         """
-        has_system = any(message["role"] == "system" for message in conversation.messages)
         drops_tools = self.encoder.drops_tools and bool(conversation.tools)
-        counts.systems += drops_tools or (self.encoder.drops_system and has_system)
+        counts.systems += drops_tools or (
+            self.encoder.drops_system and any(message["role"] == "system" for message in conversation.messages)
+        )
         if not conversation.is_input_only and not conversation.is_text:
             roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
             counts.unasked += roles[0] == "assistant"

@@ -319,12 +319,12 @@ def _stretches_below_stage3(
     """Yield what a partition, `size` numbers of a group from `offset` on, has of each parameter. In a group, parameters
     follow each other, each with its `paddings` behind it: with partitions of 6, a and b of 4 are aaaabb | bb.
     """
-    place = 0  # of the parameter in the group
+    position = 0  # of the parameter in the group
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        first, end = max(place, offset), min(place + shape.numel(), offset + size)
+        first, end = max(position, offset), min(position + shape.numel(), offset + size)
         if first < end:
-            yield name, first - place, first - offset, end - first
-        place += shape.numel() + padding
+            yield name, first - position, first - offset, end - first
+        position += shape.numel() + padding
 
 
 def _stretches_in_stage3(

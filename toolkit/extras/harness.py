@@ -144,10 +144,10 @@ def _load(manager: Any, options: HarnessOptions) -> Any:
     return loaded
 
 
-def _unknown_task(name: str, known: Sequence[str]) -> ConfigError:
+def _unknown_task(name: str, task_names: Sequence[str]) -> ConfigError:
     """Return the error about a task that does not exist, with the nearest names."""
-    longer = sorted((task for task in known if task.startswith(name)), key=len)
-    near = [*longer, *difflib.get_close_matches(name, known, n=_MOST_NAMES)]
+    longer = sorted((task for task in task_names if task.startswith(name)), key=len)
+    near = [*longer, *difflib.get_close_matches(name, task_names, n=_MOST_NAMES)]
     return ConfigError(
         "tasks: there is no task '{name}'. Nearest: {near}. All: lm_eval ls tasks",
         name=name,

@@ -335,9 +335,11 @@ class Openings:
         features = [self._features_of(message, reasoning_key) for message in messages]
         forms: set[Any] = set()
         following, later = None, frozenset[Any]()
-        for previous, own in reversed([*zip([None, *features], features, strict=False)]):  # from the last message on
-            forms.add((previous, own, following, later, bool(tools)))
-            following, later = own, later.union(*own)  # the parts of its features, whichever message has them
+        for previous, current in reversed(
+            [*zip([None, *features], features, strict=False)]
+        ):  # from the last message on
+            forms.add((previous, current, following, later, bool(tools)))
+            following, later = current, later.union(*current)  # the parts of its features, whichever message has them
         return forms
 
     def trust(self, forms: set[Any]) -> None:

@@ -199,7 +199,7 @@ class Examination:
 
         marked, written = answers_at(marks), answers_at(spans)
         if marked == [(opening + answer).strip() for answer in written]:
-            self.note(has_marks=False)  # SmolLM3's include the generation prompt, which is not trained: of no use
+            self.note(has_marks=False)  # SmolLM3's include the generation prompt, which is not trained
         elif marked != written:
             raise ModelError(
                 "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "

@@ -37,8 +37,8 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
         )
     from toolkit.plan.model_config import known_shapes
 
-    known = known_shapes(cfg)
-    return _with_teacher(cfg, _outline_with_tuning(cfg, *known)) if known else None
+    shapes_and_sizes = known_shapes(cfg)
+    return _with_teacher(cfg, _outline_with_tuning(cfg, *shapes_and_sizes)) if shapes_and_sizes else None
 
 
 def _with_teacher(cfg: schema.RunConfig, outline: Outline) -> Outline | None:

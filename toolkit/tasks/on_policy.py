@@ -172,10 +172,10 @@ class OnPolicyTask(distill.DistillTask):
         samples, seed = list(prompts), self.cfg.run.seed
         seeds = [draw_of(seed, step, sample) for sample in samples]
         if self._client is not None:
-            own = slice(process_group.rank(), None, process_group.world_size())  # this rank's share
-            own_answers = self._client.answer_all(list(prompts.values())[own], seeds[own])
+            rank_share = slice(process_group.rank(), None, process_group.world_size())  # this rank's share
+            own_answers = self._client.answer_all(list(prompts.values())[rank_share], seeds[rank_share])
             answers: dict[int, Answer] = {}
-            for of_rank in process_group.gather(dict(zip(samples[own], own_answers, strict=True))):
+            for of_rank in process_group.gather(dict(zip(samples[rank_share], own_answers, strict=True))):
                 answers |= of_rank
         else:
             answers = self._generate(engine, prompts, seeds)

@@ -1,4 +1,4 @@
-"""What is said of a run whose memory ends before step 1: what it took, what the plan had said, and what helps."""
+"""The error for a run that is out of memory before step 1: what it took, what was planned, and what helps."""
 
 import socket
 

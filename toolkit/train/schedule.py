@@ -2,7 +2,7 @@
 
 Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, so that an exported JSON trains the same, but for a
 warm-up that begins above 0 (warmup_min_ratio): DeepSpeed 0.19.8's cosine takes the first step at 0, and its linear one
-falls to the warm-up's lowest rate, ours to 0. More of them are in more_schedules.py.
+falls to the warm-up's lowest rate, ours to 0. Those of transformers are in transformers_schedules.py.
 """
 
 import math
@@ -38,7 +38,7 @@ def learning_rate(
     at least 2 steps. Without warm-up, which DeepSpeed lacks, the schedule starts at the `peak`.
     """
     if schedule.name not in _OF_DEEPSPEED:
-        from toolkit.train.more_schedules import share_of_peak
+        from toolkit.train.transformers_schedules import share_of_peak
 
         return peak * share_of_peak(schedule, done, total_steps, warmup_steps)
     if warmup_steps == 0:
@@ -128,7 +128,7 @@ class Schedule:
         if self.position < warmup_steps and left > warmup_steps - self.position:
             return 1
         if schedule.name is schema.ScheduleName.wsd:
-            from toolkit.train.more_schedules import decay_begin
+            from toolkit.train.transformers_schedules import decay_begin
 
             plateau_end = decay_begin(schedule, total_steps, warmup_steps)
             if self.position < plateau_end:  # the plateau takes the steps that the decay leaves

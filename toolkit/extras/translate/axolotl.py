@@ -286,9 +286,11 @@ def _unread(entry: dict[str, Any]) -> list[str]:
     if settings.get("train_on_eos") == "turn":
         del settings["train_on_eos"]
     roles = settings.pop("roles", None)
-    known = {name for aliases in names_of("roles").values() for name in aliases}
+    names_of_roles = {name for aliases in names_of("roles").values() for name in aliases}
     values = roles.values() if isinstance(roles, dict) else [roles]
-    unknown_roles = [f"roles: {name}" for value in values for name in map(str, _listed(value)) if name not in known]
+    unknown_roles = [
+        f"roles: {name}" for value in values for name in map(str, _listed(value)) if name not in names_of_roles
+    ]
     row_type = settings.get("type")
     row_type = row_type if isinstance(row_type, dict) else {}
     type_keys = [f"type.{key}" for key in row_type if not key.startswith("field_")]

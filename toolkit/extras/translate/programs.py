@@ -624,14 +624,14 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
     for name in trackers:
         if name in schema.TRACKERS:
             draft.put(f"track.{name}.enabled", True, "report_to")
-    known = ", ".join(schema.TRACKERS)
+    tracker_names = ", ".join(schema.TRACKERS)
     if "all" in trackers:
         draft.lost["report_to"] = tr(
             "all is whatever is installed there, which the file does not say; name them: track=[…] of {known}",
-            known=known,
+            known=tracker_names,
         )
     elif unknown := [name for name in trackers if name not in schema.TRACKERS]:
-        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(unknown), known=known)
+        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(unknown), known=tracker_names)
     if "trackio" in trackers:
         draft.put("track.trackio.project", str(config.get("project")), "project")
         if config.has("trackio_space_id"):

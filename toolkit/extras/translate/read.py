@@ -323,9 +323,9 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
             is_alone = after.startswith("-") or after == program
             options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
     is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
-    known = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
+    resolved = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
     return Command(
-        values, line, _world_size(launcher, options, variables), script, accelerate=known if is_accelerate else {}
+        values, line, _world_size(launcher, options, variables), script, accelerate=resolved if is_accelerate else {}
     )
 
 
