@@ -367,7 +367,7 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.messages import RunFolderError
-from toolkit.train import run_lock
+from toolkit.train import run_dir, run_lock
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg

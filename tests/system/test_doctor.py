@@ -41,7 +41,7 @@ class Place:
     def doctor(self, *words: str) -> Finished:
         """Examine the three machines."""
         hostfile = f"hostfile={self.folder / 'hostfile'}"
-        return self.cluster.toolkit("doctor", *words, hostfile, *self.words, cwd=self.folder)
+        return self.cluster.toolkit("doctor", *words, hostfile, *self.words, cwd=self.folder, DS_ACCELERATOR="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_healthy_cluster_has_nothing(place: Place) -> None:
 
 
 def test_this_machine_alone(tmp_path: Path, cluster: Cluster) -> None:
-    found = cluster.toolkit("doctor", cwd=tmp_path)
+    found = cluster.toolkit("doctor", cwd=tmp_path, DS_ACCELERATOR="cpu")
     assert found.code == 0, found.output
     assert "Nodes: 1, errors: 0, warnings: 0 (" in found.output
     assert "ssh" not in found.output

@@ -123,7 +123,7 @@ def test_the_quickstart_answers_its_questions(tmp_path: Path) -> None:
     trained = run(typed("toolkit launch --num_gpus 2 recipe=quickstart run.name=quick"), cwd=tmp_path, timeout_s=1500)
     assert trained.code == 0, trained.output[-3000:]
     last = [json.loads(line) for line in (tmp_path / "runs/quick/samples.jsonl").read_text().splitlines()][-2:]
-    (shown,) = [one.body for one in blocks(ROOT / "docs" / "first_run.md", "text") if "Ready after" in one.body]
+    (shown,) = [one.body for one in blocks(ROOT / "docs" / "first_run.md", "text") if "  Q: " in one.body]
     assert len({sample["answer"] for sample in last}) == 2
     for sample in last:
         assert f"  Q: {sample['prompt']}\n  A: {sample['answer']}\n" in shown

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config import native_ops
 from toolkit.config.native_ops import check_build_locks, extensions_dir
 from toolkit.messages import LaunchError
+
+
+@pytest.fixture(autouse=True)
+def polling_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch whose builder waits for the end of a file, as those up to 2.13 do."""
+    monkeypatch.setattr(
+        native_ops, "torch_file", lambda name: "baton = FileBaton(os.path.join(build_directory, 'lock'))"
+    )
 
 
 def lock(root: Path, age_s: float) -> Path:
@@ -46,3 +55,18 @@ def test_a_build_in_progress_is_left_alone(tmp_path: Path) -> None:
     check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, proc=tmp_path / "proc")
     os.utime(path)
     check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+
+
+def test_a_file_that_pytorch_locks_and_leaves_is_no_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since torch 2.14 each build leaves its file there, which nothing waits for."""
+    monkeypatch.setattr(native_ops, "torch_file", lambda name: "with FileLock(os.path.join(build_directory, 'lock')):")
+    lock(tmp_path, 2000)
+    check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+
+
+def test_the_builder_of_the_installed_pytorch_is_known() -> None:
+    """One of both ways: a third would have to be looked at."""
+    from toolkit.config.devices import torch_file
+
+    source = torch_file("torch/utils/cpp_extension.py")
+    assert ("FileBaton(" in source) != ("FileLock(os.path.join(build_directory, 'lock'))" in source)

@@ -39,9 +39,13 @@ def device_here(environ: Mapping[str, str] = os.environ) -> str:
 
 def torch_build(name: str) -> str:
     """Return a version from torch/version.py by its name there, such as `cuda` (a pattern); "" if there is none."""
+    return "".join(re.findall(rf"^{name}\b.*= '(.+)'", torch_file("torch/version.py"), re.MULTILINE))
+
+
+def torch_file(name: str) -> str:
+    """Return the text of a file of PyTorch, which is not imported; "" if it is not installed or has no such file."""
     with suppress(OSError, metadata.PackageNotFoundError):
-        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
-        return "".join(re.findall(rf"^{name}\b.*= '(.+)'", text, re.MULTILINE))
+        return Path(str(metadata.distribution("torch").locate_file(name))).read_text(encoding="utf-8")
     return ""
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from toolkit.config.dotted_keys import types_of
 from toolkit.config.schema import DataConfig, RowFormat
-from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, reason_of, tr
+from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, reading, reason_of, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
@@ -332,7 +332,7 @@ def is_remote(path: str) -> bool:
     """Return whether a source's path is a URL, or a text file with a list of them."""
     if is_url(path) or not path.endswith(".txt") or not os.path.isfile(path):
         return is_url(path)
-    with open(path, "rb") as file:
+    with reading(path, ConfigError), open(path, "rb") as file:
         return is_url(file.read(8).decode(errors="replace"))
 
 

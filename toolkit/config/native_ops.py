@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.config import schema
-from toolkit.config.devices import CUDA, device_here, torch_build
+from toolkit.config.devices import CUDA, device_here, torch_build, torch_file
 from toolkit.config.load import LoadedConfig
 from toolkit.config.rule_tables import OPTIMIZERS, has_bf16_states
 from toolkit.messages import LaunchError, tr
@@ -174,8 +174,9 @@ YOUNG_S = 120.0
 def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
     """Raise LaunchError if an op's build lock is left that no process holds.
 
-    PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
-    it works, ninja and the compiler have the build's folder as their working folder.
+    PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, file_baton.py). While
+    it works, ninja and the compiler have the build's folder as their working folder. Newer ones lock that file by the
+    system, which frees it when its holder ends, and leave it there after each build (torch 2.14.1, cpp_extension.py).
     """
     for lock, age_s in stale_build_locks(environ, proc):
         raise LaunchError(
@@ -187,7 +188,9 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
 
 
 def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
-    """Yield the build locks that no process holds, and the seconds since a file in their folder changed."""
+    """Yield the build locks that no process holds and PyTorch waits for, and seconds since their folders changed."""
+    if "FileBaton(" not in torch_file("torch/utils/cpp_extension.py"):
+        return
     for lock in (extensions_dir(environ) / name / "lock" for name in OPS):
         try:
             # Another machine may be building in a folder that is shared: then something in it is new.

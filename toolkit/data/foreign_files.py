@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.config.files import DATA_SUFFIXES
 from toolkit.data.readers import open_data_file, uncompressed_name
 from toolkit.encodings import UTF16_MARKS, conversion, is_utf8
-from toolkit.messages import DataError, joined, listed, tr, warn
+from toolkit.messages import DataError, joined, listed, reading, tr, warn
 
 _LOOKED_AT_BYTES = 1 << 16
 _ZIP, _OLE, _PDF = b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"%PDF"
@@ -34,7 +34,7 @@ def _warn_of_empty(file: Path) -> None:
 
 def check_is_json(file: Path) -> None:
     """Raise a DataError for a file of an unknown kind that does not begin as JSON does, such as a plain text."""
-    with file.open("rb") as opened:
+    with reading(file, DataError), file.open("rb") as opened:
         start = opened.read(_LOOKED_AT_BYTES)
     _reject_documents(file, start)
     content = start.removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -18,7 +18,7 @@ from pathlib import Path
 from toolkit import secrets
 from toolkit.distributed import failure, signals
 from toolkit.launch import environment
-from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, system_text, tr
+from toolkit.messages import ConfigError, LaunchError, Stopped, ToolkitError, is_failure, system_text, tr
 
 # A launcher ends every rank as soon as one has failed, so a rank that fails a moment before rank 0 must not deprive it
 # of its word. After this long without having been ended, the error is this rank's own and it speaks.
@@ -26,7 +26,7 @@ OTHER_RANKS_WAIT_S = 5.0
 _MACHINE, _READER_GONE = 74, 141
 """Exit codes: a disk or stream that fails; a reader of our output that has ended, as shells report SIGPIPE."""
 _OF_DISKS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
     errno.EPIPE,
 )
 
@@ -56,7 +56,10 @@ def run_guarded(function: Callable[[], int]) -> int:
         _report(tr("interrupted."), code)
     except BaseException as error:  # the last resort: whatever it is, it is reported once, with its traceback
         machine_text = _of_the_machine(error) if isinstance(error, OSError) else None
-        if machine_text is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a path that somebody gave
+            code = ConfigError.exit_code
+            _report(f"ConfigError: {system_text(error)}", code)
+        elif machine_text is not None:
             code = _MACHINE if machine_text else _READER_GONE
             if machine_text:
                 _report(machine_text, code)
