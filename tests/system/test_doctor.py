@@ -41,7 +41,7 @@ class Place:
     def doctor(self, *words: str) -> Finished:
         """Examine the three machines."""
         hostfile = f"hostfile={self.folder / 'hostfile'}"
-        return self.cluster.toolkit("doctor", *words, hostfile, *self.words, cwd=self.folder, DS_ACCELERATOR="cpu")
+        return self.cluster.toolkit("doctor", *words, hostfile, *self.words, cwd=self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def place(cluster: Cluster, rows_file: Path, tmp_path_factory: pytest.TempPathFa
         (folder / name).mkdir(parents=True)
     (folder / "hostfile").write_text("".join(f"{host} slots=2\n" for host in HOSTS))
     shutil.copy(rows_file, folder / "rows.jsonl")
-    return Place(cluster, folder, tiny(folder / "rows.jsonl", folder, "one"))
+    return Place(cluster, folder, [*tiny(folder / "rows.jsonl", folder, "one"), "launch.env.DS_ACCELERATOR=cpu"])
 
 
 def test_a_healthy_cluster_has_nothing(place: Place) -> None:
