@@ -1,6 +1,5 @@
 """Blocks of code on the pages: recipes compose, JSON is JSON, Python is Python, and both languages show the same."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from pages import PAIRED, ROOT, Block, blocks, chinese
 
+from tests.programs import missing_imports
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 
@@ -73,10 +73,7 @@ def is_json(text: str) -> bool:
 
 def test_each_python_is_python() -> None:
     for block in shown("python"):
-        for node in ast.walk(ast.parse(block.body, str(block))):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("toolkit"):
-                module = __import__(str(node.module), fromlist=[alias.name for alias in node.names])
-                assert all(hasattr(module, alias.name) for alias in node.names), block
+        assert not missing_imports(block.body, str(block)), block
 
 
 def test_each_source_file_that_is_named_exists() -> None:

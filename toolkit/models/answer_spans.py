@@ -335,9 +335,8 @@ class Openings:
         features = [self._features_of(message, reasoning_key) for message in messages]
         forms: set[Any] = set()
         following, later = None, frozenset[Any]()
-        for previous, current in reversed(
-            [*zip([None, *features], features, strict=False)]
-        ):  # from the last message on
+        pairs = [*zip([None, *features], features, strict=False)]
+        for previous, current in reversed(pairs):
             forms.add((previous, current, following, later, bool(tools)))
             following, later = current, later.union(*current)  # the parts of its features, whichever message has them
         return forms
