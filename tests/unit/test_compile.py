@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,11 +16,13 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.architectures import CONFIGS
 from toolkit.config.load import load
-from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
+from toolkit.config.schema import ActivationCheckpointingConfig, Attention, CompileConfig
+from toolkit.data.loader import collate
 from toolkit.engine import compiling, deepspeed_patches
 from toolkit.engine.recompute import checkpoint_activations
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
+from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.train import compile_check
 from toolkit.train.hooks import hooks_of
 from toolkit.train.step import StepResult
@@ -47,6 +50,11 @@ class Counting:
 def gradients(model: torch.nn.Module, compiled: Callable[..., Any]) -> dict[str, torch.Tensor]:
     ids = torch.arange(12).view(2, 6) % 50
     compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return grads_of(model)
+
+
+def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Take a model's gradients."""
     found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
     return found
@@ -93,6 +101,38 @@ def test_layers_of_a_kind_are_compiled_once(name: str) -> None:
         torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
     linears = made[2, 2]
     assert made == {(2, 2): linears, (2, 10): linears, (3, 2): 2 * linears + 1, (3, 10): 10 * linears + 1}  # the head
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at after a break
+@pytest.mark.parametrize("attention", [Attention.varlen, Attention.sdpa])
+def test_rows_of_any_division_are_compiled_once(attention: Attention) -> None:
+    """Packed rows of one length hold other samples in every step. One compiled model must serve them all."""
+    draw = np.random.default_rng(1)
+    rows = []
+    for count in (3, 5, 2, 7, 4, 6, 9, 1):
+        ends = [0, *np.sort(draw.choice(np.arange(1, 63), count - 1, replace=False)), 64]
+        rows.append([(draw.integers(2, 90, size).astype(np.uint32), np.arange(size) > 0) for size in np.diff(ends)])
+    batches = [collate([row], 0, packed=True) for row in rows]
+    model, backend = create("llama").train(), Counting()
+    choose_attention(model, attention, True, torch.float32)
+
+    def train(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        arguments = {"position_ids": batch["position_ids"], "use_cache": False} | attention_arguments(model, batch)
+        model(input_ids=batch["input_ids"], **arguments).logits.norm().backward()
+        return grads_of(model)
+
+    plain = [train(batch) for batch in batches]
+    torch._dynamo.reset()
+    torch._dynamo.register_backend(backend, name="counting")
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 2)
+    compiling.compile_layers(engine, model, CompileConfig(enabled=True, backend="counting"))
+    graphs = []
+    for batch, expected in zip(batches, plain, strict=True):
+        found = train(batch)
+        graphs.append(len(backend.linears))
+        assert all(torch.allclose(found[name], one, atol=1e-5) for name, one in expected.items())
+    torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
+    assert graphs[0] and graphs[2] == graphs[-1], graphs
 
 
 @pytest.mark.parametrize(

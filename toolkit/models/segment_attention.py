@@ -119,6 +119,24 @@ def attend_to_segments(
         )
         assert isinstance(mixed, torch.Tensor)
         return mixed.view(rows, size, -1, width)
+    return _attend_one_by_one(query, key, value, bounds, key_bounds, dropout, scaling).view(rows, size, -1, width)
+
+
+@torch.compiler.disable
+def _attend_one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return what `attend_to_segments` does by a call a segment, [tokens, H, D]: of tokens in place of rows.
+
+    Not traced by torch.compile, which would compile it again for every division of a row into samples.
+    """
+    heads = query.size(1)
     lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()
     dtype = query.dtype
     if query.device.type == "cpu" and dtype in _KERNEL_DTYPES and len(key) <= _SHORT * len(key_lengths):
@@ -135,4 +153,4 @@ def attend_to_segments(
         is_causal = mask is None
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scaling)
         parts.append(part.squeeze(0).transpose(0, 1))
-    return torch.cat(parts).to(dtype).view(rows, size, -1, width)
+    return torch.cat(parts).to(dtype)
