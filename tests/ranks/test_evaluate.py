@@ -47,7 +47,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for stage in (2, 3):
         words = ["model=hf", f"model.path={official}", f"zero=stage{stage}", "train.max_steps=1", METRICS]
         words += ["evaluate.temperature=1.0", "evaluate.batch_size=3"]
-        words += [SHORT, "schedule.warmup_steps=0"]
+        words += [SHORT, "schedule.warmup_steps=0", "evaluate.prompts=[red]", "optim.lr=0.1"]
         cases.append({"overrides": tiny(rows_file, folder, f"v1-{stage}", *words)})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder)
@@ -83,6 +83,14 @@ def test_a_partitioned_model_answers_as_a_whole_one(kind: str, runs: Path) -> No
     for name, value in figures[0].items():
         if name != "eval_tokens_per_s":
             assert figures[1][name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_questions_are_asked_before_and_after(runs: Path) -> None:
+    """Greedily and of equal weights, so that the first answers are equal; a step at a huge rate changes them."""
+    whole, partitioned = (answers(runs / f"v1-{stage}" / "samples.jsonl") for stage in (2, 3))
+    assert [list(row) for row in (*whole, *partitioned)] == [["prompt", "before", "answer"]] * 2
+    assert whole[0]["prompt"] == "red" and whole[0]["before"] == partitioned[0]["before"] != whole[0]["answer"]
+    assert not (runs / "drawn-2" / "samples.jsonl").exists()
 
 
 def test_the_best_checkpoint_stays(runs: Path) -> None:

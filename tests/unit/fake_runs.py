@@ -95,5 +95,5 @@ def fake_run(folder: Path, steps: int = 40, *words: str, text: str = "fine") -> 
             for n in range(9)
         ]
         lines(folder / "evaluations" / f"step-{step}.jsonl", answers)
-    lines(folder / "samples.jsonl", [{"prompt": text, "answer": text}])
+    lines(folder / "samples.jsonl", [{"prompt": text, "before": text, "answer": text}])
     return folder

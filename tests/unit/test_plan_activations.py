@@ -1,5 +1,7 @@
 """Activations by formula, beside what the real models keep for the backward pass."""
 
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ WAYS = {
     "full": TuningConfig(),
     "lora": TuningConfig(method=TuningMethod.lora),
     "lora-all": TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], dropout=0.1),
+    "dora": TuningConfig(method=TuningMethod.lora, dora=True),
+    "dora-all": TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], dora=True, dropout=0.1),
     "freeze": TuningConfig(method=TuningMethod.freeze, last_layers=1),
 }
 
@@ -40,23 +44,33 @@ def build(kind: str, dtype: torch.dtype) -> Any:
     return model.to(dtype).train()
 
 
-def kept(model: Any) -> int:
-    """Return the bytes that a forward pass of the layers keeps, each storage once."""
-    own = {id(one.untyped_storage()): one.untyped_storage() for one in (*model.parameters(), *model.buffers())}
-    found: dict[int, torch.UntypedStorage] = {}
+@dataclass(eq=False)
+class Kept:
+    """A tensor that an operation has saved; it lives as long as the graph."""
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in own:
-            found.setdefault(id(storage), storage)
-        return tensor
+    tensor: torch.Tensor
+
+
+def kept(model: Any) -> int:
+    """Return the bytes that a forward pass of the layers keeps, each storage once. What it saves for products that it
+    drops again, as DoRA's of the factors, is not kept.
+    """
+    own = {id(one.untyped_storage()): one.untyped_storage() for one in (*model.parameters(), *model.buffers())}
+    found = weakref.WeakSet["Kept"]()
+
+    def keep(tensor: torch.Tensor) -> Kept:
+        packed = Kept(tensor)
+        found.add(packed)
+        return packed
 
     ids = torch.full((ROWS, LENGTH), 5)
     ids[:, -5] = 150
     arguments = {} if model.config.model_type == "chatglm" else {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(ids, **arguments)
-    return sum(storage.nbytes() for storage in found.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed.tensor):
+        output = model.base_model(ids, **arguments)
+    storages = [packed.tensor.untyped_storage() for packed in found]
+    del output
+    return sum(one.nbytes() for one in {id(one): one for one in storages if id(one) not in own}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -87,8 +101,8 @@ def test_what_is_measured_is_the_formula(kind: str, tmp_path: Path) -> None:
             / LENGTH
         )
         assert measured["sizes"][f"saved_{width}"] == saved_by_layer(tmp_path, dtype) == expected
-    for drops in (0.0, 0.1):
-        lora = TuningConfig(method=TuningMethod.lora, target_modules=["q_proj", "v_proj"], dropout=drops)
+    for drops, dora in ((0.0, False), (0.1, False), (0.1, True)):
+        lora = TuningConfig(method=TuningMethod.lora, target_modules=["q_proj", "v_proj"], dropout=drops, dora=dora)
         found = with_tuning(known[0], known[1] | measured["sizes"], lora)
         one, other = (
             sum(layer_activation_bytes(it, Rows(1, LENGTH), 2, 1, drops).values())

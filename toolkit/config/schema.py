@@ -1158,7 +1158,7 @@ class EvaluateConfig:
     every: NonNegativeInt = 0
     """Steps between two evaluations; 0 evaluates at the end only."""
     at_start: bool = True
-    """Evaluate before the first step too."""
+    """Evaluate, and ask `evaluate.prompts`, before the first step too."""
     metrics: list[Metric] = field(default_factory=list)
     """At each evaluation the model also answers validation samples, and the answers are scored by these (docs/evaluation.md); [] leaves it out. Those that begin with chatglm_ are what the ChatGLM repositories computed, and need the packages jieba, rouge-chinese and nltk."""
     max_samples: NonNegativeInt = 1000
@@ -1182,7 +1182,7 @@ class EvaluateConfig:
     ngram_baselines: bool = False
     """Print the loss of unigram and bigram baselines counted on the training split, for comparison."""
     prompts: list[str] = field(default_factory=list)
-    """Questions that the model answers at the end (greedy); shown and written to samples.jsonl."""
+    """Questions that the model answers at the end, and a pretrained one before the first step too (greedy); shown and written to samples.jsonl."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from toolkit.config import mesh, objective, rule_tables, schema
-from toolkit.plan.activations import Rows, activation_bytes, expert_activation_bytes, layer_activation_bytes
+from toolkit.plan.activations import (
+    Rows,
+    activation_bytes,
+    dora_temporary_bytes,
+    expert_activation_bytes,
+    layer_activation_bytes,
+)
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.outline import TRAINED_ROWS, Outline, is_routed, layer_of, rank_part, zero_groups
 
@@ -250,7 +256,8 @@ class RankPlanner:
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
         routed = expert_activation_bytes(self.outline, rows, self.weight)[1]
         # Of a piece also what it keeps.
-        computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed)}
+        norms = dora_temporary_bytes(self.outline, self.weight)
+        computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed, norms)}
         if self.cfg.precision.fp8 is not schema.Fp8.none:
             computed["fp8"] = self.scaled()
         if not self.cfg.train.activation_checkpointing.enabled:

@@ -672,8 +672,9 @@ def _answers(runs: Sequence[Run]) -> Section:
             for sample in evaluated.samples
         ]
         for row in runs[0].samples[:_MOST_QUESTIONS]:
-            answers = [_answer(tr("answer"), str(row.get("answer", "")))]
-            samples.append(_sample(tr("asked at the end"), str(row.get("prompt", "")), answers))
+            titles = {"before": tr("before training"), "answer": tr("after training")}
+            answers = [_answer(title, str(row[name])) for name, title in titles.items() if name in row]
+            samples.append(_sample(tr("a question of the recipe"), str(row.get("prompt", "")), answers))
         if evaluated.evaluations > len(evaluated.steps):
             note = tr(
                 "{shown} of {count} evaluations are shown.", shown=len(evaluated.steps), count=evaluated.evaluations

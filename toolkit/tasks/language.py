@@ -311,19 +311,32 @@ class LanguageTask(task.Task):
         assert self.evaluation is not None
         return self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
 
+    def answer_before(self, run: task.RunContext) -> None:
+        """Answer the recipe's questions, unless the weights are random, whose answers are noise."""
+        if run.cfg.model.init is Init.pretrained:
+            self._ask(run, "before")
+
     # End
 
     def answers(self, run: task.RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""
+        return self._ask(run, "answer")
+
+    def _ask(self, run: task.RunContext, field: str) -> list[dict[str, str]]:
+        """Ask the recipe's questions; return the rows of samples.jsonl, each with its answer as `field`."""
         cfg = run.cfg.evaluate
-        samples = [
-            {"prompt": secrets.hide(prompt), "answer": self._answer(run.engine, prompt, cfg.max_new_tokens)}
-            for prompt in cfg.prompts
-        ]
-        if samples and run.ranks.rank == 0:
-            lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-            (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return samples
+        answered = {
+            secrets.hide(prompt): self._answer(run.engine, prompt, cfg.max_new_tokens) for prompt in cfg.prompts
+        }
+        if not answered or run.ranks.rank:
+            return []
+        file = run.folder / "samples.jsonl"
+        # Of this command, or of the one that began the run which this one resumes.
+        asked_before = [row for row in run_dir.read_rows(file, OSError) if "before" in row]
+        before = {str(row.get("prompt")): {"before": str(row["before"])} for row in asked_before}
+        rows = [{"prompt": prompt, **before.get(prompt, {}), field: text} for prompt, text in answered.items()]
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return rows
 
     def check_export(self, run: task.RunContext) -> None:
         """Raise an error if the export could not be read back."""

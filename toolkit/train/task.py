@@ -226,10 +226,15 @@ class Task(ABC):
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate after a step: `eval_loss` and more, the same on every rank; `alive` is called now and then."""
 
+    def answer_before(self, run: RunContext) -> None:  # noqa: B027  # only language models answer
+        """Let the model answer before the first step what `answers` asks again after the last. A collective."""
+
     # End
 
     def answers(self, run: RunContext) -> list[dict[str, str]]:
-        """Return answers of the trained model, prompt and answer, as samples.jsonl holds them. A collective."""
+        """Return, on rank 0, answers of the trained model as samples.jsonl holds them: `prompt`, `answer`, and `before`
+        where it was asked before training too. A collective.
+        """
         return []
 
     @abstractmethod

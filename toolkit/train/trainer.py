@@ -161,6 +161,8 @@ class Trainer:
             say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
         say("Ready after {seconds} s, counted from the start of the command.", seconds=seconds)
+        if cfg.evaluate.at_start and not run.start.step:
+            self.task.answer_before(run)
         return loop.TrainLoop(self.task, run, compared_with, progress).train()
 
     def finish(self, result: FitResult) -> None:
@@ -294,9 +296,15 @@ class Trainer:
             "Everything is in {folder}: metrics.jsonl, config.yaml, ds_config.json, checkpoints/.",
             folder=self.run.display_folder,
         )
-        dialogs = [tr("  Q: {prompt}\n  A: {answer}", **answer) for answer in answers]
+        dialogs = [_dialog(**answer) for answer in answers]
         next_steps = self.task.next_steps(self.run, answers)
         return [*lines, *self.task.end_lines(summary), *dialogs, everything, *next_steps]
+
+
+def _dialog(prompt: str, answer: str, before: str | None = None) -> str:
+    """Return a question with its answer after training, and that before it, as it is printed."""
+    dialog = tr("  Q: {prompt}\n  A: {answer}", prompt=prompt, answer=answer)
+    return dialog if before is None else dialog + "\n" + tr("  Before training: {before}", before=before)
 
 
 @contextmanager
