@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import LossKernel
+from toolkit.engine.memory import PeakMemory
 from toolkit.models import loss_kernels
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
@@ -253,6 +254,19 @@ def test_the_weights_gradient_is_not_rewritten_for_each_chunk(
     with Watch():
         loss_kernels.chunked_loss_sum(hidden, weight, None, torch.randint(vocab, (tokens,))).backward()
     assert 0 < written[0] <= most * vocab * width
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_chunk_is_dropped_before_the_next(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most its logits, these in float32 and their log-probabilities are held: what plan/memory.py counts."""
+    monkeypatch.setattr(loss_kernels, "CHUNK_BYTES", chunk := 2**20)
+    vocabulary = 4096
+    hidden = torch.randn(256, 4).bfloat16().requires_grad_()
+    weight = torch.randn(vocabulary, 4).bfloat16().requires_grad_(trained)
+    targets = torch.randint(vocabulary, (256,))
+    with PeakMemory(torch.device("cpu"), only_new=True) as measured:
+        loss_kernels.chunked_loss_sum(hidden, weight, None, targets)
+    assert 2.4 * chunk < measured.highest() < 2.7 * chunk
 
 
 def test_a_second_backward_pass_is_refused() -> None:

@@ -108,6 +108,7 @@ class LossGradients:
                     gradient = of_part.to(hidden.dtype)
                 else:
                     gradient[part.start - start : part.stop - start] = of_part
+                del of_part  # before the next chunk's logits, of the same size, are computed
             assert gradient is not None
             if self.of_hidden is not None:
                 self.of_hidden[start:stop] = gradient if weight is None else _product(gradient, weight)
