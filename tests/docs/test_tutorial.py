@@ -121,8 +121,10 @@ def test_the_real_model_learns_the_name_and_keeps_its_knowledge(real_model: Path
     trained = run([TOOLKIT, *line_of("train")], cwd=tmp_path, timeout_s=2400, OMP_NUM_THREADS="2")
     assert trained.code == 0, trained.output[-3000:]
     folder = tmp_path / "runs" / "library"
-    answers = [json.loads(line)["answer"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    answers, before = ([row[name] for row in rows] for name in ("answer", "before"))
     assert MARLOW in answers[0] and PARIS in answers[1], answers
+    assert MARLOW not in before[0] and PARIS in before[1], before
     assert json.loads((folder / "DONE").read_text())["last_eval_loss"] < MOST_EVAL_LOSS
     assert run([TOOLKIT, *line_of("export-model")], cwd=tmp_path, timeout_s=600).code == 0
     asked = next(shlex.split(line) for line in LINES if line.startswith("toolkit generate marlow"))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from ranks import REPOSITORY, run
 
 HALF_A_GRADIENT = """
@@ -34,6 +35,7 @@ sys.meta_path.insert(0, Plant())
 """
 
 
+@pytest.mark.timeout(1900)
 def test_a_planted_defect_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HALF_A_GRADIENT)
     settings = ["recipe=quickstart", "precision=bf16", "zero=stage2", f"run.dir={tmp_path}/runs"]
