@@ -40,29 +40,7 @@ class PairReader(RowReader):
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return a row's [chosen, rejected] conversation, which differ in the last answer only; or raise a RowError."""
-        mapping, names = as_object(row), self.names
-        if not any(names[key] in mapping for key in PREFERENCE_KEYS):
-            raise RowError(
-                "the row has no 'chosen' and 'rejected' answer, only {keys}: preference data are pairs of answers "
-                "(docs/preference.md)",
-                keys=quoted_keys(mapping),
-            )
-        # Of the answers that come with all messages before them: "chosen" or "rejected" -> the row's key of this list.
-        answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
-        if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
-            # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
-            chosen = self._shared_conversation(mapping, with_answer=True)
-            if "rejected" in answer_keys:
-                rejected = self._read_as(RowFormat.messages, mapping, messages=answer_keys["rejected"])
-            else:
-                before = replace(chosen, messages=chosen.messages[:-1])
-                rejected = self._with_answer(before, mapping, "rejected_response")
-            pair = [chosen, rejected]
-        elif len(answer_keys) == len(_ANSWERS):
-            pair = [self._read_as(RowFormat.messages, mapping, messages=answer_keys[answer]) for answer in _ANSWERS]
-        else:  # what was said before them stands once in the row
-            before = self._shared_conversation(mapping)
-            pair = [self._with_answer(before, mapping, answer) for answer in _ANSWERS]
+        pair = self._read_pair(as_object(row))
         plain = [_without_loss_flags(conversation) for conversation in pair]
         for messages, name in zip(plain, _ANSWERS, strict=True):
             if messages[-1]["role"] != "assistant":
@@ -72,6 +50,33 @@ class PairReader(RowReader):
                 tr("the chosen and the rejected conversation must have the same messages before their last answer")
             )
         return [replace(conversation, messages=messages) for conversation, messages in zip(pair, plain, strict=True)]
+
+    def _read_pair(self, row: Mapping[str, Any]) -> list[Conversation]:
+        """Return [chosen, rejected] as the row has them, in whichever of the three ways it gives them."""
+        names = self.names
+        if not any(names[key] in row for key in PREFERENCE_KEYS):
+            raise RowError(
+                "the row has no 'chosen' and 'rejected' answer, only {keys}: preference data are pairs of answers "
+                "(docs/preference.md)",
+                keys=quoted_keys(row),
+            )
+        # "chosen" or "rejected" -> the key of the row under which a whole conversation ends with this answer.
+        conversation_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(row, answer))}
+        if len(conversation_keys) == len(_ANSWERS):
+            return [self._read_as(RowFormat.messages, row, messages=conversation_keys[name]) for name in _ANSWERS]
+        has_rejected = "rejected" in conversation_keys or row.get(names["rejected_response"])
+        if names["chosen"] not in row and has_rejected:
+            # ms-swift's rows: those of the other formats, whose answer is the chosen one, and a rejected one besides.
+            chosen = self._shared_conversation(row, with_answer=True)
+            if "rejected" in conversation_keys:
+                rejected = self._read_as(RowFormat.messages, row, messages=conversation_keys["rejected"])
+            else:
+                before = replace(chosen, messages=chosen.messages[:-1])
+                rejected = self._with_answer(before, row, "rejected_response")
+            return [chosen, rejected]
+        # The messages before the answers stand once in the row.
+        before = self._shared_conversation(row)
+        return [self._with_answer(before, row, answer) for answer in _ANSWERS]
 
     def _shared_conversation(self, row: Mapping[str, Any], with_answer: bool = False) -> Conversation:
         """Return the row's messages before the chosen and the rejected answer; `with_answer`: and the chosen answer."""

@@ -170,9 +170,10 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
             config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
             model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
         else:
-            if architecture is not None:
-                usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
-                model_config = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
+            if architecture is not None:  # the class of ChatGLM2 and later
+                # Old files lack them. They and stretched positions change no time or size.
+                defaults = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
+                model_config = glm_config(defaults | config | {"num_layers": layers}, {}, divides_positions=False)
             else:
                 model_config = AutoConfig.for_model(**config)
                 model_config.get_text_config().num_hidden_layers = layers

@@ -37,9 +37,9 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     command, environ = _command(nodes)
     requests, most_restarts = processes.SignalRequests(), cfg.run.max_restarts
     timeout_s = float(cfg.distributed.timeout_s)
-    restarts, number, ended_at = 0, 0, 0.0  # restarts so far; number and end of the ranks before, for an `Attempt`
+    restarts, restart, previous_end = 0, 0, 0.0  # restarts so far; the rest: of the next `Attempt`
     while True:
-        attempt = Attempt(folder, environ, nodes, number, most_restarts, ended_at)
+        attempt = Attempt(folder, environ, nodes, restart, most_restarts, previous_end)
         try:
             launcher_code = processes.run_launcher(
                 command, attempt.environ, nodes.words, requests, attempt.poll, timeout_s
@@ -49,11 +49,11 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
         finally:
             attempt.end()
         code, run = exit_code_of_run(status, launcher_code, bool(requests.last)), Path(status.get("folder", ""))
-        number, ended_at = 0, status.get("died", time.time())
+        restart, previous_end = 0, status.get("died", time.time())
         is_change_of_nodes = attempt.stop and code == STOPPED and not requests.last
         if not is_change_of_nodes:
             restarts += 1
-            number = restarts
+            restart = restarts
             may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
             if not may_restart or not _announce(run, code, restarts, most_restarts):
                 if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
@@ -166,19 +166,31 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
 
 
 class Attempt:
-    """One start of the ranks: the `number`th after a death, 0 the first and after a change of nodes.
+    """One start of the ranks.
 
-    `folder`: `run.dir`; `most`: `run.max_restarts`; `ended`: when the ranks before these did, 0 without any.
+    Args:
+        folder: `run.dir`.
+        environ: the launcher's environment.
+        nodes: where the ranks start.
+        restart: number of this start among those after a death; 0 for the first one, and after a change of nodes.
+        max_restarts: `run.max_restarts`.
+        previous_end: time.time() at which the ranks of the start before ended; 0 for the first one.
     """
 
     def __init__(
-        self, folder: Path, environ: Mapping[str, str], nodes: Nodes, number: int, most: int, ended: float
+        self,
+        folder: Path,
+        environ: Mapping[str, str],
+        nodes: Nodes,
+        restart: int,
+        max_restarts: int,
+        previous_end: float,
     ) -> None:
-        self.path = environment.create_status_file(folder, number)
+        self.path = environment.create_status_file(folder, restart)
         # ssh alone waits for hours for a lost machine; the environment's own arguments come first, as the first counts.
         ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o ServerAliveInterval=10 -o ServerAliveCountMax=3".strip()
         self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **environment.status_variables(self.path)}
-        self.nodes, self.number, self.most, self.ended = nodes, number, most, ended
+        self.nodes, self.restart, self.max_restarts, self.previous_end = nodes, restart, max_restarts, previous_end
         self.stop: Path | None = None
         """The file by which the run was asked to stop, and to resume on other nodes."""
         self._lost_at = 0.0
@@ -199,19 +211,19 @@ class Attempt:
         """Print once how long it took from the end of earlier ranks to the first new step. Return whether all that is
         left may be killed: a node was lost so long ago that the ranks on other nodes have had the time to end.
         """
-        if self.ended and (step := environment.read_status(self.environ).get("first_step")):
-            seconds = f"{time.time() - self.ended:.1f}"
-            if self.number:
+        if self.previous_end and (step := environment.read_status(self.environ).get("first_step")):
+            seconds = f"{time.time() - self.previous_end:.1f}"
+            if self.restart:
                 say(
                     "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
-                    restart=self.number,
-                    most=self.most,
+                    restart=self.restart,
+                    most=self.max_restarts,
                     seconds=seconds,
                     step=step,
                 )
             else:
                 say("{seconds} s from the stop to the first new step (step {step}).", seconds=seconds, step=step)
-            self.ended = 0.0
+            self.previous_end = 0.0
         return bool(self._lost_at) and time.monotonic() - self._lost_at > presence.SILENT_S
 
     def end(self) -> None:

@@ -172,20 +172,26 @@ class Examination:
         self.note(rewrites_reasoning=rewrites_reasoning, rewrites=any(divided))
 
     def _examine_surroundings(self, text: str, spans: list[Span], opening: str) -> None:
-        """Determine `lead` and `frame`: what the template writes before and after the answers of the probe. `text`: of
-        the probe, with its answers at `spans`; `opening`: what its first prompt has after the question.
+        """Determine `lead` and `frame`: what the template writes before and after the contents of answers.
+
+        Args:
+            text: the rendering of the probe.
+            spans: where its answers are, as generation would write them: the content, and what is around it.
+            opening: the end of the prompt for the first answer, after the question.
         """
         prompt = text[: spans[0][0]]
         contents = [message["content"] for message in PROBE if message["role"] == "assistant"]
         answers = [(text[begin:end], content) for (begin, end), content in zip(spans, contents, strict=True)]
         before_content = {answer.partition(content)[0] for answer, content in answers}
-        if len(before_content) == 1:
-            blank = self.render([PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}], None, add_generation_prompt=False)
-            self.note(lead=(prompt[-MERGED_CHARS:], before_content.pop(), f"\n{WORD}" not in blank))
+        if len(before_content) == 1:  # all answers begin alike
+            with_blank = [PROBE[0], {**PROBE[1], "content": f"\n{WORD}"}]
+            is_stripped = f"\n{WORD}" not in self.render(with_blank, None, add_generation_prompt=False)
+            self.note(lead=(prompt[-MERGED_CHARS:], before_content.pop(), is_stripped))
         endings = {answer.removeprefix(content) for answer, content in answers}
-        is_default = self.render(PROBE[:1], None, True) == prompt  # else an answer may have another opening
-        is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
-        if opening and is_default and is_same:
+        ends_alike = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
+        # A prompt of another mode may have another opening.
+        is_default_mode = self.render(PROBE[:1], None, True) == prompt
+        if opening and is_default_mode and ends_alike:
             self.note(frame=(opening, endings.pop()))
 
     def _examine_marks(self, spans: list[Span], opening: str) -> None:

@@ -48,19 +48,23 @@ def examine(examination: "Examination") -> None:
 
 
 def _examine_ends(examination: "Examination", question: str) -> None:
-    """Determine what ends earlier answers and calls, of a template that ends a last answer with the end token.
-    `question`: the rendering of the probe's first.
+    """Determine `earlier_end` and `call_ends` of a template that ends a conversation's last answer with the end token.
+    `question`: the rendering of a conversation of the probe's question alone.
     """
     template = examination.template
     added_token = re.compile(any_of(token.content for token in template.tokenizer.added_tokens_decoder.values()))
+    # gpt-oss ends an answer that another question follows as it ends questions: `<|end|>`, not `<|return|>`.
     followed = template.render(PROBE[:3], None, add_generation_prompt=False)
-    mark = added_token.match(followed.partition(PROBE[1]["content"])[2])
-    if mark and mark[0] != template.end and question.partition(PROBE[0]["content"])[2].startswith(mark[0]):
+    after_answer, after_question = (
+        text.partition(message["content"])[2] for text, message in ((followed, PROBE[1]), (question, PROBE[0]))
+    )
+    mark = added_token.match(after_answer)
+    if mark and mark[0] != template.end and after_question.startswith(mark[0]):
         examination.note(earlier_end=mark[0], ends=examination.traits.ends - {mark[0]})
-    with suppress(RowError):
+    with suppress(RowError):  # it rejects calls
         called = template.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
-        ending = [token for token in added_token.findall(called) if called.rstrip().endswith(token)]
-        examination.note(call_ends=frozenset(ending[-1:]) - {template.end})
+        last_tokens = [token for token in added_token.findall(called) if called.rstrip().endswith(token)][-1:]
+        examination.note(call_ends=frozenset(last_tokens) - {template.end})
 
 
 def after_prompt(

@@ -29,8 +29,10 @@ _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note
 
 
 def run(words: list[str]) -> int:
-    """Examine the nodes and print what was found; return 0 if nothing would break a run. Or write the report."""
-    if words == ["--agent"]:
+    """Examine the nodes and print what was found, or write the report of `--report`; return 0 if nothing would break a
+    run, else 2.
+    """
+    if words == ["--agent"]:  # started by the doctor of another node, to answer its questions about this one
         agents.serve(lambda asked: parse(asked).loaded.cfg)
         return 0
     if "--report" in words:
