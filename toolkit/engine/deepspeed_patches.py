@@ -120,12 +120,12 @@ class UpdateVeto:
         """Whether the step in progress or just done was stopped here."""
         self._grow: Callable[[], None] | None = None
         """Tells the loss scaler about a step without overflow; None before it has been put off in this step."""
-        if hasattr(self.optimizer, "_update_scale"):
+        if hasattr(self.optimizer, "_update_scale"):  # its loss scaler must not take a veto for an overflow
             self.wrap("_update_scale", self._update_scale)
             self.wrap("step", self._step)
         if hasattr(self.optimizer, "averaged_gradients") and engine.zero_optimization_stage():
             self._ask_in_zero(is_stage3=engine.zero_optimization_stage() == 3)
-        else:
+        else:  # the optimizers of stage 0, and of stage 1 in bf16
             from toolkit.engine import veto_without_zero
 
             veto_without_zero.ask_before_step(self)

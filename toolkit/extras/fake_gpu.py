@@ -132,14 +132,16 @@ def begin(rank: int, world_size: int) -> None:
     """Make this process a rank of `world_size` on the fake GPU: patch PyTorch and DeepSpeed, start process groups."""
     _setup_privateuseone_for_python_backend(NAME, _Backend)
     set_accelerator(_Accelerator())
+    # To choose kernels, models and PyTorch ask whether a tensor is on CUDA, and which GPU there is: an Ampere one.
     FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
+    accelerator.has_ampere_kernels = lambda: True
+    torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)
+    functional.scaled_dot_product_attention = _fused_attention
+    # What fake tensors cannot do, or do in another way than real ones.
     FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
     FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
-    accelerator.has_ampere_kernels = lambda: True
-    torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)  # PyTorch and DeepSpeed ask for it
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
-    functional.scaled_dot_product_attention = _fused_attention
-    fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder
+    fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder  # compiled ops take real tensors alone
     # What ZeRO-3 compares with rank 0 is compared here afterwards, as collectives.
     zero_utils.get_lst_from_rank0 = list
     zero_utils.assert_lst_len_same_as_other_ranks = lambda _: None

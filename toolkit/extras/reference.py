@@ -37,11 +37,15 @@ ROWS = 4
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Make a small model, follow a run, or compute an export's logits; return what was found.
 
-    `words` are the run's recipe and overrides. With `folder` the model of the recipe is written there, made small, with
-    `heads` heads. With `export` a run's logits are computed. Else the run is followed in `dtype` on `device`, for as
-    many steps as it has, on the global batches of `world_size` ranks.
+    Keys of `spec`:
+        words: the run's recipe and overrides.
+        folder, heads: write the recipe's model there, made small, with so many heads.
+        export: compute the logits of this export.
+        dtype, device, world_size: otherwise follow the run for as many steps as it has, in this type, on this device,
+            on the global batches of so many ranks.
     """
     loaded = load(spec["words"])
+    # A model with added tokens is a copy in the cache that has them. Any other path is a local directory already.
     cfg = (resolve_model_path(loaded) if loaded.cfg.model.add_tokens else loaded).cfg
     if "folder" in spec:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])

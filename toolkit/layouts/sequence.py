@@ -144,8 +144,9 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     length = batch["input_ids"].size(1) // parts
     part_batch = {**batch, "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
     part_batch["row_segments"] = part_batch["segment_ids"]
+    # A trained token's loss is computed from the token before it, and by the rank that has that one.
     is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
-    if "taught" in batch:
+    if "taught" in batch:  # the teacher's figures stand in the order of the trained tokens that it scored
         of_taught = is_own[batch["taught"]]
         part_batch |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
     for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
@@ -154,7 +155,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     of_tokens: Batch = {
         name: part_batch[name][is_own] for name in ("targets", "sources", "taught") if name in part_batch
     }
-    part_batch.pop("labels", None)
+    part_batch.pop("labels", None)  # `targets` has them
     return {**part_batch, **of_tokens, "target_indices": before + 1}
 
 

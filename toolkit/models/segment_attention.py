@@ -132,14 +132,16 @@ def _attend_one_by_one(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what `attend_to_segments` does by a call a segment, [tokens, H, D]: of tokens in place of rows.
+    """Return what `attend_to_segments` does by a call a segment: attention [T, H, D] of queries [T, H, D] to keys and
+    values [K, heads of keys, D].
 
     Not traced by torch.compile, which would compile it again for every division of a row into samples.
     """
     heads = query.size(1)
     lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()
     dtype = query.dtype
-    if query.device.type == "cpu" and dtype in _KERNEL_DTYPES and len(key) <= _SHORT * len(key_lengths):
+    is_short = len(key) <= _SHORT * len(key_lengths)
+    if query.device.type == "cpu" and dtype in _KERNEL_DTYPES and is_short:  # faster in float32, see `_SHORT`
         query, key, value = query.float(), key.float(), value.float()
     # Split and not sliced, squeezed and not indexed: the gradient of a slice or an index is as large as the whole
     # tensor, is filled with zeros first, and they are added up.

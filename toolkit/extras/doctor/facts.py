@@ -346,19 +346,27 @@ class _Datagrams(socketserver.UDPServer):
 
 
 class Listener:
-    """Answers other nodes until it is closed: as many bytes as they ask for, and datagrams as they came.
+    """Answers other nodes until it is closed, so that they can test their way to this one.
 
-    `port`: where the ranks are to meet, on the first node; 0 elsewhere. An OSError if the address is not this node's,
-    or the port is taken.
+    Over TCP it sends as many bytes as it is asked for, over UDP each datagram back.
+
+    Args:
+        address: of the network card that the collectives will use.
+        port: where the ranks are to meet, on the first node; 0 elsewhere.
+
+    Raises:
+        OSError: the address is not this node's, or the port is taken.
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
         self._servers: list[socketserver.TCPServer] = []
         try:
-            self.tcp = self._serve(_Connections((address, 0), _Bytes))
+            self.tcp: int = self._serve(_Connections((address, 0), _Bytes))
+            """Port of TCP connections."""
             if port:
-                self._serve(_Connections(("", port), _Bytes))  # as PyTorch's store does
-            self.udp = self._serve(_Datagrams((address, 0), _Echo))
+                self._serve(_Connections(("", port), _Bytes))  # on every card, as PyTorch's store does
+            self.udp: int = self._serve(_Datagrams((address, 0), _Echo))
+            """Port of UDP datagrams."""
         except OSError:
             self.close()
             raise
