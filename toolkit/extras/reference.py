@@ -45,7 +45,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
             on the global batches of so many ranks.
     """
     loaded = load(spec["words"])
-    # A model with added tokens is a copy in the cache that has them. Any other path is a local directory already.
+    # The copy of the model that has the added tokens, which its tokenizer must know.
     cfg = (resolve_model_path(loaded) if loaded.cfg.model.add_tokens else loaded).cfg
     if "folder" in spec:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
