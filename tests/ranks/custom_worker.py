@@ -144,7 +144,6 @@ def main() -> None:
     process_group.start(ready[0].loaded.cfg.distributed)
     environment.check_port = lambda environ: None  # it is this process group's
     Trainer.train = Trainer.train_in_group  # type: ignore[method-assign]
-    custom.run_guarded = lambda function: function()
     check_gathering()
     for task, words in jobs:
         step, _, name = task.rpartition(":")

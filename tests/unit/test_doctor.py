@@ -16,8 +16,6 @@ from toolkit.extras.doctor.findings import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}
 ONE: dict[str, Any] = {
-    "hostname": "a",
-    "folder": "/x",
     "python": "3.11.7",
     "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0", "numpy": "2.0"},
     "nccl": "2.27",
@@ -30,9 +28,9 @@ ONE: dict[str, Any] = {
     "memory": 1 << 35,
     "network": {
         "cards": {
-            "lo": {"address": "127.0.0.1", "up": True, "mtu": 65536, "mbit_s": 0},
-            "docker0": {"address": "172.17.0.1", "up": True, "mtu": 1500, "mbit_s": 0},
-            "eth0": {"address": "10.0.0.1", "up": True, "mtu": 1500, "mbit_s": 10000},
+            "lo": {"address": "127.0.0.1", "up": True, "mtu": 65536},
+            "docker0": {"address": "172.17.0.1", "up": True, "mtu": 1500},
+            "eth0": {"address": "10.0.0.1", "up": True, "mtu": 1500},
         },
         "own_name": "10.0.0.1",
         "first": "10.0.0.1",

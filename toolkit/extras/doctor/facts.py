@@ -102,8 +102,6 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what is known of this machine without a recipe; `environ`: the variables of the ranks."""
     nccl_versions = [version(name) for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     return {
-        "hostname": socket.gethostname(),
-        "folder": os.getcwd(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
         "nccl": next(filter(None, nccl_versions), ""),
@@ -211,7 +209,7 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
         ipv4_addresses = [address.address for address in addresses if address.family is socket.AF_INET]
         if ipv4_addresses and name in stats:
             state = stats[name]
-            cards[name] = {"address": ipv4_addresses[0], "up": state.isup, "mtu": state.mtu, "mbit_s": state.speed}
+            cards[name] = {"address": ipv4_addresses[0], "up": state.isup, "mtu": state.mtu}
     try:
         # gloo takes the address of the machine's own name (torch 2.13, ProcessGroupGloo::createDefaultDevice).
         own_name = socket.gethostbyname(socket.gethostname())
