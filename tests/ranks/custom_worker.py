@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from toolkit import custom
 from toolkit.custom import gather_metrics, share, train
 from toolkit.distributed import process_group
 from toolkit.launch import environment
