@@ -38,6 +38,15 @@ def of_peers(record: Any) -> Iterator[list[str]]:
     yield figures
 
 
+def of_compiled(record: Any) -> Iterator[list[str]]:
+    runs = {name: [row["real_tokens_per_s"] for row in rows] for name, rows in record[0]["runs"].items()}
+    theirs = next(rates for name, rates in runs.items() if name.startswith("HF Trainer") and len(rates) == 3)
+    for name in runs:
+        if name.startswith("this toolkit"):
+            ratios = [rate / other for rate, other in zip(runs[name], theirs, strict=True)]
+            yield [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
 def of_types(record: Any) -> Iterator[list[str]]:
     tried = [cells for cells in record[0]["types"].values() if "full" in cells]
     losses = [cell["loss"] for cells in tried for cell in cells.values() if "loss" in cell]
@@ -86,6 +95,7 @@ def of_plan(record: Any) -> Iterator[list[str]]:
 FIGURES = {
     "2026-11-28-trainer.json": of_trainer,
     "2026-11-29-real-peers.json": of_peers,
+    "2026-11-30-compiled.json": of_compiled,
     "2026-11-28-types.json": of_types,
     "2026-11-25-pairs.json": of_pairs,
     "2026-11-26-combinations.json": of_combinations,
