@@ -15,8 +15,9 @@ from toolkit.config.files import known_recipes
 from toolkit.config.load import load
 from toolkit.config.mesh import model_ranks
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
-from toolkit.engine.ds_config import OWNED, build_ds_config, explain, read_key
+from toolkit.engine.ds_config import OWNED, build_ds_config, read_key
 from toolkit.engine.ds_keys import json_keys
+from toolkit.extras.cli.export_config import explain
 from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]

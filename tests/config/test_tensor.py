@@ -23,8 +23,9 @@ from toolkit.config.tensor_split import (
     split_of,
 )
 from toolkit.distributed.process_group import join_parts
-from toolkit.engine.ds_config import build_ds_config, explain
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
+from toolkit.extras.cli.export_config import explain
 from toolkit.messages import ConfigError
 from toolkit.plan.division import tensor_parallel_bytes, tensor_part
 from toolkit.plan.memory import plan_rank

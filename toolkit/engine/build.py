@@ -37,18 +37,20 @@ def initialize_engine(
     schedule. Without `compiling`, nothing is compiled. The engine's `received_config` is the JSON that DeepSpeed got.
     """
     if activation_checkpointing.enabled:
-        stage = ds_config["zero_optimization"]["stage"]
-        _recompute_layers(model, activation_checkpointing, compiling or schema.CompileConfig(), stage)
+        from toolkit.engine.recompute import recompute_layers
+
+        stage, own_model = ds_config["zero_optimization"]["stage"], getattr(model, STAGE, model)
+        recompute_layers(own_model, activation_checkpointing, compiling or schema.CompileConfig(), stage)
     if isinstance(model, PipelineModule) and "tensor_parallel" in ds_config:
         from toolkit.layouts.tensor import split_stage
 
         ds_config = split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(map(is_expert_part, trained)):
-        _check_not_experts_alone(trained, ds_config)
-        from toolkit.layouts.experts import ExpertGroups
+        from toolkit.layouts import experts
 
-        model.expert_groups = ExpertGroups()
+        experts.check_not_alone(trained, ds_config)
+        model.expert_groups = experts.ExpertGroups()
     if "zenflow" in ds_config["zero_optimization"]:
         from toolkit.engine.zenflow import patch_zenflow
 
@@ -74,39 +76,6 @@ def initialize_engine(
         except (AssertionError, ValueError, RuntimeError) as error:
             raise _rejected_by_deepspeed(error) from error
     return engine
-
-
-def _check_not_experts_alone(trained: list[torch.nn.Parameter], ds_config: dict[str, Any]) -> None:
-    """Raise ConfigError if ZeRO-1 in bf16 is to train divided experts alone: BF16_Optimizer fails on the norm of an
-    empty list (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
-    """
-    is_bf16_stage1 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
-    if is_bf16_stage1 and all(map(is_expert_part, trained)):
-        raise ConfigError(
-            tr(
-                "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
-                "wants something else, too. Use zero=stage2."
-            )
-        )
-
-
-def _recompute_layers(
-    model: PreTrainedModel | PipelineModule,
-    recompute: schema.ActivationCheckpointingConfig,
-    compiling: schema.CompileConfig,
-    stage: int,
-) -> None:
-    """Turn on activation checkpointing in the layers that this rank computes, at ZeRO `stage`; warn if `compiling` is
-    enabled but cannot reach them.
-    """
-    from toolkit.engine.recompute import checkpoint_activations
-
-    compiled = False
-    if compiling.enabled:
-        from toolkit.engine.compiling import reaches_recomputed_layers
-
-        compiled = reaches_recomputed_layers(compiling, recompute, stage)
-    checkpoint_activations(getattr(model, STAGE, model), recompute, stage, compiled)
 
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
@@ -162,24 +131,31 @@ def parameter_groups(
     """
     named = (copies or dict(model.named_parameters())).items()
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    has_experts = any(is_expert_part(parameter) for _, parameter in trained)
     if not rule_tables.is_grouped(optim):
         parameters = [parameter for _, parameter in trained]
-        return _split_off_experts([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
-    from toolkit.engine.weight_decay import weight_names
+        if not has_experts:
+            return parameters
+        sorted_groups: list[dict[str, Any]] = [{"params": parameters}]
+    else:
+        from toolkit.engine.weight_decay import weight_names
 
-    weights = weight_names(model)
-    num_layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
-    groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
-    for name, parameter in trained:
-        is_weight, is_in_layer = name in weights, layer_of(name) >= 0
-        decays = {"all": True, "matrices": is_weight, "hidden": is_weight and is_in_layer}[optim.decay.value]
-        groups.setdefault((_peak_rate(optim, name, parameter, num_layers), decays), []).append(parameter)
-    return _split_off_experts(
-        [
+        weights = weight_names(model)
+        num_layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
+        groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
+        for name, parameter in trained:
+            is_weight, is_in_layer = name in weights, layer_of(name) >= 0
+            decays = {"all": True, "matrices": is_weight, "hidden": is_weight and is_in_layer}[optim.decay.value]
+            groups.setdefault((_peak_rate(optim, name, parameter, num_layers), decays), []).append(parameter)
+        sorted_groups = [
             {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
             for rate, decays in sorted(groups, reverse=True)
         ]
-    )
+    if not has_experts:
+        return sorted_groups
+    from toolkit.layouts.experts import split_off_experts
+
+    return split_off_experts(sorted_groups)
 
 
 def _peak_rate(optim: schema.OptimConfig, name: str, parameter: torch.nn.Parameter, num_layers: int) -> float:
@@ -197,20 +173,6 @@ def _peak_rate(optim: schema.OptimConfig, name: str, parameter: torch.nn.Paramet
     if (layer := layer_of(name)) >= 0:
         depth = num_layers - layer
     return rate * optim.layer_lr_decay**depth
-
-
-def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move experts that are divided over ranks into parameter groups of their own, as their gradients are summed over
-    other ranks. The groups are marked as DeepSpeed marks those of its own experts (0.19.8, moe/utils.py,
-    split_params_into_different_moe_groups_for_optimizer).
-    """
-    divided = []
-    for group in groups:
-        experts = [parameter for parameter in group["params"] if is_expert_part(parameter)]
-        others = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
-        divided += [group | {"params": others}] if others else []
-        divided += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
-    return divided
 
 
 def _optimizer(optim: schema.OptimConfig, ds_config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:

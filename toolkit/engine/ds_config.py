@@ -4,11 +4,9 @@ Two dictionaries map DeepSpeed keys to the schema's: `SAME` for values that are 
 computed. Import (ds_import) reads the same tables in the other direction, so that the two cannot drift apart.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -231,22 +229,6 @@ def with_flops_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "flops_profiler" not in values:
         return values
     return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
-
-
-def explain(ds: DsConfig, where: dict[str, str]) -> str:
-    """Return a table with a line for each DeepSpeed key: its value, the schema key or formula that it comes from, and
-    the "file:line" that sets it. `where`: schema key -> "file:line".
-    """
-    rows = []
-    for key, value in dotted_keys.leaves(ds.values):
-        why = ds.why[key]
-        if not why.startswith("="):
-            # The key itself, or the section above it that is set as a whole; the longest comes last.
-            set_keys = [prefix for prefix in accumulate(why.split("."), "{}.{}".format) if prefix in where]
-            why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
-        rows.append((key, json.dumps(value), why))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
 
 
 def _copy_keys(ds: DsConfig, cfg: schema.RunConfig, *keys: str) -> None:

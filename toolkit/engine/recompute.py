@@ -18,6 +18,23 @@ from toolkit.config import schema
 from toolkit.messages import ConfigError, warn
 
 
+def recompute_layers(
+    model: PreTrainedModel,
+    config: schema.ActivationCheckpointingConfig,
+    compiling: schema.CompileConfig,
+    stage: int,
+) -> None:
+    """Turn on activation checkpointing in the layers of `model`, which this rank computes, at ZeRO `stage`; warn if
+    `compiling` is enabled but cannot reach them.
+    """
+    compiled = False
+    if compiling.enabled:
+        from toolkit.engine.compiling import reaches_recomputed_layers
+
+        compiled = reaches_recomputed_layers(compiling, config, stage)
+    checkpoint_activations(model, config, stage, compiled)
+
+
 def checkpoint_activations(
     model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, stage: int, compiled: bool = False
 ) -> None:

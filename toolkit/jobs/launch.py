@@ -37,7 +37,7 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     command, environ = _command(nodes)
     requests, most_restarts = processes.SignalRequests(), cfg.run.max_restarts
     timeout_s = float(cfg.distributed.timeout_s)
-    restarts, restart, previous_end = 0, 0, 0.0  # restarts so far; the rest: of the next `Attempt`
+    num_restarts, restart, previous_end = 0, 0, 0.0  # restarts so far; the rest: of the next `Attempt`
     while True:
         attempt = Attempt(folder, environ, nodes, restart, most_restarts, previous_end)
         try:
@@ -52,10 +52,10 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
         restart, previous_end = 0, status.get("died", time.time())
         is_change_of_nodes = attempt.stop and code == STOPPED and not requests.last
         if not is_change_of_nodes:
-            restarts += 1
-            restart = restarts
+            num_restarts += 1
+            restart = num_restarts
             may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
-            if not may_restart or not _announce(run, code, restarts, most_restarts):
+            if not may_restart or not _announce(run, code, restart, most_restarts):
                 if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
                     # That of the rank that failed first: what other nodes print comes in any order.
                     text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()

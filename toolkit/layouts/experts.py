@@ -16,7 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from toolkit.distributed import row_exchange
-from toolkit.messages import ModelError, tr
+from toolkit.distributed.process_group import is_expert_part
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import weights
 from toolkit.models.experts import SORTED, Groups, compute_experts, count_choices, expert_parameters, mark_as_divided
 
@@ -96,6 +97,34 @@ def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[i
     """
     num_sent, num_received = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host waits here
     return num_sent, num_received
+
+
+def check_not_alone(trained: list[torch.nn.Parameter], ds_config: dict[str, Any]) -> None:
+    """Raise ConfigError if ZeRO-1 in bf16 is to train divided experts alone: BF16_Optimizer fails on the norm of an
+    empty list (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
+    """
+    is_bf16_stage1 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
+    if is_bf16_stage1 and all(map(is_expert_part, trained)):
+        raise ConfigError(
+            tr(
+                "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
+                "wants something else, too. Use zero=stage2."
+            )
+        )
+
+
+def split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move experts that are divided over ranks into parameter groups of their own, as their gradients are summed over
+    other ranks. The groups are marked as DeepSpeed marks those of its own experts (0.19.8, moe/utils.py,
+    split_params_into_different_moe_groups_for_optimizer).
+    """
+    divided = []
+    for group in groups:
+        experts = [parameter for parameter in group["params"] if is_expert_part(parameter)]
+        others = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
+        divided += [group | {"params": others}] if others else []
+        divided += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
+    return divided
 
 
 class ExpertGroups(MoE):

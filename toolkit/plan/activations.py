@@ -14,10 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from toolkit.plan.outline import Outline, is_routed, layer_of
-
-_MAGNITUDES = "lora_magnitude_vector.default.weight"
-"""What a linear layer with DoRA has more than one with LoRA."""
+from toolkit.plan.outline import MAGNITUDES, Outline, is_routed, layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +110,28 @@ def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, d
         drops = dropout > 0  # then each has its own input, and a mask
         owner = name if drops else name.rpartition(".")[0]
         inputs[owner, width_in] = int(rows.tokens * times * width_in * (width + (mask_width if drops else 0)))
-        outputs += _dora_bytes(outline, name, rows.tokens, width, input_has_gradient=layer > 0)
+        outputs += _dora_bytes(outline, name, rows, width, input_has_gradient=layer > 0)
     return outputs + sum(inputs.values())
 
 
-def _dora_bytes(outline: Outline, name: str, tokens: int, width: int, input_has_gradient: bool) -> int:
+def _dora_bytes(outline: Outline, name: str, rows: Rows, width: int, input_has_gradient: bool) -> int:
     """Return the bytes that DoRA saves more than LoRA in a linear layer, 0 without it: the outputs of the layer and of
     the factors, for the gradient of the magnitudes, and vectors of these (peft 0.21.2, lora/dora.py).
     """
-    [out] = outline.shapes.get(f"{name}.{_MAGNITUDES}", (0,))
-    return width * out * (2 * tokens + 2 + input_has_gradient)
+    [out] = outline.shapes.get(name + MAGNITUDES, (0,))
+    return width * out * (2 * rows.tokens + 2 + input_has_gradient)
 
 
 def dora_temporary_bytes(outline: Outline, width: int) -> int:
     """Return the most bytes that a linear layer's forward pass takes for its norms with DoRA, 0 without it: an identity
     matrix [in, in], the product of the factors, this scaled, and its sum with the weight (peft 0.21.2, lora/dora.py).
     """
-    adapted = [name for name in outline.targets if f"{name}.{_MAGNITUDES}" in outline.shapes]
-    sizes = [outline.shapes[f"{name}.weight"] for name in adapted if f"{name}.weight" in outline.shapes]
-    return max((width * (width_in * width_in + 3 * out * width_in) for out, width_in in sizes), default=0)
+    most = 0
+    for name in outline.targets:
+        if name + MAGNITUDES in outline.shapes:
+            [out], (_, width_in) = outline.shapes[name + MAGNITUDES], outline.shapes[f"{name}.lora_A.default.weight"]
+            most = max(most, width * (width_in * width_in + 3 * out * width_in))
+    return most
 
 
 def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
@@ -206,9 +206,7 @@ class _Layer:
         for name in with_lora:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]
             self.save("lora", self.width * rank + ((self.width + mask_width) * width_in if drops else 0))
-            self.bytes["lora"] += _dora_bytes(
-                self.outline, self.at + name, self.rows.tokens, self.width, self.has_gradient
-            )
+            self.bytes["lora"] += _dora_bytes(self.outline, self.at + name, self.rows, self.width, self.has_gradient)
         self.has_gradient = self.has_gradient or bool(with_lora) or trains
 
     def attention(self, keys: int, values: int) -> None:

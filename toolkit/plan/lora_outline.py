@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.config import schema
-from toolkit.plan.outline import HEAD, OUTPUT, TRAINED_ROWS, Outline, Shapes, Sizes, layer_of
+from toolkit.plan.outline import HEAD, MAGNITUDES, OUTPUT, TRAINED_ROWS, Outline, Shapes, Sizes, layer_of
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets
 
 _ROUTERS = (".gate.weight", ".router.weight")
@@ -50,7 +50,7 @@ def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets
         if tuning.init in (schema.LoraInit.pissa, schema.LoraInit.olora):
             frozen |= {f"{name}.initial_A": (tuning.rank, width), f"{name}.initial_B": (out, tuning.rank)}
         if tuning.dora:
-            added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
+            added[name + MAGNITUDES] = (out,)
     for name, shape in with_head.items():
         owner, _, end = name.rpartition(".")
         if owner in saved:  # peft keeps the original too

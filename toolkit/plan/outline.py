@@ -21,6 +21,8 @@ TOWERS = "towers."
 """How names begin of what the loss of text gives no gradient, such as towers for images: held, but never trained."""
 TRAINED_ROWS = "token_adapter"
 """In names of rows of an embedding that LoRA trains along (peft's `trainable_token_indices`)."""
+MAGNITUDES = ".lora_magnitude_vector.default.weight"
+"""How the name of what DoRA trains more than LoRA in a linear layer ends, after the layer's."""
 OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 MIXTURES = (
     *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe"),

@@ -21,8 +21,7 @@ def settle_config(
     """Return the config with nothing left that is `auto`, but for a micro-batch that an engine has to search. A
     collective. `vocab_size`: of the task, needed with `plan.auto`.
     """
-    typed = cfg
-    cfg = build_ops(agree_on_optimizer(typed, source), typed)
+    cfg = build_ops(agree_on_optimizer(cfg, source), typed=cfg)
     if cfg.plan.auto:
         from toolkit.train import auto_layout
 

@@ -15,13 +15,15 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from toolkit.arguments import Arguments, parse_checked
 from toolkit.command_line import positive_int
+from toolkit.config import dotted_keys
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import Init, RunConfig, TaskConfig
-from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, limit_reduce_bucket
+from toolkit.engine.ds_config import DsConfig, build_ds_config, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.lookup import cached_outline
 from toolkit.plan.outline import rank_part
@@ -67,6 +69,22 @@ def run(words: list[str]) -> None:
         print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
+
+
+def explain(ds: DsConfig, where: dict[str, str]) -> str:
+    """Return a table with a line for each DeepSpeed key: its value, the schema key or formula that it comes from, and
+    the "file:line" that sets it. `where`: schema key -> "file:line".
+    """
+    rows = []
+    for key, value in dotted_keys.leaves(ds.values):
+        why = ds.why[key]
+        if not why.startswith("="):
+            # The key itself, or the section above it that is set as a whole; the longest comes last.
+            set_keys = [prefix for prefix in accumulate(why.split("."), "{}.{}".format) if prefix in where]
+            why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
+        rows.append((key, json.dumps(value), why))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
 
 
 def _write_script(arguments: Arguments, world_size: int) -> None:
