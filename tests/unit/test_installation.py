@@ -156,33 +156,55 @@ def test_packages_are_accepted_by_their_versions(monkeypatch: pytest.MonkeyPatch
     }
 
 
+CPU, CU126 = "https://download.pytorch.org/whl/cpu", "https://download.pytorch.org/whl/cu126"
+
+
 @pytest.mark.parametrize(
-    ("driver", "environ", "index"),
+    ("gpus", "environ", "index"),
     [
-        ("", {}, "https://download.pytorch.org/whl/cpu"),
-        ("570.86.15", {}, "https://download.pytorch.org/whl/cu126"),
-        ("580.65.06", {}, ""),
-        ("", {"PIP_INDEX_URL": "https://mirror.example/simple"}, ""),
+        ("", {}, CPU),
+        ("570.86.15, 8.9", {}, CU126),
+        ("580.65.06, 8.9", {}, ""),
+        # A V100 has no kernels in CUDA 13, an RTX 5090 none in CUDA 12.6.
+        ("580.65.06, 7.0", {}, CU126),
+        ("580.65.06, 12.0", {}, ""),
+        ("580.65.06, 8.9\n580.65.06, 6.1", {}, CU126),
+        # An old nvidia-smi knows no compute_cap; a virtual GPU may not say it.
+        ("470.57.02", {}, CU126),
+        ("580.65.06, [N/A]", {}, ""),
+        ("", {"PIP_INDEX_URL": "https://mirror.example/simple"}, CPU),
+        ("", {"CONFIGURED": "global.index-url='https://mirror.example/simple'"}, CPU),
         ("", {"PIP_EXTRA_INDEX_URL": "https://mine.example"}, "https://mine.example"),
-        ("", {"CONFIGURED": "global.index-url='https://mirror.example/simple'"}, ""),
+        ("", {"CONFIGURED": "global.extra-index-url='https://mine.example'"}, ""),
         ("", {"UNREACHABLE": "1"}, ""),
     ],
 )
-def test_the_build_of_pytorch_fits_the_machine(
-    driver: str, environ: dict[str, str], index: str, tmp_path: Path
-) -> None:
-    """Without a GPU the one for CPUs, with an old driver the one for CUDA 12.6; an index of one's own stays."""
-    (tmp_path / "bin").mkdir()
-    programs = {
-        "python": 'case "$*" in *"config list"*) echo "$CONFIGURED";; *) [ -z "$UNREACHABLE" ];; esac',
-        "nvidia-smi": f"echo {driver}" if driver else "exit 9",
-    }
-    for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (tmp_path / "bin" / name).chmod(0o755)
-    command = f"venv={tmp_path}; source scripts/torch_build.sh; echo index=${{PIP_EXTRA_INDEX_URL:-}}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    env = kept | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | environ
-    ran = subprocess.run(["bash", "-euc", command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def test_the_build_of_pytorch_fits_the_machine(gpus: str, environ: dict[str, str], index: str, tmp_path: Path) -> None:
+    """The build that has kernels for the GPU and takes its driver; an additional index of one's own stays."""
+    ran = choose_torch(gpus, environ, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"index={index}"
+    assert ("PIP_FIND_LINKS" in ran.stdout) is ("UNREACHABLE" in environ)
+
+
+def test_a_gpu_that_no_build_fits_is_told_to_update_its_driver(tmp_path: Path) -> None:
+    ran = choose_torch("570.86.15, 12.0", {}, tmp_path)
+    assert ran.returncode == 2
+    assert "driver before 580: update the driver" in ran.stderr
+
+
+def choose_torch(gpus: str, environ: dict[str, str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Source scripts/torch_build.sh on a machine whose nvidia-smi prints `gpus`, "" where there is none."""
+    (folder / "bin").mkdir()
+    unknown = 'case "$*" in *compute_cap*) exit 2;; esac; ' if "," not in gpus else ""
+    programs = {
+        "python": 'case "$*" in *"config list"*) echo "$CONFIGURED";; *) [ -z "$UNREACHABLE" ];; esac',
+        "nvidia-smi": f"{unknown}printf '{gpus}\n'" if gpus else "exit 9",
+    }
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    command = f"venv={folder}; source scripts/torch_build.sh; echo index=${{PIP_EXTRA_INDEX_URL:-}}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env = kept | {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | environ
+    return subprocess.run(["bash", "-euc", command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
