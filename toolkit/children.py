@@ -5,7 +5,7 @@ Linux sends a child a signal when the thread that started it ends (PR_SET_PDEATH
 that lasts. This file, run as a program, asks for the signal and then becomes the command: subprocess's `preexec_fn`
 would run Python between fork and exec, where a thread of PyTorch that held a lock of the interpreter at the fork stops
 it for good (CPython issue 112275, seen in 3.11.7). A launcher does not hand the signal on to what it starts:
-`start_tree` puts a keeper between, which takes over whatever loses its parent below it and leaves nothing of it behind.
+`start_tree` puts subreaper.py between, which leaves nothing behind of what is below it.
 """
 
 import ctypes
@@ -17,21 +17,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # imported where they are used: this file is run for each child
     from concurrent.futures import Future, ProcessPoolExecutor
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GRACE_S = 5.0
-_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
 _AHEAD = 2
 
 _Item = TypeVar("_Item")
@@ -42,19 +38,21 @@ _function: Callable[..., Any] | None = None
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
     """Run a command that ends with this process, and wait for it; options as of `subprocess.run`."""
-    return subprocess.run(_tied_to_this("tie", command, options), **{"check": False, **options})  # noqa: S603
+    return subprocess.run(_tied_to_this(command, options), **{"check": False, **options})  # noqa: S603
 
 
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
     """Start a command that is ended with this process; options as of `subprocess.Popen`.
     `ends_with_input`: it is not, as it ends by itself when its standard input, a pipe from here, does, and needs time.
     """
-    return subprocess.Popen(command if ends_with_input else _tied_to_this("tie", command, options), **options)  # noqa: S603
+    return subprocess.Popen(command if ends_with_input else _tied_to_this(command, options), **options)  # noqa: S603
 
 
 def start_tree(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
     """Start a command that starts others, such as a launcher; its exit code is the one that is returned."""
-    return subprocess.Popen(_tied_to_this("keep", command, options), **options)  # noqa: S603
+    subreaper = [sys.executable, "-I", "-S", str(Path(__file__).resolve().with_name("subreaper.py"))]
+    _check_program(command, options)
+    return start([*subreaper, *command], **options)
 
 
 def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
@@ -62,13 +60,16 @@ def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # noqa: S603
 
 
-def _tied_to_this(way: str, command: Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Return the command line by which this file runs a command: with `way` "tie" it becomes that, with "keep" it stays
-    above it. An error as subprocess's own if there is no such program; `options` are those of `subprocess.Popen`.
-    """
+def _tied_to_this(command: Sequence[str], options: dict[str, Any]) -> list[str]:
+    """Return the command line by which this file becomes a command. `options` are those of `subprocess.Popen`."""
+    _check_program(command, options)
+    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()), *command]
+
+
+def _check_program(command: Sequence[str], options: dict[str, Any]) -> None:
+    """Raise subprocess's own error if there is no such program."""
     if not shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), way, str(os.getpid()), *command]
 
 
 def workers(count: int, begin: Callable[..., None] | None = None, *arguments: Any) -> "ProcessPoolExecutor":
@@ -175,71 +176,9 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _run_as_subreaper(command: Sequence[str]) -> int:
-    """Run a command and return its exit code. When it has ended, or this process is asked to end, end all processes
-    that are left below.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signals: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, note)
-    child = start(command)
-    while child.poll() is None and not signals:
-        time.sleep(_POLL_S)
-    _end_all(child)
-    if signals:
-        return 128 + signals[0]
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode  # as shells have it: -9 is 137
-
-
-def _end_all(child: "subprocess.Popen[Any]") -> None:
-    """Ask all processes below this one to end, then kill those that do not, until none is left: the children of those
-    that end become children of this process.
-    """
-    until, number = time.monotonic() + _GRACE_S, signal.SIGTERM
-    signalled: set[int] = set()
-    while True:
-        child.poll()
-        left = _below(os.getpid())
-        if not left:
-            return
-        if time.monotonic() > until:
-            number, signalled = signal.SIGKILL, set()
-        for pid in left - signalled:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        signalled |= left
-        for pid in left - {child.pid}:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(_POLL_S)
-
-
-def _below(root: int) -> set[int]:
-    """Return the ids of all processes below `root`, those included that have ended but not been waited for."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with suppress(OSError, IndexError, ValueError):
-                # "pid (name) state parent …", where the name may hold anything.
-                text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-                parents[int(folder.name)] = int(text.rpartition(")")[2].split()[1])
-    below: set[int] = set()
-    while new := {pid for pid, parent in parents.items() if parent in {root, *below}} - below:
-        below |= new
-    return below
-
-
 if __name__ == "__main__":
-    end_with(int(sys.argv[2]))
-    if sys.argv[1] == "keep":
-        sys.exit(_run_as_subreaper(sys.argv[3:]))
+    end_with(int(sys.argv[1]))
     try:
-        os.execvp(sys.argv[3], sys.argv[3:])  # noqa: S606
+        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606
     except OSError as error:
-        sys.exit(f"{sys.argv[3]}: {error.strerror}")
+        sys.exit(f"{sys.argv[2]}: {error.strerror}")

@@ -1,0 +1,85 @@
+"""A program that runs a command which starts others, and leaves no process of it behind, whoever was the parent.
+
+children.py starts it, by the path of this file: it imports nothing of the package.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE_S = 5.0
+_POLL_S = 0.05
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. When it has ended, or this process is asked to end, end all processes
+    that are left below.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, note)
+    tie = [sys.executable, "-I", "-S", str(Path(__file__).resolve().with_name("children.py")), str(os.getpid())]
+    child = subprocess.Popen([*tie, *command])  # noqa: S603
+    while child.poll() is None and not signals:
+        time.sleep(_POLL_S)
+    _end_all(child)
+    if signals:
+        return 128 + signals[0]
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode  # as shells have it: -9 is 137
+
+
+def _end_all(child: "subprocess.Popen[Any]") -> None:
+    """Ask all processes below this one to end, then kill those that do not, until none is left: the children of those
+    that end become children of this process.
+    """
+    until, number = time.monotonic() + _GRACE_S, signal.SIGTERM
+    signalled: set[int] = set()
+    while True:
+        child.poll()
+        left = _below(os.getpid())
+        if not left:
+            return
+        if time.monotonic() > until:
+            number, signalled = signal.SIGKILL, set()
+        for pid in left - signalled:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        signalled |= left
+        for pid in left - {child.pid}:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_S)
+
+
+def _below(root: int) -> set[int]:
+    """Return the ids of all processes below `root`, those included that have ended but not been waited for."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError, IndexError, ValueError):
+                # "pid (name) state parent …", where the name may hold anything.
+                text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+                parents[int(folder.name)] = int(text.rpartition(")")[2].split()[1])
+    below: set[int] = set()
+    while new := {pid for pid, parent in parents.items() if parent in {root, *below}} - below:
+        below |= new
+    return below
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1:]))
