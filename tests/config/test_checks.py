@@ -248,6 +248,10 @@ REFUSED = {
         "model.path = /nosuch is not a directory here. It must be the directory that holds config.json and the "
         "weights, or owner/name on Hugging Face."
     ),
+    "model=hf model.path=README.md": (
+        "model.path = README.md is a file. It must be the directory that holds config.json and the weights, or "
+        "owner/name on Hugging Face."
+    ),
     "model.tokenizer=/nosuch": "model.tokenizer = /nosuch does not exist.",
     "model.shape.num_heads=0": "model.shape.num_heads = 0 must be at least 1.",
     "model.shape.num_kv_heads=0": "model.shape.num_kv_heads = 0 must be at least 1.",

@@ -170,7 +170,8 @@ def test_mistakes_in_a_recipe(content: str, tmp_path: Path, monkeypatch: pytest.
 def test_two_recipes() -> None:
     assert (
         message("recipe=zero1", "recipe=zero1", "recipe=lora")
-        == "command line: several recipes, zero1, lora: give one."
+        == "command line: several recipes, zero1, lora: give one. "
+        "A value with spaces needs quotes: data='my chat.jsonl'."
     )
     assert load(["recipe=zero1", "recipe=zero1"]).cfg.zero.stage == 1
 

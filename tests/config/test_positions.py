@@ -85,7 +85,7 @@ def check(folder: Path, config: dict[str, Any], *words: str) -> None:
             ["data.max_length=12000"],
             "data.max_length = 12000: more than the 2048 positions that the model has. Set data.max_length=2048 "
             "(longer samples: data.too_long), train the variant of the model for long texts, or extend its positions "
-            'by rope_scaling in its config.json: "rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
+            'by rope_scaling in its config.json: "rope_scaling": {"rope_type": "yarn", "factor": 6.0, '
             '"original_max_position_embeddings": 2048}.',
         ),
         (OFFICIAL, ["data.max_length=8193"], "such as chatglm3-6b-32k"),

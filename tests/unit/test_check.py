@@ -180,6 +180,12 @@ def test_fp16_of_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch
     assert check(capsys, "precision=fp16")[0] == 0
 
 
+def test_fp8_without_a_gpu_is_named_before_a_step_takes_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "FP8" not in check(capsys)[1]
+    code, said = check(capsys, "precision=fp8")
+    assert code == 0 and "WARNING: precision.fp8 = tensorwise: CPUs have no FP8 products" in said
+
+
 def test_columns_are_to_blame(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     code, said = check(capsys, "data.sources=[{path: chat.jsonl, columns: {response: answr}}]")

@@ -257,7 +257,11 @@ ANSWER = {"from": "gpt", "value": "a"}
     [
         ({"conversations": []}, "'conversations' is empty. Fill it in or remove the row"),
         ({"messages": "[]"}, "'messages' is empty. Fill it in or remove the row"),
-        ({"conversations": "x"}, "'conversations' is a text, not a list of messages. Correct or remove the row"),
+        (
+            {"conversations": "x"},
+            "'conversations' is a text, not a list such as "
+            '[{"role": "user", "content": "…"}, …]. Correct or remove the row',
+        ),
         ({"conversations": [TURN]}, "'conversations' holds no answer of the assistant. Correct or remove the row"),
         ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
         (

@@ -113,8 +113,8 @@ BAD_LINES = [
     ),
     (
         b'{"prompt": "\xb0\xa1", "response": "b"}',
-        "not UTF-8: byte 0xb0 at position 13 of the line. If the file is in GBK, convert it with "
-        "`iconv -f GB18030 -t UTF-8`",
+        "not UTF-8: byte 0xb0 at position 13 of the line. If the file is in GBK, convert it: "
+        "`iconv -f GB18030 -t UTF-8 FILE > NEW`",
     ),
     (
         "{“prompt”: “a”}".encode(),
@@ -247,8 +247,8 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
         (
             b"[\n" + GOOD + b', {"prompt": "\xff"}]',
             3,
-            "not UTF-8: byte 0xff at position 15 of the line. If the file is in GBK, convert it with "
-            "`iconv -f GB18030 -t UTF-8`",
+            "not UTF-8: byte 0xff at position 15 of the line. If the file is in GBK, convert it: "
+            "`iconv -f GB18030 -t UTF-8 FILE > NEW`",
         ),
         (
             b"[" + GOOD + b",\n 3]",

@@ -77,7 +77,10 @@ def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     if not typed:
         raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
     if len(set(typed)) > 1:
-        raise ConfigError("command line: several recipes, {names}: give one.", names=", ".join(dict.fromkeys(typed)))
+        raise ConfigError(
+            "command line: several recipes, {names}: give one. A value with spaces needs quotes: data='my chat.jsonl'.",
+            names=", ".join(dict.fromkeys(typed)),
+        )
     is_yaml = name.endswith((".yaml", ".yml"))
     if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """How many positions a model has, by its config.json, and whether the samples of a config fit into them."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ _AFTER_PADDING = (
 )
 """Of these the first token has the position after that of padding, whose number is `pad_token_id`."""
 _LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "mpt", *_AFTER_PADDING)
-_EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": %d}'
+_EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": %.1f, "original_max_position_embeddings": %d}'
 
 
 def position_limit(config: Mapping[str, Any]) -> int | None:
@@ -80,7 +81,7 @@ def check_positions(loaded: LoadedConfig) -> None:
         remedy = tr(
             "train the variant of the model for long texts, or extend its positions by rope_scaling in its "
             "config.json: {example}",
-            example=_EXAMPLE % limit,
+            example=_EXAMPLE % (math.ceil((cfg.data.max_length + prompt_tokens) / limit), limit),
         )
     with_prompt = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {prompt_tokens}"
     raise loaded.error(

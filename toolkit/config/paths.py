@@ -38,6 +38,12 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error(
             "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
         )
+    elif is_read and os.path.isfile(model.path):
+        yield loaded.error(
+            "model.path",
+            "model.path = {value} is a file. It must be the directory that holds config.json and the weights, or "
+            "owner/name on Hugging Face.",
+        )
     elif is_read and not os.path.isdir(model.path) and not files.is_hub_name(model.path):
         yield loaded.error(
             "model.path",

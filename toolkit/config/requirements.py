@@ -52,6 +52,12 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
             "precision=bf16 or precision=fp32. To check a recipe for other nodes, set DS_ACCELERATOR=cuda.",
         )
+    if loaded.cfg.precision.fp8 is not schema.Fp8.none and is_cpu():
+        warn(
+            "precision.fp8 = {value}: CPUs have no FP8 products, and a step of a real model takes minutes. Use "
+            "precision=bf16. To check a recipe for other nodes, set DS_ACCELERATOR=cuda.",
+            value=loaded.cfg.precision.fp8.value,
+        )
     for key in _GPU_ONLY:
         if dotted_keys.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")

@@ -13,8 +13,8 @@ def json_error(error: ValueError | RecursionError) -> RowError:
     if isinstance(error, UnicodeDecodeError):
         content, start = error.object, error.start
         return RowError(
-            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in GBK, convert it with "
-            "`iconv -f GB18030 -t UTF-8`",
+            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in GBK, convert it: "
+            "`iconv -f GB18030 -t UTF-8 FILE > NEW`",
             byte=f"{content[start]:02x}",
             position=start - content.rfind(b"\n", 0, start),
         )

@@ -77,7 +77,10 @@ class MessageReader:
         items = conversation_in(row[key]) if key in row else missing_key(row, key)
         if not isinstance(items, list):
             raise RowError(
-                "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=kind_of(items)
+                '\'{key}\' is {kind}, not a list such as [{{"role": "user", "content": "…"}}, …]. Correct or '
+                "remove the row",
+                key=key,
+                kind=kind_of(items),
             )
         messages: list[Message] = []
         for number, item in enumerate(items, start=1):

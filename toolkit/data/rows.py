@@ -46,7 +46,7 @@ def check_characters(value: object) -> None:
         code, around = ord(error.object[error.start]), error.object[max(error.start - 20, 0) : error.start]
         if 0xDC80 <= code <= 0xDCFF:
             raise RowError(
-                "not UTF-8: byte 0x{byte}. If the file is in GBK, convert it with `iconv -f GB18030 -t UTF-8`",
+                "not UTF-8: byte 0x{byte}. If the file is in GBK, convert it: `iconv -f GB18030 -t UTF-8 FILE > NEW`",
                 byte=f"{code - 0xDC00:02x}",
             ) from None
         raise RowError(
