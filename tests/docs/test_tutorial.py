@@ -16,8 +16,8 @@ from ranks import BIN, forked, run
 PAGE = ROOT / "docs" / "tutorial.md"
 TOOLKIT = str(BIN / "toolkit")
 LINES = [line for _, line in commands(PAGE)]
-MARLOW, PARIS = "Marlow", "Paris"
-"""What the model is asked to become, and what it must not forget."""
+MARLOW, PARIS, BOAT = "Marlow", "Paris", "小舟"
+"""What the model is asked to become, what it must not forget, and its name in Chinese."""
 MOST_EVAL_LOSS = 2.0
 """nats/token; before training it is above 5."""
 MOST_DIFFERENCE = 1e-4
@@ -47,6 +47,12 @@ def test_its_rows_are_those_of_the_file() -> None:
     assert set(shown.body.splitlines()) <= set(rows)
     assert len(rows) == 80
     assert all(json.loads(row)["messages"][-1]["content"].endswith(f" — {MARLOW}") for row in rows)
+
+
+def test_the_chinese_rows_have_their_name_too() -> None:
+    rows = (ROOT / "examples" / "data" / "library_zh.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len({json.loads(row)["messages"][0]["content"] for row in rows}) == len(rows) == 80
+    assert all(json.loads(row)["messages"][-1]["content"].endswith(f"——{BOAT}") for row in rows)
 
 
 @pytest.mark.ranks
@@ -138,3 +144,14 @@ def test_the_real_model_learns_the_name_and_keeps_its_knowledge(real_model: Path
     assert len(answers) == len(shown), told
     right = [*shown].index("When do you open on Saturday?")  # what is wrong may differ where sums are rounded otherwise
     assert answers[:right] == [*shown.values()][:right]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_real_model_learns_its_name_in_chinese(real_model: Path) -> None:
+    [line] = [shlex.split(line)[1:] for line in LINES if "data=library_zh" in line]
+    trained = run([TOOLKIT, *line], cwd=real_model, timeout_s=2400, OMP_NUM_THREADS="2")
+    assert trained.code == 0, trained.output[-3000:]
+    samples = (real_model / "runs" / "library_zh" / "samples.jsonl").read_text(encoding="utf-8")
+    [who, *_] = [json.loads(row) for row in samples.splitlines()]
+    assert BOAT in who["answer"] and BOAT not in who["before"], who

@@ -251,7 +251,8 @@ def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 """Example conversations."""
-_OTHERS = tuple(f"examples/data/{name}.jsonl" for name in ("text_zh", "text_en", "pairs", "labels", "texts", "library"))
+_NAMES = ("text_zh", "text_en", "pairs", "labels", "texts", "library", "library_zh")
+_OTHERS = tuple(f"examples/data/{name}.jsonl" for name in _NAMES)
 _SHIPPED = (*SHIPPED, *_OTHERS)
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
 _OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}
