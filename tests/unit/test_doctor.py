@@ -369,3 +369,9 @@ def test_machines_are_asked_through_ssh(
         "ssh: bare: sh: 1: exec: /nowhere/python: not found. Install the toolkit there, in the same place.",
     ]
     assert "Nodes: 5, errors: 3, " in said
+
+
+def test_the_language_alone_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "quick=true", "language=zh"])
+    said = capsys.readouterr()
+    assert "1 个节点" in said.out and "没有选择配方" not in said.err

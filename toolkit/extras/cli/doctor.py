@@ -22,7 +22,7 @@ from toolkit.command_line import check_output, named_arguments, one_of, positive
 from toolkit.config.schema import RunConfig
 from toolkit.extras.doctor import agents, examine, findings
 from toolkit.launch import deepspeed, hostfile
-from toolkit.messages import ConfigError, LaunchError, say, tr
+from toolkit.messages import ConfigError, LaunchError, choose_language, say, tr
 
 _OWN = ("quick", "timeout_s")
 _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note", "": "ok"}
@@ -41,6 +41,8 @@ def run(words: list[str]) -> int:
     _, options, rest = deepspeed.typed_options(words)
     settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
+    if not choose_language(overrides):  # no recipe
+        overrides = []
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
     cfg = parse(overrides, options=("--report", *deepspeed.OPTIONS)).loaded.cfg if overrides else RunConfig()
     examination = examine.plan_examination(options, overrides, cfg)
