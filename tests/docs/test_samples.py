@@ -11,6 +11,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.detection import detect_format
 from toolkit.data.labeled_formats import ClassReader, LabelReader, MarginReader, PairReader, TextPairReader
+from toolkit.data.message_lists import ROLES
 from toolkit.data.rows import parse_line, parse_row
 from toolkit.data.sources import read_conversations
 from toolkit.data.tokenize import build_caches
@@ -43,6 +44,13 @@ def test_each_format_has_a_sample(page: Path) -> None:
     of_tasks = {"preference", "labeled", "reward", "classify", "embed"}
     of_files = {one.value for one in RowFormat} - {"auto", "docstrings"} - of_tasks
     assert {name for name, _ in shown} == of_files
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_each_role_is_on_the_page_that_the_error_names(page: Path) -> None:
+    rows = re.findall(r"^\| (?:role|角色) (.+?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    shown = [set(re.findall(r"`(\w+)`", row)) for row in rows]
+    assert sorted(map(sorted, shown)) == sorted(sorted(set(names)) for names in ROLES.values())
 
 
 @pytest.mark.parametrize("page", [PREFERENCES, chinese(PREFERENCES)], ids=lambda page: page.name)

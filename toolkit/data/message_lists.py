@@ -17,7 +17,7 @@ from toolkit.sample_types import Message
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
     "function_call": ("function_call", "tool_call"),
     "tool": ("observation", "function_response", "tool_response", "function", "tool"),
 }
