@@ -35,6 +35,8 @@ fi
 # The stamp names what was installed, so that a changed pyproject.toml or constraints.txt installs again.
 stamp="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"
 if [ ! -f "$venv/.installed-$stamp" ]; then
+    free_gb=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1000000) }')
+    [ "$free_gb" -ge 2 ] || { echo "$venv needs 2 GB of disk, 8 with PyTorch for CUDA; $free_gb GB are free." >&2 && exit 2; }
     if [ ! -x "$venv/bin/python" ]; then
         python="$(find_python)"
         stage venv "$python" -m venv "$venv"

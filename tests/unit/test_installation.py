@@ -100,6 +100,16 @@ def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path)
     assert [line for line in source() if line] == [f"== environment: {venv} is up to date"]
 
 
+def test_a_full_disk_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    df = tmp_path / "df"
+    df.write_text("#!/bin/sh\necho header\necho /dev/x 9 9 1900000 99% /\n")
+    df.chmod(0o755)
+    words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TOOLKIT_VENV": str(tmp_path / "venv"), "extras": ""}
+    finished = run_script("source scripts/environment.sh; echo too far", **words)
+    assert finished.returncode == 2 and not finished.stdout
+    assert finished.stderr == f"{tmp_path}/venv needs 2 GB of disk, 8 with PyTorch for CUDA; 1 GB are free.\n"
+
+
 @pytest.fixture
 def ready(tmp_path: Path) -> Path:
     """An environment whose Python notes its arguments, and is this one where its own program is asked."""
