@@ -44,7 +44,7 @@ if [ ! -f "$venv/.installed-$stamp" ]; then
     # pip compiles to bytecode on one core; all of them do it below.
     pip_install=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile)
     [ -t 1 ] || pip_install+=(--quiet) # on a terminal pip shows its progress bars
-    source scripts/torch_build.sh
+    export PIP_EXTRA_INDEX_URL; PIP_EXTRA_INDEX_URL="$(scripts/torch_build.sh "$venv/bin/python")"
     # torch first and pinned, so that nothing else can pull in another build of several gigabytes.
     stage torch "${pip_install[@]}" "$(grep '^torch==' constraints.txt)"
     stage packages "${pip_install[@]}" -c constraints.txt -e ".$extras"
