@@ -63,6 +63,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     `dtype`: precision of training. ModelError if the model does not support it.
     """
     name = attention.value
+    # The state of such layers would run on from one sample of a row to the next.
     if packed and "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         from toolkit.models.delta_layers import pack_delta_layers
 
@@ -113,34 +114,46 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
 def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the mask, or what replaces it, as arguments of forward in the form that the model's attention takes."""
-    segments, implementation = batch["segment_ids"], module.config._attn_implementation
-    if "part" in batch:
+    segments = batch["segment_ids"]
+    if "part" in batch:  # parallel.sequence: this rank has a part of each row
         from toolkit.layouts.sequence import part_arguments
 
         return part_arguments(module, batch)
-    if getattr(module, "builds_positions", False):
+    if getattr(module, "builds_positions", False):  # ChatGLM-6B makes mask and positions itself, from the ids
         return {"attention_mask": segments > 0, "position_ids": None}
     if "cu_seq_lens" not in batch:  # each row has one sample
         mask = segments > 0
+        # transformers hands the tensor on to `training_mask`, which then drops it.
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
-    if implementation == Attention.varlen.value:
+    if module.config._attn_implementation == Attention.varlen.value:
         from toolkit.models.segment_attention import placeholder_mask, segment_arguments
 
         arguments, arguments_with_mask = segment_arguments(batch), placeholder_mask(segments)
+        # For models that pass only the mask to their layers: `sample_attention` then finds the segments on it.
         arguments_with_mask["attention_mask"].segments = arguments  # type: ignore[attr-defined]
         return arguments_with_mask | arguments
+    # Layers of the gated delta rule take no mask: their kernels begin a new state at each sample's bound.
+    bounds = {"cu_seq_lens_q": batch["cu_seq_lens"]} if record_of(module).has_delta_layers else {}
+    return bounds | {"attention_mask": _block_diagonal_mask(module, batch)}
+
+
+def _block_diagonal_mask(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mask of packed rows, [B, 1, S, S]: bool, True where a query sees a key; for eager attention, which
+    adds it to the scores, 0 there and the smallest number elsewhere.
+    """
+    segments = batch["segment_ids"]
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    # A key of segment s is seen by queries of the segments s to `seen_until`.
+    # A key of segment s is seen by queries of the segments s to `seen_until`: of s alone, but for the tokens of a
+    # prefix that later samples of the row share.
     seen_from, seen_until = segments[:, None, :], batch.get("seen_until", segments)[:, None, :]
     query_segments = segments[:, :, None]
     blocks = ((seen_from <= query_segments) & (query_segments <= seen_until) & causal)[:, None]  # [B, 1, S, S]
-    arguments = {"cu_seq_lens_q": batch["cu_seq_lens"]} if record_of(module).has_delta_layers else {}
-    if implementation == "eager":
-        dtype = next(module.parameters()).dtype
-        blocks = torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)
-    return arguments | {"attention_mask": blocks}
+    if module.config._attn_implementation != "eager":
+        return blocks
+    dtype = next(module.parameters()).dtype
+    return torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)
 
 
 def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:

@@ -83,16 +83,19 @@ def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
     """Return three packed rows [a b], [c b] and [b]: a and c have `times` x 12 tokens, b has `times` x 20. Each row
     begins with `times` x `trunk` more, a prefix that its samples share.
     """
-    # Rows [trunk a | b], [trunk c | b] and [trunk b | padding]; `begin`: of b in the first two.
-    trunk, begin, length = trunk * times, (12 + trunk) * times, 20 * times
-    width, stop_alone = begin + length, trunk + length
+    # Rows [trunk a | b], [trunk c | b] and [trunk b | padding]. b is at `begin`:`width` in the first two, and at
+    # `trunk`:`stop_alone` in the third.
+    trunk, length = trunk * times, 20 * times
+    begin, stop_alone = trunk + 12 * times, trunk + length
+    width = begin + length
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab_size, (3, width), generator=generator)
     ids[:, :trunk] = ids[0, :trunk]
     ids[1, begin:] = ids[2, trunk:stop_alone] = ids[0, begin:]
-    segments = torch.ones_like(ids)
+    segments = torch.ones_like(ids)  # the trunk is of its row's first sample
     segments[:2, begin:] = 2
     segments[2, stop_alone:] = 0
+    # b's positions follow the trunk's in all rows.
     positions = torch.cat((torch.arange(begin), torch.arange(trunk, stop_alone))).repeat(3, 1)
     positions[2] = torch.arange(width)
     bounds = [0, begin, width, width + begin, 2 * width, 2 * width + stop_alone, 3 * width]

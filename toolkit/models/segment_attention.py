@@ -150,7 +150,7 @@ def _attend_one_by_one(
         if not len(q):  # all tokens of the segment were dropped
             continue
         q, k, v = (repeat_kv(tensor.transpose(0, 1)[None], heads // tensor.size(1)) for tensor in (q, k, v))
-        seen, shared = k.size(2), k.size(2) - q.size(2)
+        seen, shared = k.size(2), k.size(2) - q.size(2)  # `shared`: tokens of a prefix, which all queries see
         mask = torch.ones(q.size(2), seen, dtype=torch.bool, device=q.device).tril(shared) if shared else None
         is_causal = mask is None
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scaling)

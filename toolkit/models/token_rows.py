@@ -45,13 +45,14 @@ def _forward(layer: Any, inputs: torch.Tensor, active_adapters: list[str], *args
     if layer.disable_adapters or layer.merged or not active_adapters:
         return output
     (adapter,) = active_adapters
-    ids = torch.tensor(layer.token_indices[adapter], device=output.device)
-    if not isinstance(layer.base_layer, nn.Embedding):
+    ids = torch.tensor(layer.token_indices[adapter], device=output.device)  # [K], of the trained rows
+    if not isinstance(layer.base_layer, nn.Embedding):  # the output layer: replace the trained tokens' logits
         rows = layer.trainable_tokens_delta(torch.arange(len(ids), device=output.device), adapter).to(inputs.dtype)
         return output.index_copy(-1, ids, functional.linear(inputs, rows).to(output.dtype))
     is_row = inputs[..., None] == ids  # [B, S, K]
+    # Each token's number among the K rows; 0 for a token that has none, whose row `where` drops below.
     rows = layer.trainable_tokens_delta(is_row.byte().argmax(dim=-1), adapter).to(output.dtype)
-    scale = layer._get_embed_scale()
+    scale = layer._get_embed_scale()  # the factor of embeddings such as Gemma's, None without one
     rows = rows if scale is None else rows * scale.to(rows.dtype)
     return torch.where(is_row.any(dim=-1, keepdim=True), rows, output)
 
