@@ -197,21 +197,33 @@ class AnswerFinder:
         rendered = self.template.render(messages, tools, add_generation_prompt=False)
         spans = []
         for index in trained_indices:
-            up_to_answer = rendered
-            if index < len(messages) - 1:
-                up_to_answer = self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
-            stop = self.answer_end(rendered, up_to_answer)
-            begin = None if stop is None else self._answer_begin(messages[index], up_to_answer)
-            if stop is not None and begin is None:
-                begin = self.prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
-            if stop is None or begin is None:
+            span = self._span_by_comparison(messages, tools, index, rendered)
+            if span is None:
                 if trained_indices != [len(messages) - 1] or not (self.traits.earlier_end or self.traits.no_thinking):
                     return None
                 from toolkit.models import served_turns
 
+                # The template leaves a part of the last answer's prompt out where it writes the answer.
                 return served_turns.after_prompt(self.template, self.traits, messages, tools, rendered)
-            spans.append((begin, stop))
+            spans.append(span)
         return rendered, spans
+
+    def _span_by_comparison(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, rendered: str
+    ) -> Span | None:
+        """Return the span of one message in a conversation's text `rendered`; None if this does not begin with the
+        rendering up to that message, or with the prompt for it.
+        """
+        up_to_answer = rendered
+        if index < len(messages) - 1:
+            up_to_answer = self.template.render(messages[: index + 1], tools, add_generation_prompt=False)
+        stop = self.answer_end(rendered, up_to_answer)
+        if stop is None:
+            return None
+        begin = self._answer_begin(messages[index], up_to_answer)
+        if begin is None:
+            begin = self.prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
+        return None if begin is None else (begin, stop)
 
     def answer_end(self, text: str, up_to_answer: str) -> int | None:
         """Return where an answer ends in a conversation's text: the length of `up_to_answer`, the rendering that ends

@@ -107,6 +107,7 @@ class Examination:
         prompt = self.render(PROBE[:1], None, add_generation_prompt=True)
         reply = self.render(PROBE[:2], None, add_generation_prompt=False)
         longer = self.render(PROBE[:3], None, add_generation_prompt=False)
+        # Else answers do not follow their prompt, or are written in another way once a question follows.
         is_usual = reply.startswith(prompt) and longer.startswith(reply)
         if not is_usual or (self.traits.reasoning_key is None and "<think>" in self.template.text):
             from toolkit.models import served_turns
@@ -166,6 +167,7 @@ class Examination:
         """Determine whether earlier answers are written in another way once another turn follows."""
         under_key = [m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]
         in_text = [{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]
+        # Rounds with tools at the end, and with another question after them.
         loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
         divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
         rewrites_reasoning = any(self._is_divided(chat, None) for chat in (under_key, in_text))
@@ -245,7 +247,7 @@ class Examination:
             before_question = tokens_before("user")
             marks.update(before_question)
             opening = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
-            marks.update(added_token.findall(opening)[:1])
+            marks.update(added_token.findall(opening)[:1])  # not <think> after <|assistant|>
             # Of a result's turn that begins otherwise than a question's, the first token that differs.
             token_pairs = zip(tokens_before("tool"), before_question, strict=False)
             marks.update([token for token, of_question in token_pairs if token != of_question][:1])
@@ -260,14 +262,14 @@ def _openings(finder: AnswerFinder, shield: Shield) -> Openings | None:
         question = template.render(PROBE[:1], None, add_generation_prompt=False, **mode)
         prompt = template.render(PROBE[:1], None, add_generation_prompt=True, **mode)
         openings.append(prompt.removeprefix(question))
-        leads.add(shield.control_at(openings[-1]))
+        leads.add(shield.control_at(openings[-1]))  # such as <|assistant|>, "" without one
     is_same_in_all_modes = len(leads) == 1
     ending = template.render(PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
-    for role in ("user", "tool"):
+    for role in ("user", "tool"):  # whose turns may follow an answer
         with suppress(RowError):
             after = template.render([*PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
-            turn_start = finder.answer_end(after, ending) or 0
-            leads.add(shield.control_at(after, turn_start))
+            turn_start = finder.answer_end(after, ending) or 0  # after the end token, if the template writes one here
+            leads.add(shield.control_at(after, turn_start))  # such as <|user|>
     if not is_same_in_all_modes or "" in leads:
         return None
     chat_template = template.tokenizer.chat_template
@@ -336,7 +338,7 @@ class TemplateChatEncoder:
 
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
         wrapped, bare, with_bos = ids_of(WORD, True), ids_of(WORD, False), ids_of((bos or "") + WORD, False)
-        # Where the word's own ids are among `wrapped`.
+        # Where the word's own ids are among `wrapped`: the last such place.
         start = next((n for n in reversed(range(len(wrapped) + 1)) if wrapped[n : n + len(bare)] == bare), 0)
         self.before_text = wrapped[:start]
         self.after_text: Sequence[int] = wrapped[start + len(bare) :]
@@ -448,6 +450,7 @@ class TemplateChatEncoder:
         for index, (begin, stop) in zip(trained_indices, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
         has_thought = any("</think>" in messages[index]["content"] for index in trained_indices)
+        # Nothing that `_trained_part` would cut off or add.
         if is_plain and not has_thought and self.train_thinking and not self.traits.ends:
             return text, spans
         spans_by_message = zip(trained_indices, spans, strict=True)
@@ -478,7 +481,7 @@ class TemplateChatEncoder:
                 features.add("tool")
             elif calls:
                 features.update(["tool_calls", "text" if message["content"] else "", "parallel" if calls[1:] else ""])
-            lost = max(features & self.traits.missing, default="")
+            lost = max(features & self.traits.missing, default="")  # one of them
             has_reasoning = message.get("reasoning_content") and _is_trained(message)
             if self.traits.reasoning_key is None and self.traits.thought is None and has_reasoning:
                 lost = "reasoning"
@@ -504,15 +507,7 @@ class TemplateChatEncoder:
                 setting=_template_setting(self.tokenizer, "reasoning"),
             )
         if not self.train_thinking and message["role"] == "assistant":
-            other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}
-            start = begin  # of the content: where the text with another content differs
-            with suppress(RowError):  # gpt-oss' rejects a text beside both reasoning and calls
-                changed = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
-                # Of a text by `served_turns.after_prompt`, the template writes the end.
-                is_own = changed[:begin] == text[:begin]
-                shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
-                chars = zip(text[begin:stop], changed[begin - shift :], strict=False)
-                start += next((offset for offset, (char, changed_char) in enumerate(chars) if char != changed_char), 0)
+            start = self._content_start(messages, tools, index, text, span, block[0] if block else "")
             if thought and start == begin:
                 start = text.index(thought, begin) + len(thought)
             if thought or "</think>" in text[begin:start]:
@@ -520,6 +515,25 @@ class TemplateChatEncoder:
         if self.traits.ends and self.template.end not in text[begin:stop]:
             stop += len(next((end for end in self.traits.ends if text.startswith(end, stop)), ""))
         return begin, stop
+
+    def _content_start(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span, block: str
+    ) -> int:
+        """Return where the content of the message `index` begins in a conversation's text, after the reasoning: the
+        first place in its `span` where the text with another content, U+FDD2, differs; the span's start if there is
+        none. `block`: reasoning that the content begins with, which the other content keeps; "" without.
+        """
+        begin, stop = span
+        other = {**messages[index], "content": f"{block}\ufdd2"}
+        try:
+            changed = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
+            # Of a text by `served_turns.after_prompt`, the template writes the end; its start is `shift` longer.
+            is_own = changed[:begin] == text[:begin]
+            shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
+        except RowError:  # gpt-oss' rejects a text beside both reasoning and calls
+            return begin
+        chars = zip(text[begin:stop], changed[begin - shift :], strict=False)
+        return begin + next((offset for offset, (char, changed_char) in enumerate(chars) if char != changed_char), 0)
 
 
 def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield) -> Sequence[Message]:
@@ -543,7 +557,7 @@ def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield
         messages = [
             served_turns.with_key(message) if message["role"] == "assistant" else message for message in messages
         ]
-    if key not in (None, "reasoning_content"):
+    if key not in (None, "reasoning_content"):  # the template has a key of its own
         messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
     return shield.cover(messages)
 

@@ -51,7 +51,7 @@ def use_template(tokenizer: Any, name: str) -> None:
     file = files.chat_template_file(name)
     with reading(str(file), ModelError, tr("Correct model.chat_template.")):
         text = file_bytes(file, _LARGEST_BYTES).decode("utf-8")
-    if name in TEMPLATES and file == files.named_chat_template(name):
+    if name in TEMPLATES and file == files.named_chat_template(name):  # not a user's file of that name
         if missing := _missing_tokens(tokenizer, name):
             raise ModelError(
                 "model.chat_template = {name} writes {token}, which is no token of '{tokenizer}': the model would "

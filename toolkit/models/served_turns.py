@@ -30,14 +30,17 @@ def examine(examination: "Examination") -> None:
         prompt.removeprefix(template.render(PROBE[:1], None, False, **mode))
         for prompt, mode in zip(prompts, MODES, strict=True)
     ]
+    # Qwen3's: "<|im_start|>assistant\n" with reasoning; without, "<think>\n\n</think>\n\n" follows (`no_thought`).
     thinking_opening = openings[-1]
     for mode, opening in zip(MODES[:-1], openings, strict=False):
         # What the opening of a mode has after that which leaves the reasoning to the model, if it begins with that.
         no_thought = opening.removeprefix(thinking_opening)
         if not thinking_opening or no_thought in ("", opening):
             continue
+        # The template leaves `no_thought` out where it writes an answer.
         if answered.startswith(question + thinking_opening) and not begins_with_prompt:
             examination.note(no_thinking=(thinking_opening, no_thought, mode))
+        # Without a key for reasoning: whether it may stand in the content, in the block that `no_thought` leaves empty.
         block = re.fullmatch(r"(<think>\n?)(\n?</think>\s*)", no_thought)
         if examination.traits.reasoning_key is None and block:
             thought = f"{block[1]}Why.{block[2]}"
@@ -63,6 +66,7 @@ def _examine_ends(examination: "Examination", question: str) -> None:
         examination.note(earlier_end=mark[0], ends=examination.traits.ends - {mark[0]})
     with suppress(RowError):  # it rejects calls
         called = template.render([PROBE[0], message_with_call(WORD)], None, add_generation_prompt=False)
+        # The added token that the call ends with, if it ends with one.
         last_tokens = [token for token in added_token.findall(called) if called.rstrip().endswith(token)][-1:]
         examination.note(call_ends=frozenset(last_tokens) - {template.end})
 
@@ -83,6 +87,7 @@ def after_prompt(
         return None
     if traits.no_thinking:
         opening, no_thought, mode = traits.no_thinking
+        # The rendering goes on after `opening` with the answer, the prompt with `no_thought`.
         start = template.render(before, tools, False, **mode) + opening
         prompt, written = start + no_thought, rendered.removeprefix(start)
         if written == rendered or template.render(before, tools, True, **mode) != prompt:
@@ -90,9 +95,10 @@ def after_prompt(
     else:  # what is written for the message is seen where it follows one question
         prompt = template.render(before, tools, True)
         question, question_prompt = template.render(PROBE[:1], tools, False), template.render(PROBE[:1], tools, True)
-        opening, short = question_prompt.removeprefix(question), template.render([PROBE[0], message], tools, False)
-        written = short.removeprefix(question_prompt)
-        if not opening or written == short or not prompt.endswith(opening) or not rendered.endswith(opening + written):
+        short_chat = template.render([PROBE[0], message], tools, False)
+        opening, written = question_prompt.removeprefix(question), short_chat.removeprefix(question_prompt)
+        is_seen = opening != "" and written != short_chat
+        if not is_seen or not prompt.endswith(opening) or not rendered.endswith(opening + written):
             return None
     return prompt + written, [(len(prompt), len(prompt) + len(written))]
 
@@ -103,7 +109,8 @@ def with_key(message: Message) -> Message:
     if not end or message.get("reasoning_content") or not before.lstrip().startswith("<think>"):
         return message
     thought = before.lstrip().removeprefix("<think>").strip()
-    return {**message, "reasoning_content": thought, "content": content.removeprefix("\n").removeprefix("\n")}
+    content = content.removeprefix("\n").removeprefix("\n")  # the empty line that separates them
+    return {**message, "reasoning_content": thought, "content": content}
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:

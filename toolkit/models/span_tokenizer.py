@@ -173,7 +173,7 @@ class SpanTokenizer:
             ]
         encoded: dict[int, Encoded] = {}
         is_covered = [BREAKS.search(text) is not None for text in texts]
-        for covered_texts in (False, True):
+        for covered_texts in (False, True):  # those with breaks need the backend that drops them
             indices = [index for index, covered in enumerate(is_covered) if covered is covered_texts]
             if not indices:
                 continue
@@ -218,10 +218,10 @@ class SpanTokenizer:
 
     def _join_pieces(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
         """Return a text's ids and mask from its pieces and their ids; None where no opening precedes a span."""
-        is_whole = spans == [(0, len(text))]
+        is_whole = spans == [(0, len(text))]  # a plain text, all of which is trained
         joined: list[int] = []
         mask: list[bool] = []
-        position, remaining = 0, list(reversed(() if is_whole else spans))
+        position, remaining = 0, list(reversed(() if is_whole else spans))  # the next one last
         for piece, ids in pieces:
             piece_end, num_before = position + len(piece), len(joined)
             joined += ids
@@ -236,7 +236,7 @@ class SpanTokenizer:
             position = piece_end
         if remaining or (is_whole and not text.endswith(self.end)):
             return None
-        if spans and spans[-1][1] == len(text) and not is_whole:
+        if spans and spans[-1][1] == len(text) and not is_whole:  # nothing follows its ids but an end token
             del joined[end:], mask[end:]
             if joined[-1] not in self.last_ids:
                 joined, mask = [*joined, self.end_id], [*mask, True]
@@ -254,9 +254,9 @@ class SpanTokenizer:
         if control is None:
             return (start, len(ids)) if stop == len(piece) else None
         is_end, after = control[0] == self.end, control.end()
-        if stop not in control.span() and not (
-            is_end and after < stop <= len(piece) and self.end not in piece[after:stop]
-        ):
+        # Such as a line break that the template writes after the end token.
+        ends_with_more = is_end and after < stop <= len(piece) and self.end not in piece[after:stop]
+        if stop not in control.span() and not ends_with_more:
             return None
         # A span may leave out the end token that follows it.
         closing = ids.index(self.closing_ids[control[0]], start)
@@ -264,7 +264,8 @@ class SpanTokenizer:
 
     def merges(self, prompt: str, answer: str) -> bool:
         """Whether a prompt that ends with `prompt` would have other tokens if the answer followed in the same text."""
-        if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
+        is_separated = prompt.endswith("\n") and not answer[:1].isspace()  # with a line break only white space merges
+        if not self.tokenizer.is_fast or not prompt or is_separated:
             return False
         backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
         prompt_ids = backend.encode(prompt, add_special_tokens=False).ids

@@ -39,7 +39,8 @@ class WholeTexts:
         if not borders:
             return encoding, text, spans
         pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
-        # A span moves by one character for each border before it, which `SPLIT` now marks.
+        # A span moves by one character for each border before it, which `SPLIT` now marks; that at its own beginning is
+        # before it, one at its end is not.
         shifted = [
             (begin + sum(border <= begin for border in borders), stop + sum(border < stop for border in borders))
             for begin, stop in spans
@@ -84,12 +85,13 @@ class WholeTexts:
             return ids
 
         ids = tokens(text)
-        for begin, _ in spans:
+        for begin, _ in spans:  # split where the ids of the prompt by itself, from which generation starts, are others
             if not _begins_with(ids, tokens(text[:begin])):
                 borders.append(begin)
                 ids = tokens(text)
 
         def id_index(position: int) -> int:
+            """Return how many ids the text and its beginning up to `position` have in common."""
             prefix_ids = tokens(text[:position])
             differs = (prefix_id != text_id for prefix_id, text_id in zip(prefix_ids, ids, strict=False))
             return next((index for index, is_other in enumerate(differs) if is_other), min(len(prefix_ids), len(ids)))
@@ -105,9 +107,9 @@ class WholeTexts:
         for begin, stop in spans:
             # A span may leave out the end token that follows it.
             last = stop + 1 if ids[stop : stop + 1] == [end] else stop
-            if last == begin or ids[last - 1] != end:
+            if last == begin or ids[last - 1] != end:  # the template may write more after the end token: cut it off
                 last = ids.index(end, begin, last) + 1 if end in ids[begin:last] else last
-            mask += [False] * (begin - len(mask))
+            mask += [False] * (begin - len(mask))  # between the spans
             mask += [True] * (last - begin)
         if spans and spans[-1][1] >= len(ids):
             ids = ids[: len(mask)]
