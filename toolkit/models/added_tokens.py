@@ -56,14 +56,16 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     _check_supported(model, tokenizer_folder)
     tokenizer = tokenizer_files.load_tokenizer(tokenizer_folder, family=model.family)
     vocabulary, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
-    # A control token in a row's text stays text (shield.py): only what the template writes is one.
+    # A control token in a row's text stays text (`Shield`): only what the template writes is one.
     special = [token for token in model.add_tokens if token in template]
     for token in model.add_tokens:
         added = AddedToken(token, normalized=False, special=token in special)
         tokenizer.add_tokens([added], special_tokens=token in special)
     ids = dict(zip(model.add_tokens, tokenizer.convert_tokens_to_ids(model.add_tokens), strict=True))
-    used = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
-    tables = _tables(folder, used)
+    # Ids of some vocabularies have gaps: the highest says how many rows they need.
+    num_rows = max(*tokenizer.get_vocab().values(), len(tokenizer) - 1) + 1
+    tables = _tables(folder, num_rows)
+    # The directory's name changes with all that decides about its content.
     identity = base_model.weights_digest(folder), chat.tokenizer_identity(tokenizer)
     parts = [_VERSION, str(folder.resolve()), ids, special, tables.rows, identity]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -92,6 +94,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
             build(building, with_weights=not config_only)
     _report(ids, [token for token in ids if token not in vocabulary], special, tables.rows)
     origin = tr("model.add_tokens of {folder}", folder=folder)
+    # Reports name the original model, not the copy's hash.
     values = {"model.path": str(target), "model.tokenizer": "", "model.name": model.name or model.hub_id or folder.name}
     return replace(loaded, {key: (value, origin) for key, value in values.items()})
 
@@ -133,13 +136,13 @@ def _template_text(model: ModelConfig, tokenizer: Any) -> str:
         return file_bytes(files.chat_template_file(model.chat_template)).decode("utf-8")
 
 
-def _tables(folder: Path, used: int) -> _Tables:
-    """Return the embedding and output layer of the model in `folder`, with rows for at least `used` ids; ModelError if
-    that takes more rows, and the model cannot have them.
+def _tables(folder: Path, num_rows: int) -> _Tables:
+    """Return the embedding and output layer of the model in `folder`, with at least `num_rows` rows; ModelError if they
+    have fewer, and the model cannot have more.
     """
     model = load.load_empty(folder)
     text_config = model.config.get_text_config()
-    rows = (text_config.vocab_size, max(text_config.vocab_size, used))
+    rows = (text_config.vocab_size, max(text_config.vocab_size, num_rows))
     names = _names_of_tables(model)
     config = directory.read_object(folder / _CONFIG)
     if rows[0] < rows[1]:
@@ -160,6 +163,7 @@ def _tables(folder: Path, used: int) -> _Tables:
                 rows=rows[0],
                 others=", ".join(sorted(others)) or _CONFIG,
             )
+        # Multimodal models may repeat the number at the top.
         for section in (*sections, *([config] if "vocab_size" in config else [])):
             section["vocab_size"] = rows[1]
     return _Tables(names, rows, stored_form.TransformersLayout(model, weights.WeightFiles(folder).shapes), config)
@@ -180,7 +184,9 @@ def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
     names, layout = tables.names, tables.layout
     growing: dict[Path, list[str]] = {}  # weight file -> the tables in it
     for name, info in stored.items():
-        if old < new and info.shape[:1] == (old,) and (name in names or {*layout.parameters(name)} & names):
+        # By its name in the file (a tied head may be stored too), or by the parameter that it fills.
+        is_table = name in names or bool({*layout.parameters(name)} & names)
+        if is_table and old < new and info.shape[:1] == (old,):
             growing.setdefault(info.file, []).append(name)
     added = 0  # bytes
     for file in directory.weight_files(folder):
@@ -216,7 +222,7 @@ def _check_single(folder: Path, ids: dict[str, int]) -> None:
                 "another text, such as <|{name}|>.",
                 token=token,
                 ids=encoded,
-                name="name",
+                name="name",  # stands in the message as it is: <|name|>
             )
 
 

@@ -48,10 +48,12 @@ def load_tokenizer(
 
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
-        # An export of training with model.chat_template has another template than the family's, which is kept. Exports
-        # of earlier versions have the family's template without `SERVED_TURNS`.
+        # A template that `model.chat_template` gave in training is in the export, and is kept. Others stand for the
+        # family's own format: its template, that without `SERVED_TURNS` (`bare`) in exports of earlier versions, the
+        # official file's, or none.
         bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
         default_templates = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
+        # Exports have the vocabulary in `official/`; ChatGLM-6B's tokenizer is saved in its official layout.
         is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
         if is_saved and (saved := directory.saved_template(folder)) not in default_templates:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
@@ -178,7 +180,8 @@ def _growth_factor(step: Any) -> float:
         text = pattern.get("String") if isinstance(pattern, dict) else None
         matched = len(text.encode()) if isinstance(text, str) else 1  # an expression may match a single character
         content = len(str(step.get("content", "")).encode())
-        growth *= max(1.0, content / matched if matched else content + 1.0)
+        # An empty pattern matches before each character, which stays.
+        growth *= max(1.0, content / matched) if matched else content + 1.0
     elif step.get("type") == "Prepend":
         growth *= 1.0 + len(str(step.get("prepend", "")))
     return growth

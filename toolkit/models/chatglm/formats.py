@@ -160,6 +160,7 @@ class _Rounds(FamilyChatEncoder):
         messages. RowError if questions and answers do not take turns.
         """
         turns = [message for message in messages if message["role"] != "system"]
+        # An answer that calls a tool counts as a tool's turn, which these formats do not know.
         roles = ["tool" if message.get("tool_calls") else message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
             raise RowError(
@@ -185,7 +186,7 @@ class _ChatGLM(_Rounds):
         return [Piece(text), self.token("[gMASK]"), self.token("<sop>")]
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
-        pieces = super().example(messages)
+        pieces = super().example(messages)  # question, [gMASK], <sop>, answer, <eop>
         if messages[-1]["role"] != TEXT:
             pieces[2] = self.token("<sop>", self.original)
         return pieces

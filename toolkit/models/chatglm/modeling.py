@@ -82,7 +82,7 @@ def build_mask(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.T
     """Return the mask of sequences with <sop>, bool `[B, 1, S, S]`, True where forbidden; `padded`: bool `[B, S]`."""
     index = torch.arange(input_ids.size(1), device=input_ids.device)
     is_context = index[None] < first_index(input_ids, config.bos_token_id)[:, None]  # [B, S]
-    masked = (index[None, :] > index[:, None])[None] & ~is_context[:, None, :]
+    masked = (index[None, :] > index[:, None])[None] & ~is_context[:, None, :]  # later tokens, but for the context's
     if padded is not None:
         masked = masked | padded[:, None, :] | padded[:, :, None]
     return masked[:, None]

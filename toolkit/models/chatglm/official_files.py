@@ -61,7 +61,7 @@ def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     if ratio == 1:
         return False
     code = read_text(folder / _MODEL_CODE)
-    if bool(_DIVIDES.search(code)) != bool(_MULTIPLIES.search(code)):
+    if bool(_DIVIDES.search(code)) != bool(_MULTIPLIES.search(code)):  # it does one of both
         return bool(_DIVIDES.search(code))
     family = named_family(folder)
     if family is not Family.auto:

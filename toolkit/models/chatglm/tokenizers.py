@@ -60,6 +60,7 @@ def sentencepiece_bpe(file: Path, roles: bool) -> Tokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    # `<|eop|>` has an id, but these formats never write it.
     added = ["<unk>", "<s>", "</s>", *(token for token in specials if token != formats.EOP)]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in added])
     backend.post_processor = processors.TemplateProcessing(
@@ -153,7 +154,7 @@ def image_tokens(vocabulary: Path) -> int:
             "{first} in config.json (bos_token_id). Download tokenizer and model from the same "
             "revision.",
             file=vocabulary,
-            sop=sop + int(configured or 0),
+            sop=sop + int(configured or 0),  # by the tokenizer's own files
             first=model_sop,
         )
     return offset
