@@ -98,7 +98,7 @@ def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: ob
     """
     expected_numbers = expected.numbers[name]
     if len(numbers) != len(expected_numbers) or any(
-        not abs(wanted - number) <= _ROUNDING * max(abs(wanted), abs(number)) + 1e-6
+        not abs(wanted - number) <= _ROUNDING * max(abs(wanted), abs(number)) + 1e-6  # True for NaN
         for wanted, number in zip(expected_numbers, numbers, strict=True)
     ):
         raise ModelError(
@@ -117,6 +117,7 @@ def find_base(folder: Path, override: str = "") -> Path:
     """
     base = read_base(folder)
     path = override or ("" if base is None else base.path)
+    # A checkpoint or export is in its run's directory, or some levels below it.
     in_run = [] if override else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
     for candidate in [*([Path(path)] if path else []), *in_run]:
         if (candidate / "config.json").is_file():

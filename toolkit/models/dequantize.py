@@ -168,8 +168,9 @@ def _gptq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     bits = _bits(tensors[".qzeros"], scales)
     zeros = _unpacked(tensors[".qzeros"], bits)
     if quantized.format_of(settings) == "gptq":
-        zeros = (zeros + 1) & (2**bits - 1)
-    group_of_input, group_size = tensors.get(".g_idx"), -(-(len(tensors[".qweight"]) * 32 // bits) // len(scales))
+        zeros = (zeros + 1) & (2**bits - 1)  # within `bits` bits
+    num_inputs, group_of_input = len(tensors[".qweight"]) * 32 // bits, tensors.get(".g_idx")
+    group_size = -(-num_inputs // len(scales))  # rounded up
     if group_of_input is not None and torch.equal(group_of_input, torch.arange(len(group_of_input)) // group_size):
         group_of_input = None  # not in act order
     return _decode_affine(_unpacked(tensors[".qweight"].T, bits), zeros.T, scales.T, group_of_input)
@@ -187,6 +188,7 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     if packed.dtype == torch.uint8:
         scales = _power_of_2(scales) if scales.dtype == torch.uint8 else scales.float()
         values = _fp4(packed)
+        # NVFP4's scales were multiplied by a factor of the whole matrix before they were rounded to FP8.
         return values * _spread(scales, values.shape) / tensors.get(".weight_global_scale", torch.ones(1)).float()
     outputs, inputs = (int(size) for size in tensors[".weight_shape"])
     bits = -(-packed.shape[1] * 32 // inputs)
@@ -236,7 +238,7 @@ def _spread(scales: torch.Tensor, shape: torch.Size, block: Any = None) -> torch
     ValueError if the shapes do not fit.
     """
     scales = _power_of_2(scales) if scales.dtype == torch.uint8 else scales.float()
-    if scales.numel() == 1 or scales.ndim == 1:
+    if scales.numel() == 1 or scales.ndim == 1:  # one for all; several in one dimension do not fit
         return scales.reshape(())
     for dim in (-2, -1):
         size, count = shape[dim], scales.shape[dim]

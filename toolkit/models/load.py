@@ -343,7 +343,7 @@ def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
     which needs no weights, describes. They may be on the meta device.
     """
     shell = load_empty(folder)
-    with torch.device("meta"):
+    with torch.device("meta"):  # transformers converts and compares the tensors as if it loaded them
         _, report = type(shell).from_pretrained(
             None,
             config=shell.config,
@@ -425,9 +425,9 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     for prefix, part in model.named_modules():
         # Read together: an item of an outermost list, or an embedding or linear layer outside of lists.
         outer_lists = [list_name for list_name in lists if prefix.startswith(f"{list_name}.")]
-        if outer_lists != [prefix.rpartition(".")[0]] and (
-            outer_lists or not isinstance(part, nn.Embedding | nn.Linear)
-        ):
+        is_item = outer_lists == [prefix.rpartition(".")[0]]
+        is_single = not outer_lists and isinstance(part, nn.Embedding | nn.Linear)
+        if not is_item and not is_single:
             continue
         stored = [f"{prefix}.{name}" for name in part.state_dict(keep_vars=True)]
         names = {name: tied.get(name, name) for name in stored if tied.get(name, name) in shapes}

@@ -82,7 +82,7 @@ def read_weights(
                     if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
                         with files.open(name) as stored:
                             for target, part in zip(targets, layout.split(name, stored), strict=True):
-                                if is_partitioned:
+                                if is_partitioned:  # into the gathered parameter, else in place of the empty one
                                     tensors[target].data[index].copy_(part)
                                 else:
                                     _fill_target(model, target, index, part, rows[target], dtype)
@@ -93,7 +93,7 @@ def read_weights(
             if partitioned or ready is not None:
                 weights.return_memory()
     if not is_partitioned or needed_rows is not None or ready is not None:
-        model.tie_weights()  # a tied head has lost the parameter that was replaced
+        model.tie_weights()  # a tied head has lost the parameter that `_fill_target` or `ready` replaced
         if not any(parameter.is_meta for parameter in model.parameters()):
             weights.compute_buffers(model)
 
@@ -125,7 +125,7 @@ def _fill_target(
     if isinstance(number, slice):
         target.data[index].copy_(part)
         return
-    target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)
+    target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)  # an expert, of those that this rank has
 
 
 def assign_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:

@@ -79,7 +79,7 @@ def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weig
         return
     computed = {}
     for name in files:
-        if not layout.parameters(name):
+        if not layout.parameters(name):  # such as rotary frequencies: a copy must be written from their values
             with files.open(name) as value:
                 computed[name] = value.double().flatten().tolist()
     names = {info.file.name for info in files.values()}

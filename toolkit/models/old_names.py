@@ -50,7 +50,7 @@ def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, A
     """Return the keys and values that transformers 4 reads in place of `rope`, a section's rope_parameters; {} if it
     knows none. `names`: what `_OLD_ROPE` has for the model type, None without an entry.
     """
-    if names is None:
+    if names is None:  # the same names, where all layers have the same parameters
         has_kinds = any(isinstance(value, dict) for value in rope.values())
         names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
     # Parameters of the whole model, or of each kind of layers.

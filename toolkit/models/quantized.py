@@ -49,7 +49,8 @@ def format_of(settings: Mapping[str, Any]) -> str:
     if method == "awq" and settings.get("backend") == "llm-awq":
         return "llm-awq"
     keys = ("version", "format") if method == "awq" else ("checkpoint_format", "format")
-    return next((str(settings[key]).lower() for key in keys if settings.get(key)), _FORMATS.get(method, ("",))[0])
+    named = next((str(settings[key]).lower() for key in keys if settings.get(key)), "")
+    return named or _FORMATS.get(method, ("",))[0]
 
 
 def is_readable(settings: Mapping[str, Any]) -> bool:

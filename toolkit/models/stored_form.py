@@ -49,7 +49,9 @@ class TransformersLayout(weights.Layout):
         self._table = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in self._table if isinstance(entry, loading.WeightRenaming)]
         self._converters = [entry for entry in self._table if isinstance(entry, loading.WeightConverter)]
-        self._cleared = model.config.get_text_config().pad_token_id if weights.zeroes_padding_embedding(model) else None
+        self._zeroed_id = (
+            model.config.get_text_config().pad_token_id if weights.zeroes_padding_embedding(model) else None
+        )
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
         unread = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -77,10 +79,10 @@ class TransformersLayout(weights.Layout):
         target = self._target(name)
         if target.converter is not None:
             return [*self._convert(target.converter, name, value).values()]
-        table = self._model.get_input_embeddings().weight if self._cleared is not None else None
+        table = self._model.get_input_embeddings().weight if self._zeroed_id is not None else None
         if table is not None and self._model.get_parameter_or_buffer(target.parameters[0]) is table:
             value = value.clone()
-            value[self._cleared] = 0
+            value[self._zeroed_id] = 0
         return [value]
 
     def unread(self, names: Iterable[str]) -> list[str]:
@@ -97,7 +99,7 @@ class TransformersLayout(weights.Layout):
         if target.converter is None:
             return super().stored_shape(name, shapes)
         state = {parameter: torch.empty(shapes[parameter], device="meta") for parameter in target.parameters}
-        self._shell._weight_conversions = [target.converter]
+        self._shell._weight_conversions = [target.converter]  # as transformers would save these parameters
         [value] = loading.revert_weight_conversion(self._shell, state).values()
         return tuple(value.shape)
 
@@ -111,7 +113,7 @@ class TransformersLayout(weights.Layout):
             joining = [
                 number for number, step in enumerate(converter.operations) if isinstance(step, loading.Concatenate)
             ]
-            if not joining or (is_stacked and len(converter.operations) == 1):
+            if not joining or (is_stacked and len(converter.operations) == 1):  # or experts alone, which are alike
                 continue
             step = converter.operations[joining[0]]
             axis = int(step.dim) - 1 if is_stacked else int(step.dim)  # an expert's tensor lacks the first dimension
@@ -123,7 +125,7 @@ class TransformersLayout(weights.Layout):
 
                 if not isinstance(step, UnequalParts):
                     step = converter.operations[joining[0]] = UnequalParts(step.dim)
-                step.sizes[sum(sizes)] = sizes
+                step.sizes[sum(sizes)] = sizes  # its reverse finds them by the size of the whole
         return [entry for entry in self._table if entry.was_used()]
 
     def _rename(self, name: str) -> tuple[str, str | None]:
@@ -134,6 +136,7 @@ class TransformersLayout(weights.Layout):
         parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if parameter not in self._shapes and name in self._shapes:  # a conversion's pattern matches it by mistake
             parameter, pattern = loading.rename_source_key(name, [], [], prefix, self._shapes)
+            # The first call has marked conversions as used, which `conversions` would take for needed.
             for entry, was_used in zip(self._table, used, strict=True):
                 entry._was_used = was_used
         return parameter, pattern
@@ -182,7 +185,9 @@ class TransformersLayout(weights.Layout):
             steps = [("MergeModulelist", 0), ("Concatenate", 1)][: len(converter.source_patterns)]
         is_stacked = ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step in ("Concatenate", "UnequalParts")]
-        if len(steps) != is_stacked + len(joined) or len(joined) > 1 or (is_stacked and "*" not in pattern):
+        # Stacking and one concatenation at most: only then a stored tensor is a part of the parameter as it is.
+        has_other_steps = len(steps) != is_stacked + len(joined)
+        if has_other_steps or len(joined) > 1 or (is_stacked and "*" not in pattern):
             raise NotStreamable(
                 "{architecture} stores {name} in another form than it computes with, so that it can only be read "
                 "whole, not with zero.stage=3, parallel.pipeline, parallel.expert or tuning=qlora. Use zero=stage2.",
@@ -191,13 +196,14 @@ class TransformersLayout(weights.Layout):
             )
         # Experts by their order; if their tensors fill several parameters, one after the other.
         names = self._parts[parameter][pattern]
-        group, number = divmod(names.index(name), -(-len(names) // len(targets)))
+        num_per_target = -(-len(names) // len(targets))  # rounded up
+        target_number, number = divmod(names.index(name), num_per_target)
         index: list[Any] = [number] if is_stacked else []
-        if joined:
+        if joined:  # expert 3's `up` after its `gate`, I rows each: (3, slice(I, 2 * I))
             axis = joined[0] - is_stacked
             start = sum(self._size(part, axis) for part in self._before(parameter, converter, name, is_stacked))
             index += [slice(None)] * (joined[0] - len(index)) + [slice(start, start + self._size(name, axis))]
-        target = parameter.replace(targets[0], targets[group])
+        target = parameter.replace(targets[0], targets[target_number])
         return _Target((target,), tuple(index) if joined else index[0])
 
     def _before(self, parameter: str, converter: loading.WeightConverter, name: str, is_stacked: bool) -> list[str]:

@@ -234,6 +234,7 @@ def stored_values(
                 with files.open(name) as value:
                     yield from zip(targets, layout.split(name, value), strict=True)
             continue
+        # Parameters of which each tensor is a part.
         joint = {target: torch.empty(shapes[target], dtype=files[names[0]].dtype) for target in targets}
         for name in names:
             with files.open(name) as value:
@@ -327,10 +328,11 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
     for name, info in files.items():
         targets = layout.parameters(name)
         if any(target not in shapes for target in targets):
-            unexpected += [name] if any(target not in extra for target in targets) else []
+            if any(target not in extra for target in targets):
+                unexpected.append(name)
         elif targets and info.shape != (expected := layout.stored_shape(name, shapes)):
             mismatched.append(f"{name} {info.shape} instead of {expected}")
-            filled |= {target: sizes[target] for target in targets}
+            filled |= {target: sizes[target] for target in targets}  # not missing as well
         else:
             for target in targets:
                 filled[target] += sizes[target] if layout.index(name) is ... else torch.Size(info.shape).numel()
