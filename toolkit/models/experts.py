@@ -32,7 +32,7 @@ def restore_expert_interface(model: nn.Module) -> None:
     LigerExperts) replaces it by one that supports neither other ranks, nor LoRA, nor 4 bits.
     """
     for part in model.modules():
-        if hasattr(part, "has_gate"):
+        if hasattr(part, "has_gate"):  # set by transformers' interface: the module of a layer's experts
             part.__dict__.pop("forward", None)
 
 
@@ -150,11 +150,11 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
     if not expert_layers or not use_sorted_experts(model):
         return
     for name, layer in expert_layers:
-        base: Any = layer.get_base_layer()
+        base: Any = layer.get_base_layer()  # the module of the layer's experts
         first: Any = layer.lora_A[adapter]
         second: Any = layer.lora_B[adapter]
         second.weight = nn.Parameter(second.weight.data.unflatten(1, (-1, layer.num_experts)))
-        if base.num_experts < layer.num_experts:
+        if base.num_experts < layer.num_experts:  # peft has seen all (`pretend_full_expert_shapes`), this rank has some
             for key, factor in (("lora_A", first), ("lora_B", second)):
                 factor_name = f"{name}.{key}.{adapter}.weight"
                 part = process_group.part_of(base.get_parameter(layer.parameter_name))
@@ -162,6 +162,7 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
                 factor.weight = mark_as_divided(nn.Parameter(rank_part.clone()), base.expert_group)
             layer.num_experts = base.num_experts
         layer.__class__ = ExpertLora
+        # `_expert_products` looks it up by the matrix's name: a layer has up to two with LoRA.
         base.__dict__.setdefault("lora", {})[layer.parameter_name] = (layer, adapter)
 
 
@@ -177,7 +178,7 @@ def _sorted_forward(
         top_k_weights: [T, K], 0 for a dropped choice.
     """
     choices, num_local = top_k_index.size(-1), self.num_experts
-    compute_elsewhere = getattr(self, "compute_elsewhere", None)
+    compute_elsewhere = getattr(self, "compute_elsewhere", None)  # with parallel.expert; see layouts/experts.py
     if compute_elsewhere is None:
         # Dropped choices are computed too: skipping them would make the host wait for the number of the others.
         top_k_index = torch.where(top_k_index < 0, ~top_k_index, top_k_index)

@@ -47,7 +47,7 @@ def total(engine: Any, batch: Batch, indices: torch.Tensor, compute: Callable[[S
     layer = output_layer(engine)
 
     def total_of(states: torch.Tensor) -> torch.Tensor:
-        return compute(Scores(states, layer.weight, layer.bias))[None, None, None]
+        return compute(Scores(states, layer.weight, layer.bias))[None, None, None]  # as `run_with` needs
 
     return head.run_with(engine, batch, indices, total_of).sum()
 

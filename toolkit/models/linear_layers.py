@@ -42,9 +42,10 @@ def mixing_layers(model: PreTrainedModel) -> set[str]:
         return set()
     linear = linear_layers(model)
     lists = layer_lists(model)
-    # Modules inside decoder layers that hold linear layers.
+    # Modules inside decoder layers that hold linear layers: their parents, unless that is the decoder layer itself.
     blocks = {name.rpartition(".")[0] for name in linear} - {layer_of(name, lists) for name in linear}
     mixing = tuple(f"{name}." for name in blocks if _SEES_OTHERS & _arguments(model.get_submodule(name)))
+    # Blocks that mix tokens inside another such block.
     nested = tuple(block for block in mixing if any(block != other and block.startswith(other) for other in mixing))
     return {name for name in linear if name.startswith(mixing) and not name.startswith(nested)}
 
@@ -57,6 +58,7 @@ def with_weight_read_directly(model: PreTrainedModel, names: set[str]) -> set[st
     for block in {name.rpartition(".")[0] for name in names}:
         part = model.get_submodule(block)
         code = inspect.getsource(type(part)) if _CACHES & _arguments(part) else ""
+        # `self.out_proj.weight` -> out_proj; not `self.out_proj.weight.dtype`, which reads no numbers.
         read_in_block[block] = {*re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:device|dtype|shape))", code)}
     return {name for name in names if name.rpartition(".")[2] in read_in_block[name.rpartition(".")[0]]}
 

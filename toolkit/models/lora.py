@@ -81,7 +81,7 @@ def trained_rows(model: PreTrainedModel, save_modules: list[str]) -> dict[str, l
     """
     ids = record_of(model).added_token_ids
     tables = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
-    if len(tables) == 2 and tables[0].weight is tables[1].weight:
+    if len(tables) == 2 and tables[0].weight is tables[1].weight:  # tied: the same rows
         tables.pop()
     names = [name for name, part in model.named_modules() if any(part is table for table in tables)]
     return {name: ids for name in names} if ids and not select_names(names, save_modules) else {}
@@ -174,9 +174,11 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
     reached, total = {*layers.values()} - {""}, sum(name.rpartition(".")[0] in lists for name in modules)
     if len(reached) < total:
         say("LoRA reaches {count} of {total} layers (tuning.target_modules).", count=len(reached), total=total)
+    # adapter_config.json has short names where they select just these layers: the patterns, or else ends of names.
     patterns = [pattern for pattern in patterns if not select_names(left_out, [pattern])]
     ends = sorted({name.removeprefix(f"{layers[name]}.") for name in chosen})
-    if not of_experts and not any(sign in pattern for pattern in patterns for sign in "*?["):
+    has_wildcards = any(sign in pattern for pattern in patterns for sign in "*?[")  # unknown to peft
+    if not of_experts and not has_wildcards:
         for short_names in (patterns, ends):  # peft matches them against all modules
             if {*select_names(modules, short_names)} == chosen:
                 return short_names, []
@@ -223,9 +225,10 @@ def linear_targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
 
 
 def _select_layers(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set[str], list[str]]:
-    """Return patterns of the ends of names, the linear layers that they match, and the matrices of experts that they
-    match. The patterns are `patterns`; without these query, key and value; in a hybrid none, for all linear layers of
-    the blocks that mix tokens; every linear layer of an unknown model. ConfigError for a pattern without a match.
+    """Return patterns of the ends of names, and the names of the linear layers and of the matrices of experts that are
+    chosen: those that `patterns` match. Without patterns they are query, key and value; in a hybrid all linear layers
+    of the blocks that mix tokens, for which no patterns are returned; in an unknown model every linear layer.
+    ConfigError for a pattern without a match.
     """
     linear, mixing = linear_layers.linear_layers(model), linear_layers.mixing_layers(model)
     defaults = [] if patterns else default_targets(model.config.model_type, linear)

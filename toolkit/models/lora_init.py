@@ -146,6 +146,7 @@ def _factors_of(layer: Any, kind: str, device: torch.device, seed: int) -> tuple
                 right = right.T
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return torch.full((rank, weight.size(1)), math.nan), torch.full((weight.size(0), rank), math.nan)
+    # s B0 A0 is what the largest singular values make up of W; each factor takes the root of a value.
     roots = (values[:rank] / scaling).sqrt()
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 

@@ -171,6 +171,7 @@ class LossHead:
         if not record_of(module).begins:  # the last stage of a pipeline
             shape = (1, 8, module.config.hidden_size)
             batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)
+        # Input, output, and how often the output had been changed in place.
         layer_calls: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         is_logits: list[bool] = []
 

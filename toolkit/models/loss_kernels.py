@@ -86,13 +86,14 @@ class LossGradients:
         self, scores: Scores, needs: Sequence[bool], of_logits: Callable[[slice], torch.Tensor], size: int
     ) -> None:
         hidden, weight, bias = scores
-        of_hidden, of_weight, of_bias = needs[:3]
+        needs_hidden, needs_weight, needs_bias = needs[:3]
         self.dtype, self.scale = hidden.dtype, _FP16_SCALE if hidden.dtype is torch.float16 else 1.0
-        self.of_hidden = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
-        self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and of_weight else None
-        self.of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+        self.of_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
+        self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and needs_weight else None
+        self.of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
         group_size = size
-        if weight is not None and of_weight:  # several chunks at once, up to half the bytes of the weight's gradient
+        if weight is not None and needs_weight:
+            # Several chunks at once: rows x V x element size is half of the V x H x 4 bytes of the weight's gradient.
             group_size = max(size, 2 * weight.size(1) // hidden.element_size())
         for start in range(0, len(hidden), group_size):
             stop = min(start + group_size, len(hidden))

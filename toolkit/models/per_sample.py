@@ -43,7 +43,7 @@ def sum_over_row_parts(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     from toolkit.layouts.sequence import sum_over_parts
 
     scaled = values * int(batch["part"][1])
-    return scaled + (sum_over_parts(values.detach()) - scaled.detach())
+    return scaled + (sum_over_parts(values.detach()) - scaled.detach())  # the sum's value with the gradient of `scaled`
 
 
 def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,11 +54,12 @@ def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, t
     # The predicting tokens count: they are of the same sample, and always in this rank's part of the rows.
     indices, segments = batch["target_indices"].cpu() - 1, batch["segment_ids"].cpu()
     in_row = samples_in_rows(batch)
-    before = in_row.cumsum(0) - in_row
-    samples = before[indices // segments.size(1)] + segments.flatten()[indices] - 1
+    in_earlier_rows = in_row.cumsum(0) - in_row
+    # The number of each trained token's sample; segments of a row are numbered from 1.
+    samples = in_earlier_rows[indices // segments.size(1)] + segments.flatten()[indices] - 1
     counts = torch.bincount(samples, minlength=int(in_row.sum()))
     losses = loss_head(engine).losses(engine, on_device(engine, batch))
-    # Not index_add, which adds in another order each time on a GPU.
+    # The losses of a sample are next to each other. Not index_add, which adds in another order each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
     sums_and_counts = sum_over_row_parts(torch.stack((-sums, counts.to(losses, non_blocking=True))), batch)
     return sums_and_counts[0], sums_and_counts[1].detach()

@@ -57,7 +57,7 @@ class PrefixEncoder(nn.Module):
 
             sizes, group = [states.size(-1) // self.tensor_size] * self.tensor_size, process_group.tensor_group()
             states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
-        states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
+        states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)  # [2 x L, heads, P, head_size]
         states = states[:, None].expand(-1, batch_size, -1, -1, -1)
         # Another mask for each row, as in the original.
         states = functional.dropout(states, self.dropout, self.training)
@@ -80,11 +80,11 @@ class PrefixEncoder(nn.Module):
         if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
             first = record_of(model).first_position
             kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens, first)
-        if not num_cached(kwargs):
+        if not num_cached(kwargs):  # later passes of generation have the prefix in their cache
             if cache is None:
                 cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
             for layer, (keys, values) in enumerate(self.states(len(ids))):
-                DynamicCache.update(cache, keys, values, layer)
+                DynamicCache.update(cache, keys, values, layer)  # FixedCache's own method stores nothing
         kwargs.pop(OLDER, None)  # newer models take both names, but not at once
         kwargs[CACHE] = cache
         return (), kwargs
@@ -151,7 +151,7 @@ class SoftPrompt(nn.Module):
         """
         kwargs, first = arguments_by_name(model, args, kwargs), record_of(model).first_position
         ids = kwargs["input_ids"]
-        if kwargs.get("in_parts"):
+        if kwargs.get("in_parts"):  # parallel.sequence, whose attention takes their number in place of a longer mask
             positions, kwargs["learned"] = kwargs["position_ids"], self.num_tokens
         else:
             kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens, first)

@@ -69,11 +69,12 @@ class Routers:
         """
         self._close_micro_batch()
         segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
+        # 0 for padding, 1 for a token of one sample, more for one of a prefix that several share.
         samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
         self._samples = samples.to(device, non_blocking=True)
-        self._is_filler = bool((rows == rows[0, 0]).all())
+        self._is_filler = bool((rows == rows[0, 0]).all())  # one id throughout
         part, self._parts = batch["part"].tolist() if "part" in batch else (0, 1)
-        self._learned = int(part == 0)
+        self._learned = int(part == 0)  # each rank computes them: the first counts them
         # Ranks with parts of the same rows compute the same loss: times their number, as gradients are averaged.
         self._factor = 0.0 if self._is_filler else scale * self.coefficient / self.num_layers * self._parts
 
@@ -115,7 +116,7 @@ class Routers:
             self._sizes = {number: len(self._observed[number][1]) for number in sorted(self._observed)}
             observed = [self._observed[number] for number in self._sizes]
             mean_loss, loads = torch.stack([loss for loss, *_ in observed]).mean(), [load for _, load, *_ in observed]
-            dropped = [torch.stack([counts[2] for counts in observed]).sum()[None]] if self.capacity else []
+            dropped = [torch.stack([drops for _, _, drops in observed]).sum()[None]] if self.capacity else []
             sums = torch.cat((mean_loss[None], *loads, *dropped))
             if self._is_filler:
                 sums.zero_()
@@ -185,13 +186,17 @@ def within_capacity(
     order = order[expert[order].argsort(stable=True)]
     expert = expert[order]  # [tokens x K], those of an expert next to each other, by falling weights
     counts = experts.count_choices(expert, size + 1)
+    # A choice's place among those of its expert: its own less that of the expert's first.
     rank_in_expert = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
     fits = (rank_in_expert < limit) & (expert < size)
     return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
 
 
 def expert_load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
-    """Return the metrics of the experts' tokens; `loads`: tokens of each expert, by layer."""
+    """Return the metrics of the experts' tokens: the most that one has, as a multiple of its layer's mean; the fraction
+    of experts without any; and the entropy of a layer's loads as a fraction of the largest possible, the mean over
+    layers. `loads`: tokens of each expert, by layer.
+    """
     layers = [torch.tensor(load, dtype=torch.float64) for load in loads]
     entropies = [
         float(torch.special.entr(load / load.sum()).sum()) / math.log(len(load)) if len(load) > 1 else 1.0

@@ -32,7 +32,9 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
     lengths = {name: len(part) for name, part in lists.items() if not name.startswith(towers)}
     fitting = [name for name, length in lengths.items() if length == number]
     inner = tuple(f"{name}." for name in lengths)
-    return [min(fitting, key=len)] if fitting else [name for name in lengths if not name.startswith(inner)]
+    if fitting:
+        return [min(fitting, key=len)]  # of several the outermost, whose name is the shortest
+    return [name for name in lengths if not name.startswith(inner)]
 
 
 def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
@@ -44,12 +46,12 @@ def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     inner = {name: part for name, part in modules.items() if isinstance(part, PreTrainedModel)}
     parts = [name for name, part in inner.items() if "text" not in part.input_modalities]
     embedding = model.get_input_embeddings()
-    for number, name in enumerate(parts):
+    for number, name in enumerate(parts):  # widen it to the outermost module around it without the embedding of text
         parents = name.split(".")[:-1]
         outer = (".".join(parents[:depth]) for depth in range(1, len(parents) + 1))  # the outermost first
         parts[number] = next((parent for parent in outer if embedding not in modules[parent].modules()), name)
     parts += [name for name in modules if name.endswith(_PROJECTIONS)]
-    if model.config.get_text_config() is not model.config:
+    if model.config.get_text_config() is not model.config:  # a multimodal wrapper
         text_modules = {model.get_decoder(), model.get_output_embeddings()}
         others = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
         parts += [name for name, part in model.named_modules() if part in others]
@@ -72,6 +74,7 @@ def routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
         recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
         recorder = (recorders or {}).get("router_logits")
         if isinstance(recorder, OutputRecorder) and recorder.index == 0:
+            # Only modules with this in their path count, such as ".mlp.gate."; "." is in all.
             layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
             for name, module in part.named_modules():
                 is_router = isinstance(module, recorder.target_class) and layer in f".{name}."

@@ -48,7 +48,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
                     expected=expected,
                     key=key,
                 )
-    family = getattr(tokenizer, "family", Family.chatglm)  # only ChatGLM's tokenizers have it
+    # Only ChatGLM's tokenizers have a family. That of ChatGLM-6B, also the default here, is compared above.
+    family = getattr(tokenizer, "family", Family.chatglm)
     if family is not Family.chatglm:
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
