@@ -51,7 +51,7 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
         return _saved(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
     # In a hybrid the mean of layers with attention and of those without, of each kind by its last layer.
     kinds = getattr(text, "layer_types", None) or ["full_attention"]
-    numbers: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}  # kind -> its layers
     for number, kind in enumerate(kinds):
         numbers.setdefault(kind if kind in WITHOUT_ATTENTION else "attention", []).append(number)
     try:
@@ -62,14 +62,17 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
 
 
 def _saved_by_layers(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
-    """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens."""
+    """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens: what a model of `_LAYERS`
+    more layers saves more, so that embedding and output layer do not count.
+    """
     deep, shallow = _saved(folder, 2 * _LAYERS, dtype, trains, number), _saved(folder, _LAYERS, dtype, trains, number)
     return deep - shallow
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """Return the shapes of a model's parameters, LoRA's targets, and sizes, with the bytes per token that a layer
-    saves; see `toolkit.plan.lookup`. ModelError if it cannot be built.
+    """Return what `toolkit.plan.lookup` reads: the `shapes` of a model's parameters, LoRA's `targets` and the `sizes`
+    (types of plan/outline.py). `saved_2` and `saved_4` are the bytes per token that a trained layer saves with numbers
+    of 2 and 4 bytes, `frozen_*` those of a frozen one. ModelError if the model cannot be built.
     """
     config = transformers_config(folder)
     with torch.device("meta"):
@@ -84,7 +87,7 @@ def outline(folder: Path) -> dict[str, Any]:
     key_width = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
     untrained, shapes = untrained_prefixes(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
-        if name.startswith(untrained):
+        if name.startswith(untrained):  # only its size counts
             shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
         else:
             shapes[name] = list(_shape_of(model, name))
@@ -126,6 +129,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     if layers:
+        # Lists in the config with one entry for each layer: each of the new layers gets that of layer `number`.
         lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
         per_layer_keys = [
             name
@@ -152,6 +156,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: 
             saved_storages.setdefault(id(storage), storage)
         return tensor
 
+    # So that transformers' sdpa calls the stand-in, and does not repeat the keys for each head of queries (GQA).
     original_attention = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Fused.apply(query, key, value)
     original_use_gqa, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True

@@ -56,7 +56,7 @@ def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: boo
     config = {} if model.init is Init.random else _attention_settings(model.path)
     layer_types, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
     if window and config.get("use_sliding_window", True):
-        if window >= max_length:
+        if window >= max_length:  # the window holds any sample
             layer_types.discard("sliding_attention")
         elif not config.get("layer_types") or "sliding_attention" in layer_types:
             return tr(

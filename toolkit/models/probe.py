@@ -75,6 +75,7 @@ def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
     """Return ids spread over the vocabulary, [R, L], for a model without samples."""
     return probe_ids(
         [
+            # A prime, so that neighbours are far apart.
             [index * 7919 % config.get_text_config().vocab_size for index in range(row, row + LENGTH)]
             for row in range(ROWS)
         ],
@@ -193,5 +194,6 @@ def rounding_error(measured: Probe, again: Probe, recorded: Probe) -> float:
 
     `again`: of the same weights, in the other precision (`other_precision`).
     """
+    # The two differ by the rounding of the coarser of them, which is scaled to the precision that is asked for.
     step_between = _STEPS[coarser_precision(measured, again)]
     return difference_of(again, measured) * _STEPS[coarser_precision(measured, recorded)] / step_between

@@ -93,7 +93,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check(len(left) + len(right))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            _check(bits, _MOST_BITS)
+            _check(bits, _MOST_BITS)  # the most that the result can have
         elif operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
@@ -121,7 +121,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call a function or a method, unless its result would be too large."""
         kind, owner = type(function), getattr(function, "__self__", None)
         is_method = kind is BuiltinMethodType and type(owner) is str and function.__name__ in _SHRINKING_METHODS
-        if is_method or kind is Macro:
+        if is_method or kind is Macro:  # not longer than what it gets, or bounded within: no check, which takes time
             for name in _JINJA_OPTIONS:
                 options.pop(name, None)
             return function(*args, **options) if is_method else function(context.eval_ctx, *args, **options)
@@ -196,7 +196,7 @@ def _with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise SecurityError if a filter or method (its object comes first) would make something too large."""
     for value in (*args, *options.values()):
-        if isinstance(value, int):
+        if isinstance(value, int):  # it may be a width or a count
             _check(abs(value))
     if name in _SIZES:
         values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
