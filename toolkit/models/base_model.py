@@ -72,8 +72,8 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
         indices = torch.linspace(0, size * count - 1, _NUMBERS, dtype=torch.float64).long().tolist()
         numbers = {index: float(flat[index % size]) for index in indices if index // size == part}
     if count > 1:  # of experts, some on each rank
-        for others in process_group.gather(numbers):
-            numbers |= others
+        for numbers_of_rank in process_group.gather(numbers):
+            numbers |= numbers_of_rank
     return [numbers[index] for index in indices]
 
 

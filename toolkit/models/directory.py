@@ -339,13 +339,13 @@ _REQUIRED_KEYS = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hid
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Raise ModelError if a value of `_SIZES` or `_FRACTIONS` in a config.json is no number, or is out of range."""
     for section in sections_of(config):
-        for key, (least, most) in {**_SIZES, **_FRACTIONS}.items():
+        for key, (smallest, largest) in {**_SIZES, **_FRACTIONS}.items():
             value, is_size = section.get(key), key in _SIZES
             if value is None and (key not in section or key not in _REQUIRED_KEYS):  # null is wrong in required keys
                 continue
             types = int if is_size else (int, float)
             for number in value if is_size and isinstance(value, list) else [value]:  # a list has one for each layer
-                if isinstance(number, bool) or not isinstance(number, types) or not least <= number <= most:
+                if isinstance(number, bool) or not isinstance(number, types) or not smallest <= number <= largest:
                     raise ModelError(
                         "{file}: {key} = {value} is not {kind} from {least} to {most}. Correct it, or download the "
                         "file again.",
@@ -353,8 +353,8 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
                         key=key,
                         value=repr(number)[:40],
                         kind=tr("a whole number") if is_size else tr("a number"),
-                        least=least,
-                        most=f"{most:,.0f}",
+                        least=smallest,
+                        most=f"{largest:,.0f}",
                     )
 
 

@@ -35,7 +35,7 @@ def check_isolation(
     """
     dtypes = {parameter.dtype for parameter in engine.parameters()}
     is_tf32 = accelerator.uses_tf32(device)
-    most = _MOST_IN_FLOAT32 if dtypes == {torch.float32} and not is_tf32 else _MOST_CHANGE
+    allowed = _MOST_IN_FLOAT32 if dtypes == {torch.float32} and not is_tf32 else _MOST_CHANGE
     for trunk in (0, 8) if shared else (0,):
         batch = isolation_rows(vocab_size, trunk=trunk)
         begin, stop_alone = 12 + trunk, 20 + trunk  # of b in [a b] and [c b], after the trunk; and its end in [b]
@@ -55,14 +55,14 @@ def check_isolation(
         after_a, after_c, by_itself = logits[0, begin:], logits[1, begin:], logits[2, trunk:stop_alone]
         changes = torch.stack([(after_a - other).square().mean(-1).sqrt().max() for other in (after_c, by_itself)])
         change = float(changes.max() / after_a.std())
-        if not change <= most:  # nan too
+        if not change <= allowed:  # nan too
             raise ModelError(
                 "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
                 "change by {change} of their spread, rounding changes them by less than {most}). Use {remedy}.",
                 remedy=remedy,
                 name=name,
                 change=f"{change:.3g}",
-                most=most,
+                most=allowed,
             )
 
 

@@ -70,8 +70,8 @@ def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: boo
         kernels = kernels_of(config)
         if kernels and kernels.packs and not missing(kernels):
             layer_types.discard("linear_attention")
-    if others := sorted(layer_types - _PACKABLE):
-        return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others))
+    if mixing := sorted(layer_types - _PACKABLE):
+        return tr("it has layers that mix a whole row: {layers}", layers=", ".join(mixing))
     return "" if config.get("takes_positions", True) else tr("its positions run on over a whole row")
 
 

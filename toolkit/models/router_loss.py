@@ -141,7 +141,7 @@ class Routers:
                     key="router_loss" if self.coefficient else "expert_capacity",
                 )
             return None
-        logits, weights, chosen, *others = output
+        logits, weights, chosen, *remaining = output
         # Learned tokens may stand in front of each row (tuning=prompt), on all ranks that have a part of it.
         rows, size = self._samples.shape
         learned = logits.flatten(0, -2).size(0) // rows - size
@@ -150,14 +150,15 @@ class Routers:
         loss = balance_loss(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
         self._observed[number] = loss.detach(), load  # twice the same where the layer is computed again
         if self.capacity:
-            fits = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
-            self._observed[number] += (((~fits).sum(-1).flatten() * samples).sum().float(),)
-            weights, chosen = weights * fits, torch.where(fits, chosen, ~chosen)
+            is_kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
+            dropped = ((~is_kept).sum(-1).flatten() * samples).sum().float()  # number of choices
+            self._observed[number] += (dropped,)
+            weights, chosen = weights * is_kept, torch.where(is_kept, chosen, ~chosen)
         elif not loss.requires_grad:
             return None
         if loss.requires_grad:
             weights = _WithLoss.apply(weights, loss, self._factor)
-        return (logits, weights, chosen, *others)
+        return (logits, weights, chosen, *remaining)
 
 
 def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
@@ -188,8 +189,8 @@ def within_capacity(
     counts = experts.count_choices(expert, size + 1)
     # A choice's place among those of its expert: its own less that of the expert's first.
     rank_in_expert = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
-    fits = (rank_in_expert < limit) & (expert < size)
-    return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
+    is_within = (rank_in_expert < limit) & (expert < size)
+    return torch.empty_like(is_within).scatter_(0, order, is_within).view_as(chosen)  # in the order of `chosen` again
 
 
 def expert_load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
@@ -257,8 +258,8 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
         "compile.enabled": cfg.compile.enabled,
     }
     # Here hooks could count tokens, but a loss, a bias or a capacity would be wrong.
-    others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
-    conflicting = [key for key, is_used in (unobserved | others).items() if is_used]
+    incompatible = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
+    conflicting = [key for key, is_used in (unobserved | incompatible).items() if is_used]
     if conflicting and coefficient:
         raise ConfigError(
             "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "

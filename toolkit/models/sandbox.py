@@ -259,13 +259,13 @@ _SIZES: dict[str, Callable[[list[Any]], int]] = {
 """Method or filter -> about how large its result will be, for those that can make much of little."""
 
 
-def _check(size: int, most: int = _LARGEST) -> None:
-    """Raise SecurityError if a size is more than `most`."""
-    if size > most:
+def _check(size: int, limit: int = _LARGEST) -> None:
+    """Raise SecurityError if a size is more than `limit`."""
+    if size > limit:
         raise SecurityError(
             tr(
                 "it makes a text, a list or a number of {size}, and {most} are the most that a template may make",
                 size=f"{size:.2g}" if size > 10**12 else f"{size:,}",
-                most=f"{most:,}",
+                most=f"{limit:,}",
             )
         )

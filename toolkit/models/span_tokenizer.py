@@ -184,12 +184,12 @@ class SpanTokenizer:
             for index, ids_and_mask in zip(indices, in_pieces, strict=True):
                 if ids_and_mask is not None:
                     encoded[index] = ids_and_mask
-            others = [index for index in indices if index not in encoded]
-            if others:
+            remaining = [index for index in indices if index not in encoded]
+            if remaining:
                 by_offsets = self.whole_texts.encode_by_offsets(
-                    backend, [texts[index] for index in others], [spans[index] for index in others]
+                    backend, [texts[index] for index in remaining], [spans[index] for index in remaining]
                 )
-                encoded.update(zip(others, by_offsets, strict=True))
+                encoded.update(zip(remaining, by_offsets, strict=True))
         return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
