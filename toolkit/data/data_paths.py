@@ -45,7 +45,7 @@ def files_of(source: SourceConfig) -> list[Path]:
         from toolkit.data import foreign_files
 
         for file in odd_files:
-            foreign_files.check_is_json(file)
+            foreign_files.check_is_json(file)  # for its suffix does not say so; an empty file passes
         files = foreign_files.without_empty(files)
     return files
 

@@ -41,7 +41,7 @@ def first_row(block: Block) -> tuple[int, object]:
     RowError if none can.
     """
     failure: RowError | None = None
-    other: tuple[int, object] | None = None
+    not_an_object: tuple[int, object] | None = None
     for offset, row in rows_of(block):
         try:
             value = parse_line(row) if isinstance(row, bytes) else row
@@ -50,9 +50,9 @@ def first_row(block: Block) -> tuple[int, object]:
             continue
         if isinstance(value, dict):
             return block.first + offset, value
-        other = other or (block.first + offset, value)
-    if other:
-        return other
+        not_an_object = not_an_object or (block.first + offset, value)
+    if not_an_object:
+        return not_an_object
     raise failure or RowError(tr("no key at all"))
 
 
@@ -118,6 +118,7 @@ def columns_for(row: Mapping[str, Any]) -> str:
     """
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
+    # `label` is metadata of messages, but of rows a usual name of the answer (COLUMNS_MEANT).
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
     # A field gets the key with one of its usual names, else the next key that no field has got by its name.
     by_name = {

@@ -90,11 +90,11 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs from the docstrings of a Python library directory, several questions for each
     object, in an order that depends on names only. The files are parsed, never imported.
     """
-    answers: dict[str, tuple[str, str]] = {}
+    answers: dict[str, tuple[str, str]] = {}  # dotted name -> kind (see `_documented`), answer
     files = [file for module in _MODULES for file in (library / f"{module}.py", *(library / module).glob("*.py"))]
     for path in sorted(file for file in files if file.is_file()):
         module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
-        if "._" in module:
+        if "._" in module:  # a private module, such as json.__main__
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old escapes in the library's own files
@@ -123,7 +123,7 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
     if docstring := ast.get_docstring(node):
         yield name, kind, docstring
     for child in [] if kind == "function" else node.body:
-        child_name = getattr(child, "name", "_")
+        child_name = getattr(child, "name", "_")  # a statement without a name is skipped like what is private
         if not child_name.startswith("_"):
             yield from _documented(child, f"{name}.{child_name}")
 

@@ -72,8 +72,8 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
     such as "data.sources[0]".
     """
     block = next(blocks(file.path, _CHECKED_BYTES, file.columns.values()), None)
-    most = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
-    rows = list(islice(rows_of(block), most)) if block else []
+    num_checked = min(_CHECKED_ROWS, source.max_samples or _CHECKED_ROWS)
+    rows = list(islice(rows_of(block), num_checked)) if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
@@ -83,7 +83,9 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
     errors = []
     for ordinal, (offset, row) in enumerate(rows):
         try:
-            parse_row(row) if reader is None else reader.read_all(parse_row(row))
+            parsed = parse_row(row)
+            if reader:  # there is none where no row can be parsed
+                reader.read_all(parsed)
         except RowError as error:
             place = place_of(file.path, block, offset, ordinal)
             errors.append(DataError("{place}: {reason}.", place=place, reason=error))
@@ -114,8 +116,9 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
         except RowError:
             continue
         if isinstance(parsed, dict):
-            lists = [value[:20] for value in parsed.values() if isinstance(value, list)]
-            messages = [item for value in lists for item in value if isinstance(item, dict)]
+            # `columns` may also name keys of messages; a conversation's first ones show them.
+            first_items = [item for value in parsed.values() if isinstance(value, list) for item in value[:20]]
+            messages = [item for item in first_items if isinstance(item, dict)]
             names |= {key: None for mapping in (parsed, *messages) for key in mapping if isinstance(key, str)}
     for ours, theirs in source.columns.items():
         if names and theirs not in names:
@@ -160,9 +163,9 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
     from toolkit.data.tokenize import held_out
 
     until = time.monotonic() + _ESTIMATE_S
-    fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction
-    all_rows = 0
-    weighted_rows = weighted_bytes = 0.0  # as often as their source is read in an epoch
+    fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction  # held out of the sources
+    all_rows = 0  # each counted once: validation rows are split off before weights repeat the others
+    weighted_rows = weighted_bytes = 0.0  # counted as often as their source is read in an epoch
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
@@ -171,11 +174,12 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
             for num_rows, num_bytes in _block_sizes(source):
                 all_rows += num_rows
                 weighted_rows, weighted_bytes = weighted_rows + weight * num_rows, weighted_bytes + weight * num_bytes
-                trained = _num_sequences(data, weighted_rows * (1 - fraction), weighted_bytes * (1 - fraction))
-                if trained > most or time.monotonic() > until:
+                num_so_far = _num_sequences(data, weighted_rows * (1 - fraction), weighted_bytes * (1 - fraction))
+                if num_so_far > most or time.monotonic() > until:
                     return None
         except ToolkitError:
             return None  # told by the check of the files
+    # The share of the rows that is trained: within data.max_samples, and not held out.
     share = min(1.0, data.max_samples / max(weighted_rows, 1.0)) if data.max_samples else 1.0
     all_rows = max(1, round(all_rows * share))
     validation_rows = 0 if data.validation else data.validation_rows or held_out(all_rows, fraction)

@@ -11,7 +11,7 @@ from toolkit.encodings import UTF16_MARKS, conversion, is_utf8
 from toolkit.messages import DataError, joined, listed, reading, tr, warn
 
 _LOOKED_AT_BYTES = 1 << 16
-_ZIP, _OLE, _PDF = b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"%PDF"
+_ZIP, _OLE, _PDF = b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"%PDF"  # .xlsx and .docx are ZIP, .xls and .doc OLE
 _TABLES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
@@ -38,7 +38,7 @@ def check_is_json(file: Path) -> None:
         start = opened.read(_LOOKED_AT_BYTES)
     _reject_documents(file, start)
     content = start.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if content and content[:1] not in b"{[" and content[:2] not in UTF16_MARKS:
+    if content and content[:1] not in b"{[" and content[:2] not in UTF16_MARKS:  # `check_encoding` tells of UTF-16
         raise DataError(
             '\'{path}\' is no data file: plain text is not a format. Write each text as a line {{"text": "…"}} of a '
             ".jsonl file. Known are {suffixes}, also with .gz or .zst.",
@@ -60,9 +60,11 @@ def check_encoding(file: Path) -> None:
     lines = lines[:-1] or lines  # the last one may be cut off
     broken = [line for line in lines if not is_utf8(line)]
     beyond_ascii = [line for line in lines if not line.isascii()]
-    is_other_encoding = broken == beyond_ascii and len(broken) > max(1, len(lines) // 2)
+    are_most_broken = broken == beyond_ascii and len(broken) > max(1, len(lines) // 2)
+    are_names_broken = is_table and lines[0] in broken
     is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS
-    if is_utf16 or (0 not in start and (is_other_encoding or (is_table and lines[0] in broken))):
+    has_zero_bytes = 0 in start  # outside of UTF-16: damaged or binary, and no conversion would help
+    if is_utf16 or (not has_zero_bytes and (are_most_broken or are_names_broken)):
         hint = tr('Excel does it with "Save as", "CSV UTF-8".') if is_table else ""
         raise DataError(joined(tr("{place}: {reason}.", place=file, reason=conversion(start, file)), hint))
 

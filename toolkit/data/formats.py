@@ -61,9 +61,11 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
         ]
         yield replace(conversation, messages=marked)
         return
+    # The format trains the last message by itself: a copy needs no marks, but must end with the answer.
     plain: list[Message] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
     for index in answers:
-        if is_trained.get(index, train_on is TrainOn.auto and index == answers[-1]):
+        is_trained_unmarked = train_on is TrainOn.auto and index == answers[-1]
+        if is_trained.get(index, is_trained_unmarked):
             yield replace(conversation, messages=plain[: index + 1])
 
 
@@ -172,7 +174,7 @@ class RowReader:
                 messages += [plain_message("user", question), plain_message("assistant", answer)]
         input_key = self.names["input"]  # Alpaca's, a text to which the instruction applies
         if self.row_format is RowFormat.prompt_response and isinstance(self._messages_in(row.get(question_key)), list):
-            messages += self._messages.listed(row, question_key)
+            messages += self._messages.listed(row, question_key)  # TRL's conversational prompt, a list of messages
         else:
             question = required_text(row, question_key)
             if self.row_format is RowFormat.instruction and row.get(input_key) not in (None, ""):
@@ -198,7 +200,9 @@ class RowReader:
         self._messages.add_answer(items, key, messages)
 
     def _messages_in(self, value: object) -> object:
-        """Return the messages that a text encodes as JSON; other values unchanged: JSON without roles may be a text."""
+        """Return the message or messages that a value is, or that a text encodes as JSON; other values unchanged: JSON
+        whose objects have no role may be a text to learn.
+        """
         conversation = conversation_in(value)
         items = conversation if isinstance(conversation, list) else [conversation]
         role_keys = {self.names["from"], self.names["role"]}

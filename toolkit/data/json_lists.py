@@ -55,7 +55,7 @@ class JsonListReader:
     def _end_of_object(self) -> None:
         """Step over what follows the array in the enclosing object; a DataError if that is a second list of rows."""
         while len(self.text) - self.at < CHUNK_BYTES and not self.at_end:
-            self._read_more()
+            self._read_more()  # the pattern sees a megabyte of it, which is enough for some members
         match = _AFTER_ROWS.match(self.text, self.at)
         if match is None:
             raise DataError(
@@ -66,8 +66,9 @@ class JsonListReader:
         self.at = match.end()
 
     def _value(self) -> object:
-        """Parse the item at the current position and step over it. An item with a NaN or a repeated key is returned as
-        its text (bytes), for which `parse_line` raises the error, so that other items can still be read.
+        """Parse the item at the current position and step over it. An item that strict JSON forbids (`DECODER` raises a
+        ValueError of NaN and of a repeated key) is returned as its text (bytes), for which `parse_line` raises the
+        error, so that other items can still be read.
         """
         decoder = DECODER
         while True:
@@ -84,7 +85,7 @@ class JsonListReader:
                 decoder = LENIENT_DECODER  # to find where the item ends
                 continue
             else:
-                if end < len(self.text) or self.at_end:
+                if end < len(self.text) or self.at_end:  # else more may follow: 12 of a number that is 123
                     start, self.at = self.at, end
                     return self.text[start:end].encode() if decoder is LENIENT_DECODER else value
             self._read_more()
@@ -124,6 +125,6 @@ class JsonListReader:
         """Raise a DataError with the file, the line (0: that of the error) and the reason of a parsing error."""
         if isinstance(error, json.JSONDecodeError):
             line = self._line_of(error.pos)
-            error.colno += self.column if error.lineno == 1 else 0
+            error.colno += self.column if error.lineno == 1 else 0  # `text` may begin within a line
         place = f"{self.path}:{line or self._line_of(self.at)}"
         raise DataError("{place}: {reason}.", place=place, reason=json_error(error))

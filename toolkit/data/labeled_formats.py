@@ -100,7 +100,7 @@ class PairReader(RowReader):
         answers; `columns`, field=key, are added to this reader's.
         """
         reader = RowReader(row_format, {**self.columns, **columns}, answered=with_answer)
-        reader.skipped = self.skipped
+        reader.skipped = self.skipped  # one count for both
         left_out = self._keys_left_out(with_answer) - set(columns.values())
         return reader.read({key: value for key, value in row.items() if key not in left_out})
 

@@ -49,6 +49,7 @@ def collate(
     the complete sample. `packed`: add `cu_seq_lens`, the boundaries of samples and padding in the B x S tokens, for
     variable-length attention.
     """
+    # A `Sample` is (ids, trained), and shares nothing.
     branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
     longest = max((sum(len(branch.ids) - branch.shared for branch in row) for row in branches), default=1)
     num_rows, width = max(len(rows), 1), -(-longest // multiple) * multiple
@@ -56,7 +57,7 @@ def collate(
     labels = torch.full_like(input_ids, UNTRAINED)
     position_ids = torch.arange(width).repeat(num_rows, 1)
     segment_ids = torch.zeros_like(input_ids) if rows else torch.ones_like(input_ids)
-    bounds = [0]
+    bounds = [0]  # of samples and paddings in the flattened batch
     for number, row in enumerate(branches):
         begin = 0
         for segment, (ids, trained, shared) in enumerate(row, start=1):
@@ -83,8 +84,9 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
     """Return the entries of a `Batch` (see there) that say which tokens each token attends to, where the samples of a
     row share tokens: `seen_until`, `keys` and `cu_seq_lens_k`. `branches`: those of each row.
     """
+    # A token is seen by all segments from its own to the last one whose sample it is of, which overwrites the others.
     seen_until, width = segment_ids.clone(), segment_ids.size(1)
-    keys = []
+    keys = []  # of each segment, and of each padding, which attends to itself: indices of the tokens it attends to
     for number, row in enumerate(branches):
         # `path`: indices of a sample's tokens in the flattened batch; shared ones are in the branches before it.
         end, path = number * width, torch.empty(0, dtype=torch.int64)
@@ -164,6 +166,7 @@ _Item = TypeVar("_Item")
 
 def laid_out(rows: Sequence[Sequence[_Item]], layout: Layout) -> Sequence[Sequence[_Item]]:
     """Regroup the samples (or one value for each) of a plan's rows by the rows of the batch that `layout` makes."""
+    samples = [sample for row in rows for sample in row]
     if layout is Layout.alone:
-        return [[sample] for row in rows for sample in row]
-    return [[sample for row in rows for sample in row]] if layout is Layout.joined and rows else rows
+        return [[sample] for sample in samples]
+    return [samples] if layout is Layout.joined and rows else rows

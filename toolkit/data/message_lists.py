@@ -127,10 +127,10 @@ class MessageReader:
             )
         is_call = role == "tool" and "parameters" in item
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])
-        read = (role_key, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
-        read += ("tools",) if has_tools else ()
+        keys_read = (role_key, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
+        keys_read += ("tools",) if has_tools else ()
         is_answer = role in ("assistant", "function_call")
-        self.reader.skipped.update(_unread_keys(item, read, is_answer=is_call or is_answer))
+        self.reader.skipped.update(_unread_keys(item, keys_read, is_answer=is_call or is_answer))
         loss_flag = self._loss_flag(item)
         if has_tools:  # as the GLM-4 repository writes them, mostly without a text
             text = item.get(content_key) and self._content(item, content_key)[0]
@@ -168,13 +168,13 @@ class MessageReader:
         RowError if two contradict each other, or a value is neither true nor false (nor 1 nor 0).
         """
         flags: dict[str, bool] = {}
-        for key, meaning in self.flags.items():
+        for key, if_true in self.flags.items():
             value = item.get(key)
             if value is None:
                 continue
             if value not in (0, 1, True, False) or isinstance(value, str):
                 raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
-            is_trained = bool(value) is meaning
+            is_trained = bool(value) is if_true
             if flags.setdefault("loss", is_trained) != is_trained:
                 present = {name: item[name] for name in self.flags if name in item}
                 raise RowError("{keys} contradict each other", keys=quoted_keys(present))
@@ -185,6 +185,7 @@ class MessageReader:
         keys. The content of a `function_call` item is its calls. RowError if reasoning texts contradict each other.
         """
         message = plain_message("assistant", "")
+        # The same reasoning under two keys is one.
         thoughts = list(dict.fromkeys(thought for key in _REASONING_KEYS if (thought := _reasoning_of(item, key))))
         if len(thoughts) > 1:
             present = {name: item[name] for name in _REASONING_KEYS if name in item}
@@ -230,7 +231,9 @@ class MessageReader:
             else:
                 raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
         text = "".join(texts)
-        return (text if calls else required_text({key: text}, key)), thoughts, calls
+        if not calls:
+            required_text({key: text}, key)  # raises if it is blank
+        return text, thoughts, calls
 
     def _tool_calls(self, value: object) -> list[dict[str, Any]]:
         """Return a row's tool call, or list of them, in OpenAI's form, but with the arguments as an object."""
@@ -323,9 +326,9 @@ def _result_text(value: object) -> str:
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
         parts = [{key: entry for key, entry in part.items() if entry not in (None, "", [], {})} for part in value]
         texts = [part.get("text", part.get("value", "")) for part in parts]
-        # A part that holds more than its type and its text would lose that.
-        num_entries = [2 if text else 1 for text in texts]
-        if num_entries == [len(part) for part in parts] and all(isinstance(text, str) for text in texts):
+        # A part that holds more than its type and its text, if there is one, would lose that: then all is JSON.
+        hold_no_more = [len(part) for part in parts] == [2 if text else 1 for text in texts]
+        if hold_no_more and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -344,8 +347,9 @@ def _unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: boo
                 key=key[:40],
                 value=kind_of(value),
             )
-        has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
-        if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
+        holds_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
+        # The value of a key that is read may stand under this one, too: nothing is lost.
+        if holds_text and key not in METADATA and not any(value == item.get(name) for name in read):
             raise RowError(
                 "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "
                 "assistant's reasoning into its 'reasoning_content', calls into its 'tool_calls', tools into the row's "

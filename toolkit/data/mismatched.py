@@ -31,7 +31,9 @@ class MismatchedCache(TokenizedCache):
         if index < len(self):
             return ids, trained
         begin = int(trained.argmax())  # of the answer
-        for back in (*range(1, 64), 1):  # answers of one question may stand side by side, or be all there are
+        # Answers of one question may stand side by side: the first of the 63 samples before it with another question,
+        # or, if none of them has one, the sample before it.
+        for back in (*range(1, 64), 1):
             other_ids, other_trained = super().__getitem__((sample - back) % len(self))
             other_begin = int(other_trained.argmax())
             if not np.array_equal(ids[:begin], other_ids[:other_begin]):

@@ -39,7 +39,7 @@ class CurriculumOrder:
         shuffled = Permutation(self.num_rows, f"{key} 0")(np.arange(self.num_rows))
         ranks = np.empty(self.num_rows, np.int64)
         ranks[shuffled] = np.arange(self.num_rows)  # position of each row in the shuffled order
-        by_length = np.lexsort((ranks, lengths))
+        by_length = np.lexsort((ranks, lengths))  # rows by length, those of equal length in the shuffled order
         # Of each step: how many rows are drawn after it, and how many rows are no longer than its limit.
         drawn_after = np.minimum(np.arange(1, len(limits) + 1) * global_size, self.num_rows)
         allowed = np.searchsorted(lengths[by_length], limits, side="right")
@@ -47,6 +47,7 @@ class CurriculumOrder:
         allowed = np.maximum(allowed, drawn_after)
         self.limits = np.maximum(limits, lengths[by_length[allowed - 1]])
         """The limits that hold: above those asked for where there are too few short rows."""
+        # Of the rows that a step may take, it takes those that come first in the shuffled order.
         self._first_epoch = shuffled[_drawn_ranks(ranks[by_length], allowed, drawn_after)]
 
     def rows(self, position: Position, count: int) -> NDArray[np.int64]:

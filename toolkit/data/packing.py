@@ -54,9 +54,11 @@ def plan_sequences(
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         return _one_unit_per_row(size * evaluated_samples(cache, most, size), relative)
+    # Only where neighbouring samples are of one row of the data is there a prefix to share.
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     classes = list(classes) if packing is Packing.packed else []
     key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
+    # What is not in use adds nothing, so that plans saved before it existed keep their names.
     key += [micro_per_gpu] if packing is Packing.grouped else []
     key += [{"most": most}] if is_capped else []
     key += ["pairs"] if size > 1 else []
@@ -114,13 +116,16 @@ class _Units:
 
             self.samples = np.sort(numbers)
             self.shared = shared_prefixes(cache, self.samples, capacity)
-            self.begins = np.flatnonzero(self.shared == 0)  # of each unit before shuffling, an index of `samples`
+            # By number of the unit, before shuffling: where it begins in `samples`, and how many samples it has.
+            self.begins = np.flatnonzero(self.shared == 0)
             self.sizes = np.diff(self.begins, append=len(numbers))
             numbers = np.arange(len(self.begins))
         self.numbers = numbers[sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))]
+        """Number of each unit in the shuffled order, in which `first`, `lengths` and `longest` are too, [units]."""
         self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
         """First sample of each unit, [units]."""
-        self.lengths = self.longest = cache.lengths(self.first)  # tokens of a unit, and of its longest sample
+        # Tokens of a unit, and of its longest sample. (With `size` > 1 of its first: nothing is packed then.)
+        self.lengths = self.longest = cache.lengths(self.first)
         if self.samples is not None:
             lengths = cache.lengths(self.samples)
             self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
@@ -130,7 +135,7 @@ class _Units:
         """Save the arrays of a `PackingPlan`. `rows`: the row that each unit is packed into, [units]; `relative`: the
         samples of a unit minus its first.
         """
-        numbers = self.numbers[np.argsort(rows, kind="stable")]
+        numbers = self.numbers[np.argsort(rows, kind="stable")]  # of the units, row after row
         if self.samples is None:
             members, counts = _unit_samples(self.size * numbers, relative), len(relative) * np.bincount(rows)
         else:
@@ -139,7 +144,7 @@ class _Units:
             members, counts = self.samples[indices].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
             np.save(folder / "shared.npy", self.shared[indices].astype(np.uint32))
         np.save(folder / "members.npy", members)
-        if counts.max(initial=1) > 1:
+        if counts.max(initial=1) > 1:  # samples of a row; without offsets each row is one sample
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
@@ -187,9 +192,10 @@ def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> 
     numbers, counts = np.unique(source_of, return_counts=True)
     proportional = counts * (most / len(source_of))
     shares = np.maximum(1, np.floor(proportional).astype(np.int64))  # samples of each source
-    for source in np.argsort(shares - proportional, kind="stable")[: max(0, most - int(shares.sum()))]:
-        shares[source] += 1  # the largest remainders first
-    while shares.sum() > most and shares.max() > 1:
+    num_left = max(0, most - int(shares.sum()))  # by rounding down; they go to the largest remainders
+    for source in np.argsort(shares - proportional, kind="stable")[:num_left]:
+        shares[source] += 1
+    while shares.sum() > most and shares.max() > 1:  # too many, where small sources were given one
         shares[shares.argmax()] -= 1
     parts = []
     for number, share in zip(numbers, shares, strict=True):
@@ -221,7 +227,8 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
             for length in lengths[samples].tolist():
                 fitting = rooms >> length
                 if fitting:
-                    room = length + (fitting & -fitting).bit_length() - 1
+                    lowest_bit = fitting & -fitting
+                    room = length + lowest_bit.bit_length() - 1
                     row = stacks[room].pop()
                     if not stacks[room]:
                         rooms ^= 1 << room

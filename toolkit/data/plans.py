@@ -79,7 +79,8 @@ class PackingPlan:
         costs = cache.lengths(self.members[samples]) ** 2
         if self.shared is not None:
             costs -= self.shared[samples].astype(np.int64) ** 2
-        return np.add.reduceat(costs, np.cumsum(counts) - counts)
+        begins = np.cumsum(counts) - counts  # of each row in `costs`
+        return np.add.reduceat(costs, begins)
 
     def __reduce__(self) -> Any:
         if self.folder is None:  # not saved

@@ -18,26 +18,30 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
     """Return how many of each sample's first tokens need not be computed again after the sample before it, 0 where a
     unit of packing begins, [samples]. `samples`: ascending; `capacity`: most tokens of a unit.
 
-    The samples of a row of the data are paths of a tree: each follows the one before it for so many tokens, then
-    branches off, before the token that predicts its first trained one. So each branch computes that token itself: every
-    trained token stays that of one sample, next to the state that it is predicted from, and no loss knows of trees.
+    Several samples of one row of the data, such as a conversation up to each of its answers, begin with the same
+    tokens. Shared are those in front of the token that predicts a sample's first trained one: of [1, 2, 3, 4] and
+    [1, 2, 3, 5], whose last tokens are trained, the second shares two, and computes 3 again, which predicts 5. So each
+    trained token stands in its sample behind the one that predicts it, as losses expect. (Fewer than LEAST_SHARED
+    tokens are not shared.)
     """
     shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
-    unit_tokens = 0
-    ids, index_of_ids = np.empty(0, cache.dtype), -1
-    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():  # samples whose row is that of the one before
-        if index_of_ids == index - 1:
-            ids_before = ids
-        else:
-            ids_before, _ = cache[samples[index - 1]]
-            unit_tokens = len(ids_before)
+    has_row_of_previous = np.flatnonzero(rows[1:] == rows[:-1]) + 1
+    unit_tokens = 0  # of the unit so far, shared ones once
+    ids, ids_index = np.empty(0, cache.dtype), -1  # of the sample that was read last, and its index in `samples`
+    for index in has_row_of_previous.tolist():
+        if ids_index == index - 1:
+            previous_ids = ids
+        else:  # the previous sample is the first of its row, and begins a unit
+            previous_ids, _ = cache[samples[index - 1]]
+            unit_tokens = len(previous_ids)
         ids, trained = cache[samples[index]]
-        index_of_ids = index
-        common = _common_prefix(ids_before, ids, trained)
-        if common >= LEAST_SHARED and unit_tokens + len(ids) - common <= capacity:
+        ids_index = index
+        common = _common_prefix(previous_ids, ids, trained)
+        num_added = len(ids) - common
+        if common >= LEAST_SHARED and unit_tokens + num_added <= capacity:
             shared[index] = common
-            unit_tokens += len(ids) - common
-        else:
+            unit_tokens += num_added
+        else:  # it begins a unit
             unit_tokens = len(ids)
     return shared
 

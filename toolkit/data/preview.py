@@ -94,8 +94,9 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
     for kind, begin, end, served_begin, served_end in matcher.get_opcodes():
         ids, others = trained[begin:end], served[served_begin:served_end]
         if kind == "equal":
-            is_short = len(ids) <= 2 * _AROUND
-            shown = [ids] if is_short else [ids[:_AROUND] if texts else [], ids[-_AROUND:]]
+            shown = [ids]
+            if len(ids) > 2 * _AROUND:  # only what is next to a difference: before the first one, the end
+                shown = [ids[:_AROUND] if texts else [], ids[-_AROUND:]]
             texts.append("…".join(printable(tokenizer.decode(part)) for part in shown))
             continue
         first_difference = first_difference or tr(
@@ -123,9 +124,8 @@ def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.To
     """Return a sentence on how many rows are planned and how full of tokens they are; "" without packing."""
     if packing is schema.Packing.none:
         return ""
-    room = cfg.data.max_length * (
-        mesh.micro_rows(mesh.with_micro_batch(cfg)) if packing is schema.Packing.grouped else 1
-    )
+    is_grouped = packing is schema.Packing.grouped  # then a row of the plan is a whole micro-batch
+    room = cfg.data.max_length * (mesh.micro_rows(mesh.with_micro_batch(cfg)) if is_grouped else 1)
     taken = int(plan.lengths(cache).sum())
     return tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
@@ -152,7 +152,7 @@ def count_lines(
     """Return a table of each source's rows, samples and tokens, and the lengths of the samples of `cache`, as lines.
     `held_out`: samples of the training sources that are validation data.
     """
-    _, size = objective.data_unit(cfg)
+    _, size = objective.data_unit(cfg)  # samples of a unit, such as two of a pair
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
     rows = []
@@ -238,7 +238,7 @@ def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> s
         return ", " + tr("label {label}", label=labels[int(values[0])])
     if cfg.task.kind is schema.TaskKind.reward:
         return role + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")
-    if sample >= len(cache):
+    if sample >= len(cache):  # of a `MismatchedCache`
         return ", " + tr("with another sample's answer, for the estimate of the divergence")
     return ", " + (tr("a good answer") if values[0] > 0 else tr("a bad answer"))
 

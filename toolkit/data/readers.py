@@ -85,12 +85,14 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
         limit = limits[number] if limits else 0
         blocks_of_file = blocks(file.path, least_bytes, file.columns.values())
         while True:
-            most_and_read = ((limit, limited_rows), (file.max_rows, rows_of_source[file.source]))
-            rows_left = min((most - count for most, count in most_and_read if most), default=None)
-            if (rows_left is not None and rows_left <= 0) or (block := next(blocks_of_file, None)) is None:
+            limits_and_read = ((limit, limited_rows), (file.max_rows, rows_of_source[file.source]))
+            rows_left = [most - num_read for most, num_read in limits_and_read if most]  # of each limit, 0 being none
+            if rows_left and min(rows_left) <= 0:
                 break
-            if rows_left is not None:
-                block, count = first_rows_of(block, rows_left)
+            if (block := next(blocks_of_file, None)) is None:
+                break
+            if rows_left:
+                block, count = first_rows_of(block, min(rows_left))
                 rows_of_source[file.source] += count
                 limited_rows += count if limit else 0
             if with_known_format is None:
@@ -103,8 +105,8 @@ def first_rows_of(block: Block, count: int) -> tuple[Block, int]:
     rows = list(islice(rows_of(block), count))
     if not isinstance(block.content, bytes):
         return replace(block, content=rows), len(rows)
-    end = rows[-1][0] + 1 if rows else 0
-    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:end])
+    num_lines = rows[-1][0] + 1 if rows else 0  # with the blank ones between the rows: line numbers stay
+    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:num_lines])
     return replace(block, content=content), len(rows)
 
 
@@ -204,7 +206,10 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
     if text.lstrip(" \t\r\n").startswith("["):
         return 0
     match = _BEFORE_ROWS.match(text)
-    if match is None or json.loads(match[1]) in columns:  # the object is itself a row, with a list of messages
+    if match is None:
+        return None
+    key_of_list = json.loads(match[1])
+    if key_of_list in columns:  # the object is itself a row, with a list of messages
         return None
     if "\n" not in match[0].strip():  # the list begins in the first line, which may be a row all the same
         with open_data_file(path) as (again, _):
@@ -212,7 +217,7 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 is_row = not row.keys().isdisjoint(columns) or any(map(is_conversation, row.values()))
-                if is_row or again.read(CHUNK_BYTES).strip():  # rows, one per line
+                if is_row or again.read(CHUNK_BYTES).strip():  # other lines follow: each is a row
                     return None
     return match.end()
 
@@ -255,7 +260,7 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
                 line=number,
                 size=LARGEST_LINE_BYTES >> 20,
             )
-        if is_blank := line == b"\n":  # with those that follow it: a file may hold millions
+        if is_blank := line == b"\n":  # take those that follow it at once: a file may hold millions
             ahead = file.peek()
             line += file.read(len(ahead) - len(ahead.lstrip(b"\n")))
             number += len(line) - 1

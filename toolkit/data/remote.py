@@ -113,7 +113,9 @@ class _RangeReader(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        """Read up to so many bytes as there is room for; ask for more of them than that if it is little."""
+        """Fill `buffer` from the range in memory, and return how many bytes that gave. If the position is not in it,
+        first ask for the range from there on, of _RANGE_BYTES at least.
+        """
         if not self._begin <= self.at < self._begin + len(self._content):
             end = min(self.facts.size, self.at + max(len(buffer), _RANGE_BYTES))
             self._content = read_range(self.url, self.at, end) if self.at < end else b""
@@ -138,9 +140,10 @@ def read_range(url: str, begin: int, end: int) -> bytes:
                 _check(url, answer, begin + before)
                 _read_rest(answer, content, end - begin)
         except (OSError, HTTPException):
-            if len(content) - before < _LEAST_BYTES:
+            has_got_further = len(content) - before >= _LEAST_BYTES
+            if not has_got_further:
                 raise
-        return len(content) == end - begin
+        return len(content) == end - begin  # False: the rest is asked for next
 
     _persist(url, attempt)
     return bytes(content)

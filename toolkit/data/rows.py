@@ -31,7 +31,7 @@ def parse_line(line: bytes) -> object:
         value = DECODER.decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise _json_error(error) from None
-    if _HALF.search(line):
+    if _HALF.search(line):  # a line in UTF-8 can hold half a character as an escape alone
         check_characters(value)
     return value
 

@@ -26,7 +26,8 @@ class Permutation:
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        self._half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
+        num_bits = max(size - 1, 1).bit_length()
+        self._half_bits = max(1, -(-num_bits // 2))  # rounded up
         digest = hashlib.shake_256(f"{key} {size}".encode()).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(digest, "<u8")
 
@@ -142,8 +143,8 @@ def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) ->
     equally many micro-batches, so that collectives match; the last ones may be [].
     """
     own_rows = list(range(rank, num_rows, world_size))
-    most = -(-num_rows // world_size)
-    return [own_rows[begin : begin + micro_per_gpu] for begin in range(0, most, micro_per_gpu)]
+    most_rows = -(-num_rows // world_size)  # of any rank
+    return [own_rows[begin : begin + micro_per_gpu] for begin in range(0, most_rows, micro_per_gpu)]
 
 
 def length_classes(curriculum: CurriculumConfig, max_length: int) -> list[int]:

@@ -103,6 +103,7 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
     """Raise a DataError if two sources read the same file (by inode, so links count), or, with `hashes` of the files,
     the same content. The same file with other `columns` or another format is allowed.
     """
+    # A file behind a URL (`RemotePath`) has no inode.
     identities: Sequence[Hashable] = hashes or [
         (status.st_dev, status.st_ino or str(path))
         for path, status in ((file.path, file.path.stat()) for file in files)

@@ -197,7 +197,7 @@ class CacheWriter:
         self._write(TRAINED, np.packbits(trained[:full_bytes]))
         self._rest = trained[full_bytes:].copy()
         starts = np.concatenate(([0], np.cumsum(part.lengths, dtype=np.int64)))
-        trained_before = np.concatenate(([0], np.cumsum(part.trained, dtype=np.uint32)))
+        trained_before = np.concatenate(([0], np.cumsum(part.trained, dtype=np.uint32)))  # before each token
         of_part = {
             "lengths": part.lengths,
             "trained": np.diff(trained_before[starts]),
@@ -244,7 +244,8 @@ class CacheWriter:
         paths = sorted(self.folder.iterdir())
         for path in paths:
             self._checksums[path.name] = self._checksums.get(path.name) or checksum(path)
-        samples: list[NDArray[Any]] = [index.hashes, index.lengths, index.values, index.files, rows]  # not their lines
+        # Of "content": what is trained, so not the lines that it stood in.
+        samples: list[NDArray[Any]] = [index.hashes, index.lengths, index.values, index.files, rows]
         contents = {
             **manifest,
             "content": _digest(samples + [arrays[f"{split}.npy"] for split in sorted(splits)]),

@@ -168,7 +168,7 @@ class Stream:
                 num_sequences += len(self.sequences(samples[window_begin:], ""))
                 window_begin = len(samples)
         if window_begin:
-            num_sequences *= len(samples) / window_begin
+            num_sequences *= len(samples) / window_begin  # of all samples, if the others are like those of the windows
         else:
             num_sequences = len(self.sequences(samples, ""))
         times = sum(self.sizes[source]) / max(1.0, num_bytes)
@@ -186,7 +186,7 @@ class Stream:
                 if piece.file.path in begun or len(begun) == _SAMPLED_FILES:
                     continue
                 begun.add(piece.file.path)
-                piece = replace(piece, begin=0, end=piece.size)
+                piece = replace(piece, begin=0, end=piece.size)  # the whole file
             for block, num_bytes in piece.sampled_blocks():
                 yield piece, block, num_bytes
 
@@ -288,6 +288,7 @@ class Stream:
                 entry = {"file": str(path), "line": line, "reason": reason, "excerpt": excerpt}
                 with open(self.bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        # Only a bad row exceeds the limit, so `line` and `reason` are those of the last one of this block.
         if self.bad_rows > max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * self.rows):
             raise DataError(
                 "{bad} of {rows} rows that this rank has read cannot be used, more than data.max_bad_fraction = "
@@ -316,11 +317,14 @@ class Stream:
         return list(rows.values())
 
     def is_full(self, samples: list[StreamSample]) -> bool:
-        """Whether a window holds enough samples."""
+        """Whether a window holds enough samples: `data.shuffle_buffer`, and where they are packed `packing_window`, or
+        if that is 0 the tokens of _LEAST_PACKED sequences.
+        """
         wanted = max(1, self.data.shuffle_buffer, self.data.packing_window if self.is_packed else 0)
-        count = len(samples) // self.unit
-        if count < wanted or not self.is_packed or self.data.packing_window:
-            return count >= wanted
+        if len(samples) // self.unit < wanted:
+            return False
+        if not self.is_packed or self.data.packing_window:
+            return True
         return sum(len(sample.ids) for sample in samples) >= _LEAST_PACKED * self.data.max_length
 
 
@@ -349,7 +353,7 @@ class LaneReader:
         self._ahead: deque[_Ahead] = deque()
         self._sequences: list[list[StreamSample]] | None = None
         self._is_fruitless = self.start == Start()
-        """Whether no row of this pass was of use so far; not known of one that was resumed."""
+        """Whether no row of this pass was of use so far; not for a resumed one, whose first rows may have been."""
 
     @property
     def position(self) -> list[int]:
@@ -396,7 +400,7 @@ class LaneReader:
             samples += samples_of(part, ahead.piece, ahead.block)
             self._is_fruitless = self._is_fruitless and not samples
             used += 1
-        while len(self._ahead) < used:
+        while len(self._ahead) < used:  # as many blocks for the next window, to be tokenized while this one is trained
             self._submit()
         self._end = self._peek().start
         return self.stream.sequences(samples, f"{self.source} {self.lane} {self.start}")
@@ -418,7 +422,7 @@ class LaneReader:
         """Yield (where it begins, piece, block) of all blocks from `start` on, pass after pass without end."""
         epoch, first, offset, line = start
         while True:
-            is_empty = not (first or offset)
+            is_empty = not (first or offset)  # until a block comes; a pass that begins in its middle had some
             for number in range(first, len(self.pieces)):
                 for block, *following in self.pieces[number].blocks(offset, line):
                     is_empty = False

@@ -71,8 +71,9 @@ class Piece:
         for block, *_ in self.blocks(0, 0):
             if self.is_lines:
                 yield block, len(block.content)
-            elif self.is_seekable:
-                yield block, block.position * len(block.content) / (block.first - 1 + len(block.content))
+            elif self.is_seekable:  # Parquet: its rows times the mean bytes of all rows up to its end
+                rows_to_its_end = block.first - 1 + len(block.content)
+                yield block, block.position * len(block.content) / rows_to_its_end
             else:
                 yield block, block.position - before
                 before = block.position
@@ -83,6 +84,7 @@ class Piece:
         """Return which part of the piece is before an offset, from 0 to 1; 0 where that is not known."""
         if not offset or not self.is_seekable:
             return 0.0
+        # Bytes of JSONL; of a Parquet file the offset is rows, taken to be equally large.
         at = offset if self.is_lines else offset * self.size / _num_rows(self.file.path, self.size)
         return min(1.0, max(0.0, (at - self.begin) / (self.end - self.begin)))
 
@@ -152,7 +154,7 @@ def _line_start(raw: Any, at: int) -> int:
     """Return where the first line begins that begins at a byte of a file or after it."""
     if not at:
         return 0
-    raw.seek(at - 1)
+    raw.seek(at - 1)  # a line begins at `at` if the byte before is a newline
     while (line := raw.readline(_BLOCK_BYTES)) and not line.endswith(b"\n"):
         pass
     return int(raw.tell())
@@ -178,12 +180,12 @@ def _num_rows(path: Path, size: int) -> int:
 @lru_cache(1 << 10)
 def _count_lines(path: Path, size: int, end: int) -> int:
     """Return how many lines of a file of `size` bytes (a changed one is read again) begin before the byte `end`."""
-    count = 1
+    num_newlines = 0
     with reading(path, DataError), path.open("rb") as file:
         while end > 0 and (content := file.read(min(1 << 20, end))):
-            count += content.count(b"\n")
+            num_newlines += content.count(b"\n")
             end -= len(content)
-    return count if not content.endswith(b"\n") else count - 1
+    return num_newlines if content.endswith(b"\n") else num_newlines + 1  # with the line in which `end` is
 
 
 def size_of(file: DataFile) -> int:

@@ -39,11 +39,13 @@ def table_rows(
             total, names = file.metadata.num_rows, file.schema_arrow.names
             _check_row_count(total, size)
             group, read_names = 0, [name for name in names if name in columns]
+            # Skip the row groups that end before row `first`; the rest of the rows before it are cut off below.
             while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
                 done, group = done + file.metadata.row_group(group).num_rows, group + 1
             groups = range(group, file.num_row_groups)
             for full_batch in file.iter_batches(most_rows, row_groups=[*groups], columns=read_names) if groups else ():
-                batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))
+                num_unwanted = min(max(first - done, 0), full_batch.num_rows)
+                batch = full_batch.slice(num_unwanted)
                 done += full_batch.num_rows
                 for rows in _table_rows_of(batch, names):
                     yield rows, size * done // max(total, 1)
@@ -116,7 +118,7 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
         step = max(1, min(_TABLE_BATCH_ROWS, _TABLE_BATCH_ROWS * _TABLE_BATCH_BYTES // max(rows.nbytes, 1)))
         for begin in range(0, rows.num_rows, step):
             piece = rows.slice(begin, step)
-            if batch.num_columns:
+            if batch.num_columns:  # else no column of the file is among those that are read
                 dicts = ({**row, **{n: _without_nulls(row[n]) for n in with_objects}} for row in piece.to_pylist())
                 yield [{**all_none, **decode(row)} for row in dicts]
             else:

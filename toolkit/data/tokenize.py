@@ -204,9 +204,9 @@ class PrepareReport(workers.RowCounts):
         limits = [source.max_samples for source in (*data.sources, *data.validation)]
         rows = [int(source["rows"]) for source in self.sources]
         total = sum(rows[: len(data.sources)])
-        # What the limit of all training sources has cut says nothing about one of them.
-        first = len(data.sources) if total == data.max_samples else 0
-        sources = [*zip(names, limits, rows, strict=True)][first:]
+        # What the limit of all training sources has cut says nothing about one of them: those of validation are left.
+        num_skipped = len(data.sources) if total == data.max_samples else 0
+        sources = [*zip(names, limits, rows, strict=True)][num_skipped:]
         for name, limit, count in (*sources, ("data", data.max_samples, total)):
             if count < limit:
                 say(
@@ -311,7 +311,9 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
 
 
 def _cache_inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
-    """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them."""
+    """Return everything the tokenized cache depends on, as JSON values; its fingerprint is a hash of them. Inputs that
+    came later have no entry where they are not in use, so that earlier caches keep their names.
+    """
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     most_of_sources = [source.max_samples for source in (*data.sources, *data.validation)]
     return {
@@ -423,7 +425,7 @@ class _CacheBuilder:
                 self.pace.update(finished_bytes + position, report.rows_read, new_bytes, new_tokens)
                 self.check_limit(finished_bytes + position, bad_rows_file)
             self.check_limit(self.bytes, bad_rows_file)
-            if self.labels and not self.maker.labels:  # by the data, numbered as they came
+            if self.labels and not self.maker.labels:  # those of the data, numbered as they came: number them in order
                 ordered = sorted(self.labels, key=_label_order)
                 writer.number_labels(np.array([ordered.index(label) for label in self.labels], np.float32))
                 self.labels = ordered
@@ -613,7 +615,9 @@ def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:
-    """Return the sort key of a class label: numbers come first, in numeric order, then texts alphabetically."""
+    """Return the sort key of a class label: numbers come first, in numeric order (9 before 10, by their length), then
+    texts alphabetically.
+    """
     return not label.isdecimal(), len(label) if label.isdecimal() else 0, label
 
 

@@ -179,6 +179,7 @@ class PartBuilder:
         # `texts`: most texts of a row that are used, two answers of a pair, or query, positive and so many negatives.
         self.labels, self.texts = cfg.classify.labels, max(2, data_unit(cfg)[1])
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
+        # The language is that of the reasons of bad rows. Rules that are not in use add nothing: earlier parts hold.
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
         rules += [list(self.labels)] if self.labels else []
         rules += [self.texts] if self.texts > 2 else []
@@ -237,7 +238,8 @@ class PartBuilder:
         position and content, as in the file.
         """
         read = self._read_rows(batch, reader, counts)
-        # About _BATCH_CHARS of text at once: rows are grouped by the characters before them.
+        # About _BATCH_CHARS of text are encoded at once: a new group begins where the characters so far exceed a
+        # multiple of it. (`chars_before` has one entry more than `read`, the sum of all.)
         chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read), initial=0)
         for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
             read_rows = [read_row for _, read_row in group]
@@ -261,6 +263,7 @@ class PartBuilder:
         """
         counts.rows += len(batch)
         read: list[_ReadRow] = []
+        # To name unread columns once for all rows with the same ones: a row's keys, whether it has negatives too many.
         columns_seen: set[tuple[frozenset[str], bool]] = set()
         for row, value in batch:
             try:
@@ -271,7 +274,7 @@ class PartBuilder:
             except RowError as error:
                 counts.reject(row, error, value)
                 continue
-            leaves_negatives = len(texts) == 2 and len(all_texts) > 2
+            leaves_negatives = len(texts) == 2 and len(all_texts) > 2  # of query and positive all are left out
             if isinstance(parsed, dict) and (columns := (frozenset(parsed), leaves_negatives)) not in columns_seen:
                 columns_seen.add(columns)
                 counts.add(RowCounts(unused=reader.unused(parsed) + (["negatives"] if leaves_negatives else [])))
@@ -324,8 +327,12 @@ class PartBuilder:
         return [conversation]
 
     def _with_loss_flags(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
-        """Return the conversations that train a row's answers, with the `loss` of their messages set (`mark_trained`),
-        divided where the chat template needs it (`ChatEncoder.divide`); RowError if they are too large.
+        """Return the conversations that train a row's answers, with the `loss` of their messages set; RowError if they
+        are too large.
+
+        Mostly it is one. Several are needed if the encoder trains the last message only (`mark_trained` gives one for
+        each trained answer), or if the chat template renders earlier answers otherwise once another turn follows
+        (`ChatEncoder.divide`; only these are counted as divided).
         """
         if len(conversation.messages) > _MOST_MESSAGES:
             raise RowError(
@@ -333,21 +340,24 @@ class PartBuilder:
                 count=f"{len(conversation.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        parts_trained, divided_into = list[Conversation](), list[int]()
+        trained = list[Conversation]()
+        num_divided = num_parts = 0
         for marked in mark_trained(conversation, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
-            parts_trained += [replace(marked, messages=part) for part in parts]
-            divided_into += [len(parts)] if len(parts) > 1 else []
-        if len(parts_trained) > 1 and sum(map(_num_chars, parts_trained)) > _MOST_TEXT:
+            trained += [replace(marked, messages=messages) for messages in parts]
+            if len(parts) > 1:
+                num_divided, num_parts = num_divided + 1, num_parts + len(parts)
+        if len(trained) > 1 and sum(map(_num_chars, trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
                 "characters. Split the conversation over several rows",
-                count=len(parts_trained),
+                count=len(trained),
                 most=_MOST_TEXT >> 20,
             )
-        counts.divided += len(divided_into)
-        counts.divided_samples += sum(divided_into)
-        return parts_trained
+        # Only now, as a row that is rejected counts for nothing else.
+        counts.divided += num_divided
+        counts.divided_samples += num_parts
+        return trained
 
     def _encode_or_reject(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
         """Yield each row with its token ids and mask; rows that cannot be encoded are counted instead. All are encoded
@@ -383,7 +393,8 @@ class PartBuilder:
         for conversation in read:
             is_complete = _is_complete(conversation)
             ids = next(encodings)[0] if is_complete else self.encoder.prompt(conversation.messages, conversation.tools)
-            ids = [*ids[:-1], *self.encoder.after_text] if conversation.is_text else ids
+            if conversation.is_text:  # in place of the end token that a text to be trained has
+                ids = [*ids[:-1], *self.encoder.after_text]
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
         return encoded
 

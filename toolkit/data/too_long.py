@@ -39,7 +39,8 @@ class Shortener:
         turns_dropped = 0
         if conversation.is_input_only:
             end = self.encoder.after_text if conversation.is_text else ()
-            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]  # marked is the last token
+            ids = [*ids[: self.limit - len(end)], *end]
+            trained = trained[-self.limit :]  # of its end, as the mask marks the last token alone
         elif not conversation.is_text:
             system, parts = turns(conversation.messages)
             num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
@@ -90,7 +91,9 @@ class Shortener:
         else:
             samples = self._turn_windows(conversation)
         usable = [sample for sample in map(trainable, samples) if sample]
-        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in usable):
+        _, trained = encoded
+        num_to_train = sum(trained[1:])  # the first token of a sample is never trained
+        if num_to_train > sum(sum(mask) for _, mask in usable):
             counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
         counts.split += len(usable) > 1
         return usable
@@ -117,6 +120,7 @@ class Shortener:
         while self.encoder.can_cut and start < len(ids) - 1:
             stop = start + self.limit
             if stop < len(ids):
-                stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
+                ends_of_answers = (i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i])
+                stop = next(ends_of_answers, stop)
             yield with_first_untrained(ids[start:stop], trained[start:stop])
             start = stop - 1
