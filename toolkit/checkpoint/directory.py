@@ -176,7 +176,7 @@ def record_file(path: Path) -> FileRecord:
             return checksum
 
         for name, begin, size, checksum in members_of(path):
-            crc_of_next(begin - position)
+            crc_of_next(begin - position)  # what is between members counts for the digest alone
             if position != begin or crc_of_next(size) != checksum:
                 raise OSError(f"{path.name}: {name}")
         crc_of_next(math.inf)
@@ -190,7 +190,7 @@ FRAGMENTS, CHECKSUMS = "fragments-", "crc32"
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and where its data begin; ValueError or OSError if it has none."""
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))  # padded, as it needs 8 bytes
         if not 0 < length < min(path.stat().st_size, LARGEST_JSON_BYTES):
             raise ValueError(tr("it has no header"))
         header = parsed_json(file.read(length))

@@ -105,7 +105,7 @@ def flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> It
             # Muon's momentum has full parameters, even if other ranks have the other pieces (_muon_momentum_buffer).
             if parameters and getattr(parameters[0], "use_muon", False) and not optimizer.cpu_offload:
                 flat.full_offsets = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
-            flat.is_transposed = optimizer.zenflow
+            flat.is_transposed = optimizer.zenflow  # it updates columns, and keeps each in one stretch
             yield flat
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         order = ((parameters, _offsets(parameters)) for parameters in optimizer.bf16_groups)
@@ -181,7 +181,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
     """
     names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-    fragments = list(_buffer_fragments(held)) if process_group.tensor_rank() == 0 and rank == 0 else []
+    saves_buffers = process_group.tensor_rank() == 0 and rank == 0  # all ranks have the same
+    fragments = list(_buffer_fragments(held)) if saves_buffers else []
     is_factored = has_factored_states(engine)
     for flat in flat_tensors(engine):
         states = _classify_states(flat, is_factored)
@@ -190,7 +191,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
             if _is_saved_here(held, name, piece.parameter):
                 share = _rank_share(piece, rank, size) if flat.shared else piece
                 fragments.append(_trained_fragment(engine, flat, share, name, states))
-                if is_factored and rank == 0:
+                if is_factored and rank == 0:  # states of the whole parameter, which all ranks have: written once
                     fragments[-1].bound = states.others
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
@@ -210,7 +211,7 @@ def _trained_fragment(
     engine: deepspeed.DeepSpeedEngine, flat: FlatTensor, piece: Piece, name: str, states: "_States"
 ) -> Fragment:
     """Return the fragment of a trained parameter's piece: its weights in `flat`, and the optimizer's states of them."""
-    piece_in_states = flat.piece_in_states(piece)
+    piece_in_states = flat.piece_in_states(piece)  # which may hold more of the parameter in front of the piece
     begin = piece_in_states.offset + piece.position - piece_in_states.position
     values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
     values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.elementwise.items()}
@@ -220,7 +221,7 @@ def _trained_fragment(
 
         fragment.turned = flat.turned(piece)
         add_to_fragment(engine.optimizer, fragment, piece)
-    if flat.has_8_bits:
+    if flat.has_8_bits:  # the scales of all blocks in which the piece lies
         first_block, fragment.phase = divmod(piece.offset, BLOCK)
         end_block = -(-(piece.offset + piece.length) // BLOCK)
         fragment.scales = {key: states.others[key][first_block:end_block] for key in SCALES if key in states.others}
@@ -237,6 +238,7 @@ def _frozen_fragments(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) ->
             full_piece = Piece(parameter, 0, 0, parameter.numel())
             share = _rank_share(full_piece, distributed.get_rank(group), distributed.get_world_size(group))
             value = stretch(parameter, share.offset, share.length)
+            # ZeRO-3 frees the gathered values at the end of this block.
             value = value.clone() if hasattr(parameter, "ds_id") else value
         yield _fragment(name, parameter, share.position, {WEIGHT: value}, {})
 
@@ -276,7 +278,7 @@ def _classify_states(flat: FlatTensor, is_factored: bool) -> _States:
             if isinstance(value, int | float):
                 states.numbers[state] = float(value)
         elif state == "step" or (not is_factored and value.numel() == 1 < flat.tensor.numel()):
-            states.numbers[state] = float(value)
+            states.numbers[state] = float(value)  # one number for all elements of the flat tensor
         else:
             has_all_elements = flat.full_offsets or value.numel() == flat.tensor.numel()
             kind = states.elementwise if has_all_elements and not is_factored else states.others
@@ -307,6 +309,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def dynamic_loss_scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
     """Return the engine's dynamic loss scaler, None if it has none."""
+    # ZeRO's optimizers say it themselves; those of fp16 without ZeRO have a config, which may be the scaler (0.19.8).
     config = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
     if not getattr(config, "dynamic_loss_scale", False):
         return None
@@ -322,7 +325,7 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
-        "group_step": first_group.get("step"),
+        "group_step": first_group.get("step"),  # of DeepSpeed's fused optimizers, which count by group
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
     }
     if engine.zenflow:

@@ -67,7 +67,7 @@ class Fragments:
                 continue
             state, _, name = key.partition(":")
             fragment_facts, begin, dtype = facts[name], data + entry["data_offsets"][0], DTYPES[entry["dtype"]]
-            (length,) = header[f"{WEIGHT}:{name}"]["shape"]
+            (length,) = header[f"{WEIGHT}:{name}"]["shape"]  # `entry` may have a scale for each block only
             if state in fragment_facts.get("bound", ()):
                 self._bound[name][state] = path, begin, dtype, entry["shape"]
                 continue
@@ -162,7 +162,7 @@ class Fragments:
         values, done = torch.empty(length, dtype=dtype), position
         for stretch in stretches:
             end = min(stretch.position + stretch.length, position + length)
-            if stretch.position <= done < end:
+            if stretch.position <= done < end:  # it holds the next number that is wanted
                 self._read_stretch(values[done - position : end - position], stretch, done - stretch.position)
                 done = end
         if done < position + length:

@@ -113,7 +113,7 @@ def write(content: Content, path: Path) -> None:
     count = 1 + len(content.tensors)
     header[CHECKSUMS] = {"dtype": "I64", "shape": [count], "data_offsets": [end, end + 8 * count]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of 8 bytes
     encoded = struct.pack("<Q", len(encoded)) + encoded  # the format: length, header, data
     checksums = np.zeros(count, np.int64)
     checksums[0] = zlib.crc32(encoded)

@@ -104,7 +104,7 @@ def _read(path: Path, read: Callable[[Path], _T]) -> _T:
     try:
         return read(path)
     except OSError as error:
-        error.filename = str(path)
+        error.filename = str(path)  # a failed read has none
         if error.errno != errno.EIO:
             raise
     time.sleep(_PAUSE_S)
@@ -159,7 +159,8 @@ def _problem(folder: Path, name: str, record: Any) -> str:
     """Return how a file of a checkpoint differs from its record in the manifest, "" if it does not."""
     inner = PurePosixPath(name)  # of a file in the folder: no way up, no link that somebody placed
     is_outside = inner.is_absolute() or ".." in inner.parts or not inner.parts or "\0" in name
-    if is_outside or any((folder / part).is_symlink() for part in (inner, *inner.parents[:-1])):
+    paths_within = (inner, *inner.parents[:-1])  # without the last parent, ".": the folder itself
+    if is_outside or any((folder / path).is_symlink() for path in paths_within):
         return tr("{name}: this path leads out of the checkpoint", name=name)
     if not isinstance(record, dict):
         return tr("{name}: the manifest says nothing of it", name=name)

@@ -27,25 +27,26 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
     """Restore an engine's weights and optimizer states; CheckpointError if anything is missing. A collective."""
     names = {id(parameter): name for name, parameter in held.parameters.items()}
     optimizer, is_factored = engine.optimizer, has_factored_states(engine)
-    partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    if partitioned:
-        optimizer.checkpoint_event_prologue()
+    is_zero3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    if is_zero3:
+        optimizer.checkpoint_event_prologue()  # drops the small parameters that every rank holds, of the old weights
     for flat in flat_tensors(engine, changes=True):
         for piece in flat.pieces:
             _restore_piece(flat, piece, names[id(piece.parameter)], fragments, is_factored)
         if flat.has_8_bits:
             _restore_8_bits(flat, 1, names, fragments)
             _restore_8_bits(flat, 2, names, fragments)
-    if partitioned:
+    # The model's weights follow from the master weights.
+    if is_zero3:
         optimizer.checkpoint_event_epilogue()
-    elif hasattr(optimizer, "update_lp_params"):
+    elif hasattr(optimizer, "update_lp_params"):  # ZeRO-1 and 2, BF16_Optimizer
         optimizer.update_lp_params()
         if engine.zenflow:
             from toolkit.checkpoint import zenflow_state
 
             pieces = [piece for flat in flat_tensors(engine) for piece in flat.pieces]
             zenflow_state.restore(optimizer, pieces, names, fragments)
-    elif hasattr(optimizer, "fp16_groups"):
+    elif hasattr(optimizer, "fp16_groups"):  # fp16 without ZeRO
         for flat in flat_tensors(engine):
             for piece in flat.pieces:
                 weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
@@ -148,7 +149,7 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
 
     for piece in flat.pieces if in_8_bits else ():
         block, phase = divmod(piece.offset, BLOCK)
-        padding = phase, -(phase + piece.length) % BLOCK
+        padding = phase, -(phase + piece.length) % BLOCK  # in front and behind, up to whole blocks
         block_scales = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
         target = flat.state[scales][block : block + len(block_scales)]
         torch.maximum(target, block_scales, out=target)
@@ -173,7 +174,7 @@ def _restore_unoptimized(held: StoredTensors, fragments: Fragments) -> None:
             buffer.data.copy_(fragments.whole(name))
     for name, parameter in held.frozen():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
+            if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:  # ZeRO-3 takes it from rank 0
                 value = fragments.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))
                 parameter.data.copy_(value.view(parameter.shape))
 

@@ -105,6 +105,7 @@ class HostCopies:
         self.buffers: list[torch.Tensor] = []
         self.used = 0
         self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Memory, type and layout of a tensor -> it and its buffer: what is saved twice is copied once."""
         accelerator = get_accelerator()
         # Of its own, or the copies would stand in line with the passes of the next step.
         self.stream = None if accelerator.is_synchronized_device() else accelerator.Stream()

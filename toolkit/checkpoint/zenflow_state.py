@@ -33,7 +33,7 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     is_outdated = torch.full(parameter.shape[-1:], not fragment.turned)  # of each column, or of a vector's numbers
     if fragment.turned:
         is_outdated[parameter.selected_indices.long().cpu()] = True
-    rows = parameter.numel() // len(is_outdated)
+    rows = parameter.numel() // len(is_outdated)  # numbers that follow each other are of one column
     is_outdated = stretch(is_outdated.repeat_interleave(rows), piece.position, piece.length)
     live, master = stretch(parameter.t(), piece.position, piece.length), fragment.values[WEIGHT]
     if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
@@ -116,9 +116,11 @@ def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) ->
     if columns is None or len(columns) != sum(counts):
         return None if choices else []
     parts = list(columns.split(counts))
-    ends = zip(parts, choices, strict=True)
-    fits = all(not len(part) or begin <= int(part[0]) <= int(part[-1]) < end for part, (begin, end, _) in ends)
-    return parts if fits else None
+    columns_and_ranges = zip(parts, choices, strict=True)
+    has_own_columns = [
+        not len(part) or begin <= int(part[0]) <= int(part[-1]) < end for part, (begin, end, _) in columns_and_ranges
+    ]
+    return parts if all(has_own_columns) else None
 
 
 def _choose_next(optimizer: Any) -> None:

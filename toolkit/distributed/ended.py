@@ -9,6 +9,7 @@ from pathlib import Path
 def exit_status(pid: int) -> int | None:
     """Return the wait status of a zombie process (ended, not yet waited for by its parent); None of any other."""
     try:
+        # "PID (NAME) STATE … STATUS", and the name may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return int(fields[-1]) if fields[0] in "ZX" else None
     except (OSError, ValueError, IndexError):
@@ -21,6 +22,7 @@ def out_of_memory_kills() -> int:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
         group = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
         root = Path("/sys/fs/cgroup")
+        # This group's file, that of a container's root, and that of cgroups of version 1.
         for file in (root / group / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
             if file.is_file():
                 return sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)))
@@ -39,7 +41,7 @@ def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
                 while record := os.read(handle, 1 << 13):
                     for line in record.decode(errors="replace").splitlines():
                         if re.search(rf"Killed process {pid}\b", line):
-                            last_match = line.rpartition(";")[2].strip()
+                            last_match = line.rpartition(";")[2].strip()  # behind priority, number and time
         finally:
             os.close(handle)
     return last_match

@@ -164,7 +164,10 @@ _LONGEST = 120
 
 
 def differences(store: Store, rank: int, size: int, key: str, values: Mapping[str, str], timeout: timedelta) -> str:
-    """Return a message on the values that differ between ranks, the same on all, or ""; `key`: new in the store."""
+    """Return a message on the values that differ between ranks, the same on all, or ""; `key`: new in the store.
+
+    Rank 0 publishes its values, each other rank what differs from them, then rank 0 the message (`verdict`).
+    """
     until = time.monotonic() + timeout.total_seconds()
     if rank:
         _wait_for_keys(store, {0: f"{key}/first"}, until)
@@ -212,12 +215,12 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
     """Wait until ranks have set their `keys` (rank -> key) in the store; LaunchError at `until`, of time.monotonic().
     Polls, as signals are not handled while the store waits.
     """
-    missing, is_there = dict(keys), True
+    missing, may_ask = dict(keys), True
     while missing:
-        if is_there:
+        if may_ask:
             missing = {rank: key for rank, key in missing.items() if not store.check([key])}
-            if missing and store.check([_ENDS]):  # launchers end this rank, too
-                is_there, until = False, time.monotonic() + _HEARD_S
+            if missing and store.check([_ENDS]):  # the store may end with a rank that failed; launchers end this one
+                may_ask, until = False, time.monotonic() + _HEARD_S
         if missing and time.monotonic() > until:
             raise LaunchError(
                 "no answer from rank {ranks} when the ranks compared their settings. Its own log says why, if it "

@@ -58,7 +58,9 @@ class Peers:
                     host=self.everybody[rank].host,
                     pid=self.everybody[rank].pid,
                 )
-            is_killed = self.note.folder is not None if status is None else os.WIFSIGNALED(status)
+            # If it is unknown: where ranks write notes, one that ends in good order says so ("left") in its last one.
+            has_notes = self.note.folder is not None
+            is_killed = has_notes if status is None else os.WIFSIGNALED(status)
             if is_killed and not note.get("left"):
                 return self._killed_text(rank, status, note)
         return ""

@@ -163,7 +163,9 @@ _SLICE_S = 20.0
 
 
 def patiently_on_rank0(function: Callable[[], T]) -> T:
-    """Do what `on_rank0` does for a function that may outlast a collective's timeout, in a thread of rank 0."""
+    """Do what `on_rank0` does for a function that may outlast a collective's timeout: it runs in a thread of rank 0,
+    and until it is done, all ranks meet in a short collective every _SLICE_S.
+    """
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if rank() == 0 else None
         while on_rank0(lambda: bool(work and wait([work], _SLICE_S).not_done)):

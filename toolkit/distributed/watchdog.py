@@ -107,8 +107,8 @@ class Watchdog:
 
     def _count(self) -> None:
         """Write heartbeats, and end this rank if others write none any more: rank 0 watches all, the others rank 0."""
-        last_changes: dict[int, tuple[int, int]] = {}  # rank -> its last count of beats, and ours when that was new
-        written = 0
+        last_changes: dict[int, tuple[int, int]] = {}  # rank -> its last count of beats, and `written` when it was new
+        written = 0  # beats of this rank
         watched = range(1, self.world_size) if self.rank == 0 else (0,)
         most_beats, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
         while not self._over.wait(every_s):
@@ -120,7 +120,7 @@ class Watchdog:
             for rank, state in states.items():
                 if last_changes.get(rank, (-1, 0))[0] != state["beats"]:
                     last_changes[rank] = state["beats"], written
-            silent = [rank for rank, (_, when) in last_changes.items() if written - when >= most_beats]
+            silent = [rank for rank, (_, changed_at) in last_changes.items() if written - changed_at >= most_beats]
             lost = [rank for rank in silent if not states[rank].get("left")]
             # Not while this rank makes progress: a file server may show old files.
             if lost and time.monotonic() - self.since > most_beats * every_s:

@@ -66,6 +66,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     """
     chain = list(processes_above())
     nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
+    # DeepSpeed's node launcher is told all nodes: host -> its GPUs, as JSON in base64.
     world_info = next((word for _, words in chain for word in words if word.startswith("--world_info=")), "")
     if world_info:
         nodes = len(json.loads(base64.urlsafe_b64decode(world_info.partition("=")[2])))
@@ -76,7 +77,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         if hostfile is not None:
             nodes = _check_hostfile(hostfile, options, process, nodes, 0 if world_info else ranks.world_size)
             break
-        check_binding({}, options)
+        check_binding({}, options)  # {}: without a hostfile
     if hostfile is None and ranks.launcher == "openmpi" and ranks.rank:
         return  # on another node than mpirun: of unequal nodes each would tell another number
     if ranks.launcher == "slurm" and not nodes:  # srun without --ntasks-per-node
@@ -245,8 +246,9 @@ def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[st
     """
     if not hosts or needs_ssh(hosts, options) or "--no_ssh" in options:
         return []
-    more = [] if "--no_ssh_check" in options else ["--no_ssh_check"]
-    return more if "--master_addr" in options else [*more, "--master_addr", "127.0.0.1"]
+    no_check = [] if "--no_ssh_check" in options else ["--no_ssh_check"]
+    address = [] if "--master_addr" in options else ["--master_addr", "127.0.0.1"]  # else it is asked for through ssh
+    return [*no_check, *address]
 
 
 def quoted_words(hosts: Resources, options: Mapping[str, str], words: Sequence[str]) -> list[str]:
@@ -384,6 +386,7 @@ def check_restarts(
                 given=most_by_torchrun,
             )
     elif most:
+        # The options of the nearest `deepspeed` above this rank, [] under other launchers.
         typed = next(filter(None, (launcher_options(line) for _, line in processes_above())), [])
         command = shlex.join(["toolkit", "launch", *typed, *words])
         if least_nodes:

@@ -177,8 +177,9 @@ def _named_gpus(specification: str, available: Resources, option: str) -> Resour
             )
         numbers = gpus.split(",") if colon else []
         slots = {str(gpu) for gpu in available[host]}
-        # As DeepSpeed reads them, 02 is 2; of zeros alone one stays.
-        wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in slots]
+        # DeepSpeed reads them with int(): " 02" is 2, and "00" is 0.
+        without_zeros = [number.strip().lstrip("0") or number.strip()[-1:] for number in numbers]
+        wrong = [number for number, plain in zip(numbers, without_zeros, strict=True) if plain not in slots]
         if wrong:
             raise LaunchError(
                 "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.",
@@ -216,7 +217,8 @@ def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str,
     variable = devices.visible_variable(environ)
     chosen = environ.get(variable, "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if not chosen or devices.device_here(environ) == "cpu" or {"--include", "-i", "--exclude", "-e"} & options.keys():
+    are_typed = bool({"--include", "-i", "--exclude", "-e"} & options.keys())
+    if not chosen or devices.device_here(environ) == "cpu" or are_typed:
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(
@@ -226,6 +228,7 @@ def check_visible_devices_here(options: Mapping[str, str], environ: Mapping[str,
             chosen=chosen,
             count=len(gpus),
         )
+    # With a number DeepSpeed takes the first so many GPUs of the machine, whichever the variable names.
     if count.isdecimal() and {*map(int, gpus[: int(count)])} != {*range(int(count))}:
         raise LaunchError(
             "{variable}={chosen} has no effect with --num_gpus: DeepSpeed would take GPUs 0 to {last}. Write "
@@ -283,7 +286,7 @@ def expand_nodes(nodes: str) -> list[str]:
         raise wrong
     hosts: list[str] = []
     for item in items:
-        choices: list[list[str]] = []
+        choices: list[list[str]] = []  # what each part of a name may be: of gpu[1-2]a ["gpu"], ["1", "2"], ["a"]
         # Text, what is in brackets, text, …: gpu[1-2]a is "gpu", "1-2", "a".
         for index, part in enumerate(re.split(r"\[([^\[\]]*)\]", item)):
             if index % 2 == 0:
@@ -292,9 +295,12 @@ def expand_nodes(nodes: str) -> list[str]:
             choices.append([])
             for numbers in part.split(","):
                 match = _RANGE.fullmatch(numbers)
-                if not match or not 0 <= int(match[2] or match[1]) - int(match[1]) < _MOST_HOSTS:
+                if not match:
                     raise wrong
-                choices[-1] += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+                first, last, num_digits = int(match[1]), int(match[2] or match[1]), len(match[1])
+                if not 0 <= last - first < _MOST_HOSTS:
+                    raise wrong
+                choices[-1] += [f"{number:0{num_digits}}" for number in range(first, last + 1)]  # 08, 09, 10
         if len(hosts) + math.prod(map(len, choices)) > _MOST_HOSTS:
             raise wrong
         hosts += map("".join, itertools.product(*choices))

@@ -70,9 +70,8 @@ def _watch(pids: Sequence[int]) -> None:
 
 def is_orphaned(process: psutil.Process, is_rank: bool) -> bool:
     """Return whether the parent of a process has ended, so that process 1, or a reaper, has become its parent.
-    Not if that is a launcher itself (_PREFIXES), as in a container. Of a rank (`is_rank`) any other such parent is
-    proof, as nothing else starts ranks. What else process 1 has started on purpose, as a service or a container's
-    program, leads its session, or is in its parent's.
+    Not if that is a launcher itself (_PREFIXES), as in a container. `is_rank`: of a rank any other such parent is
+    proof, as nothing else starts ranks; process 1 may have started another process on purpose.
     """
     parent = process.parent()
     if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):
@@ -80,4 +79,8 @@ def is_orphaned(process: psutil.Process, is_rank: bool) -> bool:
     words = parent.cmdline()
     if not words or any(name.startswith(_PREFIXES) for name in (parent.name(), Path(words[0]).name)):
         return False
-    return is_rank or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))
+    if is_rank:
+        return True
+    # A service or a container's program, which was started on purpose, leads its session, or is in its parent's.
+    session = os.getsid(process.pid)
+    return session not in (process.pid, os.getsid(parent.pid))

@@ -130,8 +130,9 @@ def launcher_environment(
     if launcher == "pdsh":
         ssh_arguments = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}"
         for_launcher["PDSH_SSH_ARGS_APPEND"] = ssh_arguments.strip()
-    # Open MPI is told the names; mpich and slurm hand the whole environment on.
-    return for_launcher, [word for name in exported for word in ("-x", name)] if launcher == "openmpi" else []
+    if launcher != "openmpi":  # mpich and slurm hand the whole environment on
+        return for_launcher, []
+    return for_launcher, [word for name in exported for word in ("-x", name)]
 
 
 _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
