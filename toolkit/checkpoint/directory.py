@@ -100,7 +100,8 @@ def remove_old(
     used_bytes, to_remove = 0, []
     for folder in sorted([*complete, *exported], key=step_of, reverse=True):
         size = _directory_bytes(folder) if most_bytes else 0
-        has_no_room = most_bytes and used_bytes + size > most_bytes and folder not in (*complete[:1], *also)
+        is_protected = folder in (*complete[:1], *also)
+        has_no_room = most_bytes and used_bytes + size > most_bytes and not is_protected
         if folder in outdated or has_no_room:
             to_remove.append(folder)
         else:

@@ -378,7 +378,7 @@ class LaneReader:
         """Return the next sequence."""
         if self._sequences is None:
             self._sequences = self._window()
-        while self.done >= len(self._sequences):
+        while self.done >= len(self._sequences):  # more than once where no row of a window is of use
             self.start, self.done = self._peek().start, 0
             self._sequences = self._window()
         self.done += 1

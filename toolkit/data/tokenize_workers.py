@@ -421,7 +421,7 @@ class PartBuilder:
             if not samples:
                 counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []
-        if conversation.is_input_only and samples:
+        if conversation.is_input_only and samples:  # its mask marks no token to be trained
             return samples
         usable = [sample for sample in map(trainable, samples) if sample]
         if not usable:

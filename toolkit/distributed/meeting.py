@@ -101,7 +101,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
             try:
                 _check_address(min(_ADDRESS_S, timeout.total_seconds()))
                 store, rank, size = next(rendezvous("env://", timeout=timeout))
-                is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent, for restarts
                 if is_kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
                     store = PrefixStore(agree_on_store(store, rank, size, timeout), store)
                 met.append((store, rank, size))
