@@ -44,17 +44,18 @@ class ClassifyTask(samples.ScoreTask):
         return scores[: len(labels)] if len(labels) else scores, labels
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return loss, accuracy and macro F1 over the samples of this rank's batches and the others'. A collective."""
+        """Return mean loss (nats per sample), accuracy and macro F1 over the batches of all ranks. A collective."""
         num_labels = len(self.data.report.labels)
-        losses = torch.zeros(1, dtype=torch.float64)
+        loss_sum = torch.zeros(1, dtype=torch.float64)
         confusion = torch.zeros(num_labels, num_labels, dtype=torch.float64)  # [labels, predictions]
         with probe.evaluating(engine):
             for _, (scores, labels) in stages.measure_each(engine, batches, self._scores):
-                if len(labels) and self._is_leader:
-                    losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
-                    cells = labels * num_labels + scores.argmax(dim=1)
+                if len(labels) and self._is_leader:  # other ranks of its model have the same scores
+                    loss_sum += functional.cross_entropy(scores, labels, reduction="sum").cpu()
+                    cells = labels * num_labels + scores.argmax(dim=1)  # indices into the flattened matrix
                     confusion += torch.bincount(cells.cpu(), minlength=num_labels**2).view_as(confusion)
-        total, *counts = process_group.sum_over_ranks(torch.cat((losses, confusion.flatten())), engine.device).tolist()
+        sums = torch.cat((loss_sum, confusion.flatten()))
+        total, *counts = process_group.sum_over_ranks(sums, engine.device).tolist()
         return {schema.EVAL_LOSS: total / sum(counts)} | figures_of(torch.tensor(counts).view_as(confusion))
 
     def _result(self, **values: str) -> str:
@@ -62,8 +63,8 @@ class ClassifyTask(samples.ScoreTask):
 
 
 def figures_of(confusion: torch.Tensor) -> dict[str, float]:
-    """Return samples, accuracy and macro F1 of a confusion matrix, [labels, predictions]. F1 is the mean over the
-    labels that occur among labels or predictions.
+    """Return samples, accuracy and macro F1 of a confusion matrix, [labels, predictions]. A label's F1 is
+    2 x right / (labelled + predicted); macro F1 is their mean over the labels that occur among labels or predictions.
     """
     right, labelled, predicted = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
     occurs = (labelled + predicted) > 0

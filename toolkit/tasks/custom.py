@@ -243,9 +243,13 @@ class CustomTask(task.Task):
         share_buffers(engine.module)
         if batch.size:
             return losses_of(self.spec.loss, engine, batch).float().sum()
-        norms = [part for part in engine.module.modules() if isinstance(part, _BatchNorm) and part.training]
-        # Batch norm learns nothing from them; SyncBatchNorm talks to the other ranks, which are in training.
-        norms = [part for part in norms if not isinstance(part, nn.SyncBatchNorm)]
+        # The batch repeats a sample so that this rank joins the others' collectives: batch norm must not learn from it.
+        # SyncBatchNorm stays in training, as it exchanges statistics with the other ranks, which are in training.
+        norms = [
+            part
+            for part in engine.module.modules()
+            if isinstance(part, _BatchNorm) and part.training and not isinstance(part, nn.SyncBatchNorm)
+        ]
         for part in norms:
             part.eval()
         try:
@@ -325,6 +329,7 @@ def share_buffers(model: nn.Module) -> None:
     """Broadcast rank 0's buffers (batch norm statistics), as DistributedDataParallel does. A collective."""
     if process_group.world_size() == 1:
         return
+    # A broadcast per dtype, as `cat` takes one; sorted, so that all ranks have the same order.
     for dtype in sorted({buffer.dtype for buffer in model.buffers()}, key=str):
         buffers = [buffer for buffer in model.buffers() if buffer.dtype is dtype]
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -353,11 +358,11 @@ def evaluate(
     alive: Callable[[], object] = lambda: None,
     most: int | None = None,
 ) -> dict[str, float]:
-    """Return loss and metrics over the validation data, the same on every rank; random states are restored. A
+    """Return mean loss and metrics over the validation data, the same on every rank; random states are restored. A
     collective. With `most` it evaluates so many micro-batches, without `score`, which may need more samples. DataError
     if the program's functions return something wrong, or not the figure that `evaluate.keep_best` names.
     """
-    sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, SAMPLES: 0.0}
+    sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, SAMPLES: 0.0}  # over this rank's samples, and their number
     metrics_of_batches: list[dict[str, torch.Tensor]] = []
     generators = state_files.capture_generators()
     share_buffers(engine.module)

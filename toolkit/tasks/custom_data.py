@@ -202,8 +202,10 @@ class _StreamSamples:
         """Yield this rank's micro-batches of `num_steps` steps from a position on; what is before it is read again."""
         ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
         # Of the samples after those that are skipped this rank takes the one at `first`, and every `every`-th from it.
-        first, every = (0, 1) if self.spec.shards_itself else (self.ranks.rank, ranks)
-        skipped = position.row // ranks if self.spec.shards_itself else position.row
+        if self.spec.shards_itself:  # the dataset yields this rank's samples alone; `position.row` counts all ranks'
+            first, every, skipped = 0, 1, position.row // ranks
+        else:
+            first, every, skipped = self.ranks.rank, ranks, position.row
         samples: list[Any] = []
         batches_left = num_steps * mesh.accumulation(self.cfg, ranks)
         for number, sample in enumerate(self._samples()):
@@ -220,7 +222,7 @@ class _StreamSamples:
         return Position(0, position.row + self.cfg.batch.global_size)
 
     def names_at(self, position: Position) -> list[list[list[str]]]:
-        """Return a single name for each micro-batch of a step, by rank: the numbers of the step's samples."""
+        """Return a single name for each micro-batch of a step, by rank: the numbers of all samples of the step."""
         ranks, accumulation = self.ranks.world_size, mesh.accumulation(self.cfg, self.ranks.world_size)
         name = tr("sample {row}", row=f"{position.row} - {position.row + self.cfg.batch.global_size - 1}")
         return [[[name] for _ in range(accumulation)] for _ in range(ranks)]

@@ -155,6 +155,7 @@ class DistillTask(language.LanguageTask):
         identity = process_group.on_rank0(lambda: _teacher_identity(cfg))
         for split, table in tables.items():
             cache, plan = data.split(split)
+            # The plan's samples, each once; without `members` it takes all of the split.
             members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
             samples = table.samples(members)
             made_of = [identity, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]
@@ -177,6 +178,7 @@ class DistillTask(language.LanguageTask):
         top_k = min(cfg.distill.top_k, vocabulary)
         part, num_parts = sample_share(cfg, ranks)
         layout = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
+        # Ranks that split matrices have the same scores, and of pipeline stages the last one has them: one rank writes.
         is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
         num_bytes = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
@@ -186,7 +188,7 @@ class DistillTask(language.LanguageTask):
         def measure(model: Any, batch: Batch) -> StoredScores:
             inputs = loss.on_device(model, batch)
             scores = head_outputs.scores(model, inputs, inputs["target_indices"])
-            with weights.full_params([weight for weight in scores[1:] if weight is not None]):
+            with weights.full_params([weight for weight in scores[1:] if weight is not None]):  # weight, bias (ZeRO-3)
                 return store(scores, vocabulary, top_k)
 
         try:
@@ -252,9 +254,10 @@ class DistillTask(language.LanguageTask):
             indices, labels, num_taught = indices[order], labels[order], int(taught.sum())
         teacher_scores = self._teacher_scores(engine, batch, inputs, indices[:num_taught])
         vocabulary = len(self.data.tokenizer)
-        results: list[Distilled] = []
+        results: list[Distilled] = []  # `head_outputs.total` returns only the sum: `compute` leaves all fields here
 
         def compute(student: Scores) -> torch.Tensor:
+            # The student's output layer is gathered here; that of another model may still be partitioned by ZeRO-3.
             has_own_layer = isinstance(teacher_scores, Scores) and teacher_scores.weight is not student.weight
             output_layer = teacher_scores[1:] if has_own_layer else ()  # weight and bias
             with weights.full_params([weight for weight in output_layer if weight is not None]):
@@ -291,13 +294,14 @@ class DistillTask(language.LanguageTask):
         with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
             _, losses, indices = self._distill_batch(engine, batch)
         of_labels = losses.cross_entropies
-        everywhere = of_labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, of_labels)
+        # Each at the position before its token, [B x S].
+        by_position = of_labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, indices - 1, of_labels)
         # Without another teacher, what is taught are the general samples' tokens, which come first.
         of_general = of_labels[:0] if self.cfg.distill.teacher else of_labels[: len(losses.divergences)]
         for index, values in ((0, losses.divergences), (2, of_general)):  # see `_evaluated`
             self._evaluated[index] += float(values.double().sum())
             self._evaluated[index + 1] += len(values)
-        return everywhere.view(batch["input_ids"].shape)
+        return by_position.view(batch["input_ids"].shape)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate as a language model, with the divergence from the teacher."""
@@ -377,6 +381,7 @@ def load_teacher(
         dtype, seed = cfg.precision.dtype, cfg.run.seed
         model = load.create_model(model_config, dtype, data.tokenizer, seed, ds_values, packed, parts)
         model.requires_grad_(False).eval()
+        # `profile.flops` measures the student alone.
         values = {name: value for name, value in ds_values.items() if name != "flops_profiler"}
         teacher = build.initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
     teacher.eval()
@@ -418,8 +423,8 @@ def sample_batches(
 
 
 def sample_share(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
-    """Return this rank's share of samples in undivided rows, and the number of shares; ranks that hold parts of one
-    model have the same share.
+    """Return the number of this rank's share of samples in undivided rows, and the number of shares; ranks that hold
+    parts of one model have the same share. As `Mesh.data_rank`, but ranks that would split a row have one each.
     """
     parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
     return ranks.rank // cfg.parallel.tensor % parts, parts

@@ -61,7 +61,7 @@ def distilled(
     tensors of the student's scores. `own`, bool [N]: tokens that the student wrote, which are no labels: their weight
     is 1.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # `ctx.needs_input_grad` says True all the same: gradients would be computed
         weight, bias = (tensor if tensor is None else tensor.detach() for tensor in student[1:])
         student = Scores(student.states.detach(), weight, bias)
     # The weight of each taught token's divergence; its label's cross entropy has the rest.
@@ -102,7 +102,9 @@ class _Distilled(torch.autograd.Function):
         divergences = states.new_empty(num_taught, dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
-            """Add the losses of a slice of tokens to the results; return their gradients by the logits [n, V]."""
+            """Add the losses of a slice of tokens to the results; return their gradients by the logits [n, V]. Taught
+            tokens are the first of all: of a slice the first `count`.
+            """
             logits, wanted = student.logits(part), targets[part, None]
             gradient = logits.log_softmax(1)
             labels[part] = -gradient.gather(1, wanted)[:, 0]
@@ -121,6 +123,7 @@ class _Distilled(torch.autograd.Function):
             total.add_(((1 - share) * labels[taught_part]).sum() + labels[part][count:].sum())
             total.add_(config.temperature**2 * (share * divergence_of_tokens).sum())
             gradient[:count] *= (1 - share)[:, None]
+            # temperature^2 of the loss x 1 / temperature, which `of_divergence` lacks.
             gradient[:count, :vocabulary].addcmul_(of_divergence, share[:, None], value=config.temperature)
             return gradient
 
@@ -142,8 +145,8 @@ class _Distilled(torch.autograd.Function):
 def _divergences_with_gradients(
     logits: torch.Tensor, teacher: Scores | StoredScores, part: slice, config: DistillConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return divergences [n] at the temperature, and their gradients by the student's logits times the temperature,
-    float32 [n, V]. `part`: which tokens of the teacher's the logits are of.
+    """Return divergences [n] at the temperature, and their gradients by the student's logits / temperature, float32
+    [n, V]. `part`: which tokens of the teacher's the logits are of.
     """
     if isinstance(teacher, Scores):
         log_p = (teacher.logits(part)[:, : logits.size(1)] / config.temperature).log_softmax(1)
@@ -164,7 +167,9 @@ def _with_others_grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tenso
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence [n] of p and q, as log-probabilities [n, K]; and the gradient by the logits of q."""
+    """Return the divergence [n] of p (teacher) and q (student), given as log-probabilities [n, K], by the module's
+    formulas; and its gradient by the logits of q, [n, K].
+    """
     p, q = log_p.exp(), log_q.exp()
     if config.loss is DistillLoss.forward_kl:
         return _times(p, log_p - log_q).sum(1), q - p
@@ -177,6 +182,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) 
     divergences = of_q[:, 0]
     if config.loss is DistillLoss.jsd:
         divergences = divergences + config.beta * _times(p, log_p - log_m).sum(1)
+    # Through the softmax: q dD/dq - q sum(q dD/dq). `parts` is q dD/dq but for a constant, which cancels there.
     return divergences, parts - q * of_q
 
 

@@ -40,11 +40,12 @@ def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tens
     segments = per_sample.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
     counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths  # tokens that are pooled
-    ends = torch.arange(len(lengths)) * segments.size(1) + lengths  # of samples, in the rows one after another
+    # The pooled tokens are each sample's last `counts`. Indices count the tokens of all rows, one row after another.
+    ends = torch.arange(len(lengths)) * segments.size(1) + lengths
     spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
     indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
     is_own, own_positions = per_sample.part_indices(batch, indices)
-    # How many of each row's are in this rank's part of the rows.
+    # How many of each row's pooled tokens are in this rank's part of the rows (parallel.sequence).
     in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
     inputs = loss.on_device(engine, batch)
     states = head_outputs.states_at(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
@@ -76,10 +77,10 @@ def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor
     """Yield for _ROWS queries at a time their cosines with all positives and negatives, [_ROWS, N x (size - 1)], and
     the column of each query's own positive, [_ROWS].
     """
-    groups = texts.unflatten(0, (-1, size))
-    others = groups[:, 1:].flatten(0, 1)
-    for part in torch.arange(len(groups), device=texts.device).split(_ROWS):
-        yield groups[part, 0] @ others.t(), part * (size - 1)
+    pairs = texts.unflatten(0, (-1, size))
+    candidates = pairs[:, 1:].flatten(0, 1)  # of each pair its positive, then its negatives
+    for part in torch.arange(len(pairs), device=texts.device).split(_ROWS):
+        yield pairs[part, 0] @ candidates.t(), part * (size - 1)
 
 
 class EmbedTask(samples.ScoreTask):
@@ -103,7 +104,7 @@ class EmbedTask(samples.ScoreTask):
         super().engine_built(engine, ds, source)
         model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
         path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
-        if path is not loss.LossPath.losses:
+        if path is not loss.LossPath.losses:  # the other paths need the logits that the model itself computes
             raise ModelError(
                 "{architecture} does something with its output layer, in whose place embeddings would be taken: "
                 "task=embed needs a model whose output layer is a plain matrix, such as Qwen3, Llama or GLM.",
@@ -135,7 +136,9 @@ class EmbedTask(samples.ScoreTask):
         return int(per_sample.samples_in_rows(batch).sum()) // self._size
 
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
-        """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
+        """Embed the pairs of all ranks, compute the loss and its gradient by each embedding, and keep those of this
+        rank's micro-batches for `loss_sum`. A collective.
+        """
         with probe.evaluating(engine):
             own_embeddings = [embedded for _, embedded in stages.measure_each(engine, batches, self._embed)]
         all_embeddings, begin = self._gather_embeddings(own_embeddings, engine.device)
@@ -166,23 +169,25 @@ class EmbedTask(samples.ScoreTask):
         return embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count_losses(batch)]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
+        """Return the means of loss, recall at 1 and reciprocal rank over the queries of all ranks, each compared with
+        the positives and negatives of all ranks. A collective.
+        """
         with probe.evaluating(engine):
             own_embeddings = [embedded for _, embedded in stages.measure_each(engine, batches, self._embed)]
         all_embeddings, _ = self._gather_embeddings(own_embeddings, engine.device)
-        indices = ranks_of(all_embeddings, self._size)
+        own_positive_ranks = ranks_of(all_embeddings, self._size)
         losses = pair_losses(all_embeddings, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),
-            SAMPLES: len(indices),
-            recall: float((indices == 1).double().mean()),
-            reciprocal: float((1 / indices.double()).mean()),
+            SAMPLES: len(own_positive_ranks),
+            recall: float((own_positive_ranks == 1).double().mean()),
+            reciprocal: float((1 / own_positive_ranks.double()).mean()),
         }
 
     def _gather_embeddings(self, own_embeddings: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return the embeddings of all ranks, those of ranks with parts of the same rows once, and the index at which
-        this rank's begin. A collective.
+        """Return the embeddings of all ranks, [N x size, H], and the index at which this rank's begin. Ranks with parts
+        of the same rows have the same ones, which only their leader hands in. A collective.
         """
         own_rows = torch.cat(own_embeddings) if self._is_leader else torch.zeros(0)
         sizes = process_group.gather(len(own_rows))

@@ -271,7 +271,7 @@ class LanguageTask(task.Task):
             self._answer(run.engine, cfg.prompts[0], min(2, cfg.max_new_tokens))
 
     def _answer(self, engine: DeepSpeedEngine, prompt: str, max_new_tokens: int) -> str:
-        in_step = parameters.is_partitioned(engine)
+        in_step = parameters.is_partitioned(engine)  # then each forward pass is a collective
         return generate.answer(engine.module, self.data.encoder, prompt, max_new_tokens, engine.device, in_step=in_step)
 
     # Steps
@@ -323,7 +323,9 @@ class LanguageTask(task.Task):
         return self._ask(run, "answer")
 
     def _ask(self, run: task.RunContext, field: str) -> list[dict[str, str]]:
-        """Ask the recipe's questions; return the rows of samples.jsonl, each with its answer as `field`."""
+        """Ask the recipe's questions on all ranks. Rank 0 writes and returns the rows of samples.jsonl, each with its
+        answer as `field` ("before" or "answer"); other ranks return [].
+        """
         cfg = run.cfg.evaluate
         answered = {
             secrets.hide(prompt): self._answer(run.engine, prompt, cfg.max_new_tokens) for prompt in cfg.prompts
@@ -354,6 +356,7 @@ class LanguageTask(task.Task):
         if is_adapter := has_adapter(run.engine.module):
             from toolkit.export.adapter import export_adapter, prove_adapter
         described = run.files.files.items()
+        # base.json names the base of an adapter: a whole model has none.
         files = {name: content for name, content in described if is_adapter or name != directory.BASE_FILE}
         files[CARD_FILE] = card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.files.probe_ids

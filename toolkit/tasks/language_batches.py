@@ -67,7 +67,7 @@ def changing_order(cfg: schema.RunConfig, data: LanguageData) -> "Order | None":
 
     global_size, _ = rows_per_step(cfg, data.packing)
     if is_mixture:
-        names = data.source_names[: len(sources)]
+        names = data.source_names[: len(sources)]  # those of validation data come behind
         return orders.ScheduledMixture(data.train_plan.bounds, sources, names, global_size, cfg.train, key)
     lengths, offsets = data.train.lengths(data.train_plan.members), data.train_plan.offsets
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
@@ -194,11 +194,11 @@ def _training_sampler(
 
     def costs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return what each row costs to compute, for `GlobalBatchSampler`: its tokens, or its pairs of attention."""
-        if plan.members is None or plan.offsets is None:
+        if plan.members is None or plan.offsets is None:  # a row is one sample
             return store.lengths(rows if plan.members is None else plan.members[rows])
         if data.packing is not schema.Packing.none:
             return plan.attention_pairs(store, rows)
-        # The samples of a preference pair's answers are at `first` and `first + 1` of the members.
+        # Without packing: a preference pair, whose two answers are at `first` and `first + 1` of the members.
         first = plan.offsets[rows]
         chosen, rejected = store.lengths(plan.members[first]), store.lengths(plan.members[first + 1])
         if plan.shared is None:  # each is padded to the longer one
@@ -252,8 +252,8 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, data.packing)[1], mesh.data_rank, mesh.data_ranks)
     sources, loaded = store.sources(), load_batches(cfg, data, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
-        samples = laid_out([plan[row] for row in rows], data.layout)
-        # [rows, segments + 1]: the source of each segment; 0 is padding.
+        samples = laid_out([plan[row] for row in rows], data.layout)  # of each row of the batch
+        # [rows, segments + 1]: the source of each segment, which is a sample; segment 0 is padding.
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, numbers in enumerate(samples):  # KTO's numbers go on behind the last sample (`MismatchedCache`)
             source_of[row, 1 : len(numbers) + 1] = torch.from_numpy(sources[np.asarray(numbers) % len(store)])
@@ -265,7 +265,8 @@ def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) ->
     """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
     num_rows, (per_step, micro) = len(data.train_plan), rows_per_step(cfg, data.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
-    per_rank = -(-min(per_step, num_rows) // ranks)  # rounded up, as below
+    # The micro-batch has `micro` rows, or fewer where the split has fewer rows than a step. -(-a // b): rounded up.
+    per_rank = -(-min(per_step, num_rows) // ranks)
     micro_batches = per_step // (micro * ranks)
     return _collate(cfg, data, _longest_rows(data, -(-per_rank // micro_batches)))
 
@@ -288,7 +289,8 @@ def _longest_rows(data: LanguageData, count: int) -> list[list[Sample | Branch]]
         lengths = np.add.reduceat(lengths, plan.offsets[:-1])
     order = np.argsort(-lengths, kind="stable")
     if plan.offsets is not None and data.layout is Layout.alone:
-        # Samples are padded to the longest of a row; with as many tokens, longer samples need more for attention.
+        # Samples are padded to the longest of a row, rounded up: the padded row counts. With as many tokens, longer
+        # samples need more for attention. `lexsort` sorts by its last key first.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
         order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
     rows = PlannedRows(store, plan)
@@ -302,7 +304,7 @@ def _shortened(sample: Sample | Branch, share: float) -> Sample | Branch:
     """
     ids, trained = sample[:2]
     length = max(2, int(len(ids) * share))
-    if isinstance(sample, Branch):
+    if isinstance(sample, Branch):  # two tokens are not shared: the trained one, and the one that predicts it
         return Branch(ids[:length], np.arange(length) == length - 1, min(int(sample.shared * share), length - 2))
     end = max(length, int(trained.argmax()) + 1)
     trained = trained[end - length : end].copy()

@@ -42,23 +42,23 @@ def check_model(
         return None
     try:
         model = load.load_empty(folder, compared=compared and _is_comparable(folder))
-    except NotStreamable:
+    except NotStreamable:  # training lets transformers read these as a whole, unless it needs single tensors
         if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
             raise
         model = load.load_empty(folder)
     check_trains(model, folder, cfg.task.kind)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)
-    labels = tuple(score_labels(cfg)) or (
-        () if probe.is_classifier(model) else ("0", "1")
-    )  # of classify from the data: their number does not matter here
+    labels = tuple(score_labels(cfg))
+    if not labels and not probe.is_classifier(model):  # the data will tell; how many there are does not matter here
+        labels = ("0", "1")
     _check_division(model, cfg, len(labels) if cfg.task.has_head else 0)
     if not cfg.task.has_head:
         check_generates_text(model, folder)
     elif labels:
         from toolkit.models import classifier
 
-        extra = record_of(model).extra_tensors
+        extra = record_of(model).extra_tensors  # what transformers leaves out, which the caller reports
         model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
         record_of(model).extra_tensors = extra
     if parts > 1:

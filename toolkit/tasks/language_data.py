@@ -50,7 +50,7 @@ class LanguageData:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return digests of the training samples and of their division into rows."""
+        """Return digests of the training samples and of their division into rows (the name of the plan's directory)."""
         plan = self.train_plan.folder
         return {"store": self.train.content, "rows": plan.name if plan else self.packing.value}
 
@@ -138,6 +138,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, max_samples = cfg.data.packing, cfg.evaluate.max_samples
+    # Answers that share their prompt's tokens need, as packed rows do, a model that keeps samples of a row apart.
     layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
     if layout is Layout.packed and reason_not_to_pack(cfg):
         layout = Layout.alone

@@ -40,6 +40,7 @@ def adapt(
     record = record_of(model)
     record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     router_settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
+    # By `_can_record_outputs` transformers says which outputs of layers it can return: routers' if there are experts.
     recordable = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
     if any("router_logits" in outputs for outputs in recordable) or max(router_settings) > 0:
         from toolkit.models.router_loss import routers_of

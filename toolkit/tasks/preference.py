@@ -180,8 +180,8 @@ class PreferenceTask(SampleTask):
         return self.cfg.preference.needs_reference and not objective.has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
-        """Return the reference's log-probability of each answer of a split, float32 [samples], computed unless the run
-        has stored them.
+        """Return the reference's log-probability of each answer of a split, float32 [`num_numbers`: the samples, for
+        KTO also each with another's answer], computed unless the run has stored them. A collective.
         """
         store, _ = self.data.split(split)
         # KTO's files without "-2", of an earlier version, may hold a question with another answer to itself.
@@ -197,9 +197,10 @@ class PreferenceTask(SampleTask):
             terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
             measured = stages.measure_each(engine, batches, answer_log_probabilities)
-            for samples, (_, (of_answers, _)) in zip(numbers, measured, strict=False):
-                if self._is_leader:
-                    values[samples] = of_answers[: len(samples)].float().cpu().numpy()
+            # `measured` is empty on pipeline stages but the last: not strict.
+            for samples, (_, (log_probabilities, _)) in zip(numbers, measured, strict=False):
+                if self._is_leader:  # other ranks keep zeros: the sum over ranks below puts the shares together
+                    values[samples] = log_probabilities[: len(samples)].float().cpu().numpy()
                 advance(1)
         values = process_group.sum_over_ranks(torch.from_numpy(values), engine.device).float().cpu().numpy()
 
@@ -270,18 +271,17 @@ class PreferenceTask(SampleTask):
             return answer_log_probabilities(engine, batch)[0]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the means over the pairs of all ranks' batches, of the loss and each figure. A collective."""
-        sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
+        """Return the means of the loss and of each figure over the pairs of all ranks' batches. A collective."""
+        sums = torch.zeros(2 + len(self.names), dtype=torch.float64)  # number of pairs, sum of losses, of each figure
         with probe.evaluating(engine):
-            for batch, (loss, figures) in stages.measure_each(engine, batches, self._pairs):
-                batch_sums = torch.stack((loss.new_tensor(self.count_losses(batch)), loss, *figures.values()))
-                if self._is_leader:
-                    sums += batch_sums.cpu()
+            for batch, (loss_sum, figure_sums) in stages.measure_each(engine, batches, self._pairs):
+                num_pairs = loss_sum.new_tensor(self.count_losses(batch))
+                if self._is_leader:  # the other ranks of its model computed the same pairs, which must count once
+                    sums += torch.stack((num_pairs, loss_sum, *figure_sums.values())).cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
-        means = [total / pairs for total in totals]
-        return {schema.EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
-            f"eval_{name}": mean for name, mean in zip(self.names, means[1:], strict=True)
-        }
+        loss, *means = (total / pairs for total in totals)
+        figures = {f"eval_{name}": mean for name, mean in zip(self.names, means, strict=True)}
+        return {schema.EVAL_LOSS: loss, PAIRS: int(pairs), **figures}
 
     # End
 
@@ -308,7 +308,7 @@ class KtoTask(PreferenceTask):
         others, sums = [_every_second_row(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
             passes = stages.measure_each(engine, others, self._ratios)
-            for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
+            for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):  # no passes on earlier stages
                 sums += torch.stack((ratios.sum(), ratios.new_full((), self.count_losses(batch))))
         self._divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device))
 
@@ -346,7 +346,7 @@ class KtoTask(PreferenceTask):
         """Return the means over all ranks' answers, with the divergence over all of them. A collective."""
         # Of each batch: ratios, log-probabilities, whether answers are good. First empty ones, for a rank without any.
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64)  # of mismatched answers' ratios, and their number
 
         def measure(model: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
             mismatched, _ = self._ratios(model, _every_second_row(batch, 1))
@@ -358,6 +358,7 @@ class KtoTask(PreferenceTask):
                 parts.append(
                     (ratios[:count].cpu(), values[:count].cpu(), _every_second_row(batch, 0)["value"][:count] > 0)
                 )
+                # On every rank, not the leader alone: what all ranks of a model add to both cancels in the quotient.
                 sums += torch.stack((mismatched.cpu(), torch.tensor(float(count))))
         divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
         ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -385,12 +386,13 @@ def _num_answers(batch: Batch) -> int:
 
 def _every_second_row(batch: Batch, first: int) -> Batch:
     """Return a micro-batch of every second row: those with their own answers (`first` 0), or with mismatched ones (1).
-    A filler, which is a single row, is returned unchanged.
+    Row 2i + first becomes row i. A filler, which is a single row, is returned unchanged.
     """
     if len(batch["input_ids"]) == 1:
         return batch
     rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
     length = batch["input_ids"].size(1)
+    # Of the token before each target, whose output predicts it: with divided rows the target may be in the next part.
     row, column = (batch["target_indices"] - 1) // length, (batch["target_indices"] - 1) % length
     is_own = row % 2 == first
     rows |= {"targets": batch["targets"][is_own], "target_indices": row[is_own] // 2 * length + column[is_own] + 1}

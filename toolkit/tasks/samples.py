@@ -24,7 +24,9 @@ class SampleTask(language.LanguageTask):
 
     @property
     def _is_leader(self) -> bool:
-        """Whether this rank's values count, of the ranks that compute the same samples."""
+        """Whether this rank's values of samples go into sums over all ranks. The ranks of one model (tensor, sequence,
+        pipeline) compute the same samples; only one of them, the leader, adds its values, so that none counts twice.
+        """
         return mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).is_leader
 
     def prepare_evaluation(self, run: task.RunContext) -> None:

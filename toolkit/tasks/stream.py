@@ -48,7 +48,7 @@ class SampledRows:
         self.num_samples = self.num_tokens = self.num_trained_tokens = 0
         """Of an epoch, as estimated."""
         for estimate, source in zip(of_stream.estimates, of_stream.data.sources, strict=True):
-            times = source.weight * estimate.times
+            times = source.weight * estimate.times  # an epoch's samples per sample that was read for the estimate
             self.num_samples += round(times * len(estimate.samples) / of_stream.unit)
             self.num_tokens += round(times * sum(len(sample.ids) for sample in estimate.samples))
             self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in estimate.samples))
@@ -119,7 +119,8 @@ class StreamTask(LanguageTask):
         self.check(cfg, encoder.tokenizer)
         files = locate_all(cfg.data, Path(cfg.prepare.dir))
         check_distinct(cfg.data, files)
-        self.stream = stream.Stream(cfg, encoder, [file for file in files if file.source < len(cfg.data.sources)])
+        training_files = [file for file in files if file.source < len(cfg.data.sources)]  # validation's come behind
+        self.stream = stream.Stream(cfg, encoder, training_files)
         sampled = self.sampled = SampledRows(self.stream)
         validation, plan, report = _validation(cfg, encoder)
         self.data = language_data.LanguageData(
@@ -176,7 +177,7 @@ class StreamTask(LanguageTask):
         for _, (sequences, positions) in zip(range(num_steps), steps, strict=False):
             row += self.stream.lanes
             self.positions[row] = positions
-            if self.data.layout is Layout.alone:  # the same step, with less padding
+            if self.data.layout is Layout.alone:  # longest first: the same step, with less padding
                 sequences.sort(key=lambda samples: -len(samples[0].ids))
             size = len(sequences) // num_micro_batches
             for begin in range(0, len(sequences), size):
@@ -217,6 +218,7 @@ class StreamTask(LanguageTask):
                 steps = self.stream.steps(position.row // self.stream.lanes, self.positions[position.row])
                 sequences, _ = next(steps)
                 steps.close()
+                # Sorted and divided as in `_micro_batches`.
                 if self.data.layout is Layout.alone:
                     sequences.sort(key=lambda samples: -len(samples[0].ids))
                 rows = [[describe(sample) for sample in samples] for samples in sequences]
@@ -246,6 +248,7 @@ class StreamTask(LanguageTask):
             return
         state = intact.read_run_state(source.checkpoint)
         saved = state.stream
+        # Lanes (one per sequence of the global batch) are found again only in the same files and with as many lanes.
         is_same = saved and saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes
         if is_same or (saved and "data" in self.cfg.checkpoint.allow_changes):
             self.positions[state.row] = dict(enumerate(saved["lanes"])) if is_same else {}
