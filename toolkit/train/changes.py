@@ -15,15 +15,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     key that the old config lacks, as an older version wrote it, is taken to have had its default. Of keys that decide
     what is trained, only if it has its default now too and the old config names a tuning method; else it is None.
     """
-    old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
+    saved = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
     new = dict(dotted_keys.leaves(now))
+    knows_method = "tuning.method" in saved
+
+    def had_default(key: str, default: Any) -> bool:
+        return key in new and (not _is_trained(key) or (knows_method and new[key] == default))
+
     defaults = dotted_keys.leaves(load.to_dict(schema.RunConfig()))
-    knows_method = "tuning.method" in old
-    old = {
-        key: value
-        for key, value in defaults
-        if key in new and (not _is_trained(key) or (knows_method and new[key] == value))
-    } | old
+    old = {key: value for key, value in defaults if had_default(key, value)} | saved
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
 

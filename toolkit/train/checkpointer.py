@@ -254,7 +254,7 @@ class Checkpointer:
             directory.discard_checkpoint(temporary)
             temporary.mkdir()
             needed = int(_ROOM * (self._last_bytes or self.least_bytes()))
-            if shutil.disk_usage(self.folder).free < needed:
+            if shutil.disk_usage(self.folder).free < needed:  # wait for old checkpoints that are being removed
                 self._rotation.is_busy(self.patience_s)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:

@@ -44,7 +44,7 @@ def _setting_facts(cfg: schema.RunConfig) -> dict[str, str]:
     values = {key: value for key, value in _leaf_values(load.to_dict(cfg), "") if not is_below(key, MAY_DIFFER)}
     for key, hub_key in _FOLDERS.items():
         folder = Path(json.loads(values.get(key, '""')))
-        if folder.name and folder.is_dir():
+        if folder.name and folder.is_dir():  # not Path(""), the current directory, where the key is not set
             files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
             values[f"{key}: files"] = _files_digest((file, _sampled_bytes(file)) for file in files)
             if json.loads(values.get(hub_key, '""')):  # stands for the path, which may be another one on each node

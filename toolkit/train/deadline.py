@@ -95,7 +95,7 @@ class Deadline:
         self.end_step = total_steps
         if rows:
             self.costs = Costs(**rows[-1]["seconds"])
-            if rows[-1]["at"] == at:
+            if rows[-1]["at"] == at:  # for another deadline the earlier decision does not count
                 self.end_step = min(total_steps, rows[-1]["last"])
         self._announced_end: int | None = None
         self._steps: deque[float] = deque(maxlen=_WINDOW)
@@ -124,7 +124,8 @@ class Deadline:
             return 0
         left = self._steps_left(self.deadline_at - time.time() - self.end_s())
         # Not before the ranks have learnt of it, unless an earlier decision ends the run sooner.
-        last = min(self.total_steps, max(min(self.end_step, step + _HEARD_AFTER), step - 1 + left))
+        earliest, last_that_fits = min(self.end_step, step + _HEARD_AFTER), step - 1 + left
+        last = min(self.total_steps, max(earliest, last_that_fits))
         # A change of less than a hundredth of the steps left is ignored.
         if self._announced_end is not None and abs(last - self.end_step) * 100 < self.end_step - step:
             return self.end_step

@@ -144,6 +144,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
 def _num_saves(config: CheckpointConfig, steps: range) -> int:
     """Return how many checkpoints are due in these optimizer steps, numbered from 1; those by time are not counted."""
     last = steps.stop - 1
+    # Multiples of `every` up to the last step, less those before the first one.
     due = last // config.every - (steps.start - 1) // config.every if config.every else 0
     is_last_due = due != 0 and last % config.every == 0
     return due + 1 if config.at_end and not is_last_due else due
@@ -221,6 +222,7 @@ def _failure_of(write: Callable[..., object], *arguments: object) -> str:
 def try_checkpoint(folder: Path) -> None:
     """Write and remove a small file in checkpoints/ on every rank; CheckpointError if one fails. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
+    # `reasons`: by rank why a step of the trial failed there, "" where it did not.
     reasons = gather(_failure_of(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
     files = state_files.Files()
@@ -278,6 +280,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
 
     # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
+    # Those that are there already take no more room, but the next one is written before an older one goes.
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
     most = count * each_bytes
     if config.max_gib:
@@ -384,9 +387,9 @@ def trial_step(
 
 
 def _take_update_memory(engine: DeepSpeedEngine) -> None:
-    """Allocate and free what an update would: missing optimizer states, an fp32 copy of the largest group's gradients
-    (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots), or with
-    states in bf16 a bf16 copy, and a chunk in fp32 (engine/bf16_adam.py).
+    """Allocate, and free at return, what an update would: missing optimizer states, an fp32 copy of the largest group's
+    gradients (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots),
+    or with states in bf16 a bf16 copy, and a chunk in fp32 (engine/bf16_adam.py).
     """
     optimizer = engine.basic_optimizer
     states = _STATES_PER_PARAMETER.get(type(optimizer).__name__, 2)

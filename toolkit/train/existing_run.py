@@ -32,6 +32,7 @@ def choose(cfg: RunConfig) -> RunSource:
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
+    # The same command again, as a launcher repeats it: it continues its own run, not the one that `resume` names.
     if named is not None and is_path and _was_started_with(named, cfg):
         _lock_to_resume(named)
         say(
@@ -40,10 +41,9 @@ def choose(cfg: RunConfig) -> RunSource:
             folder=named,
             path=cfg.resume,
         )
-        has_saved = bool(
-            directory.published_checkpoints(named / "checkpoints")
-        )  # else it starts over, from what it began with
-        return _resume(named, None if has_saved else _resolve_checkpoint(Path(cfg.resume)), cfg)
+        if directory.published_checkpoints(named / "checkpoints"):
+            return _resume(named, None, cfg)
+        return _resume(named, _resolve_checkpoint(Path(cfg.resume)), cfg)  # starts over, from what it began with
     checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
@@ -171,7 +171,9 @@ def newest_step(folder: Path) -> int:
 
 
 def reached_step(folder: Path) -> int:
-    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats."""
+    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats: the step that
+    they name if it is later than the row's, or if a rank was in what follows that step; else the step after the row's.
+    """
     logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
     beat_step = max((int(beat["step"]) for beat in beats), default=0)

@@ -58,7 +58,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     recompute = cfg.train.activation_checkpointing
     if not recompute.enabled:
         overrides.append("train.activation_checkpointing.enabled=true")
-    if smaller[:-1]:
+    if smaller[:-1]:  # the next smaller one, above, is not 1 already
         overrides.append("batch.micro_per_gpu=1")
     if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
         overrides.append("train.activation_checkpointing.cpu_checkpointing=true")

@@ -70,9 +70,10 @@ class Rotation:
         outdated = directory.outdated_checkpoints(self.folder, keep, also_keep)
         exported = directory.weights_only(self.folder)
         steps = sorted({directory.step_of(path) for path in (*outdated, *exported)}, reverse=True)
+        # Names of those whose weights stay, newest first, exported already or not; a negative number keeps all.
         wanted = {directory.checkpoint_name(step) for step in (steps if keep_weights < 0 else steps[:keep_weights])}
         to_export = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in exported]
-        try:
+        try:  # a checkpoint to export is removed only after its export
             directory.remove_old(self.folder, keep, [*also_keep, *to_export], self.config.max_gib * 2**30, keep_weights)
         finally:
             self._replace_by_weights(to_export)

@@ -39,7 +39,8 @@ class Saving:
         config, failed = self.config, self.checkpointer.failed
         retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
         due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
-        # The loss of the step after an update is what shows whether the update has spoilt the weights.
+        # The loss of the step after an update is what shows whether the update has spoilt the weights. No step follows
+        # the last one: there only a second bad loss in a row is taken for ruined weights.
         self.is_postponed = due and (self.guard.has_ruined_weights if last else self.guard.has_bad_loss)
         return stops or (due and not self.is_postponed)
 

@@ -124,15 +124,16 @@ class Schedule:
         schedule, _, total_steps, warmup_steps = self._settings
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
-        left, self._steps_left = max(1, self._steps_left), self._steps_left - 1
+        left, self._steps_left = max(1, self._steps_left), self._steps_left - 1  # `left`: with the step just done
         if self.position < warmup_steps and left > warmup_steps - self.position:
-            return 1
+            return 1  # the warm-up ends in time as it is
         if schedule.name is schema.ScheduleName.wsd:
             from toolkit.train.transformers_schedules import decay_begin
 
             plateau_end = decay_begin(schedule, total_steps, warmup_steps)
             if self.position < plateau_end:  # the plateau takes the steps that the decay leaves
                 return (plateau_end - self.position) / max(1, left - (total_steps - plateau_end))
+        # What is left of the schedule, in equal strides.
         return max(0.0, total_steps - self.position) / left
 
     def state_dict(self) -> dict[str, float]:
@@ -233,8 +234,11 @@ def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterat
         yield f"data.packing=none{more}", replace(train, epochs=enough).over_epochs(unpacked)
     # A smaller global batch: a multiple of all data ranks' micro-batches (`rows_at_once`).
     rows_at_once = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
-    scale = Fraction(epoch.per_step, size)  # sequences of a grouped plan are micro-batches
-    # An epoch has `needed` steps or more where a step takes less than `bound` sequences.
+    scale = Fraction(
+        epoch.per_step, size
+    )  # sequences per row of the global batch: with grouped packing 1 / micro-batch
+    # An epoch has `needed` steps or more where a step takes less than `bound` sequences: of 98 sequences, for 50 steps,
+    # less than 98 / 49 = 2. Fractions, so that the bound is exact.
     needed = math.ceil(FEWEST_STEPS / epochs)
     bound = Fraction(epoch.sequences, needed - 1) if needed > 1 else Fraction(size)
     smaller = min(size - 1, math.ceil(bound / scale) - 1) // rows_at_once * rows_at_once

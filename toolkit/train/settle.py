@@ -79,6 +79,7 @@ def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfi
     if typed.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
         warn("DeepSpeed's optimizer cannot be built ({reason}): optim.torch=true is used in its place.", reason=reason)
         return replace(cfg, optim=replace(cfg.optim, torch=True))
+    # `reason` begins with the op's name and a colon.
     name, folder = reason.partition(":")[0], native_ops.extensions_dir()
     if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
         raise LaunchError(

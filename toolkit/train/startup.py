@@ -128,7 +128,7 @@ def start_logs(file: Path, rank: int) -> None:
         sys.stdout = LastingStdout(
             terminal, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True
         )
-    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 1)  # descriptor 1: the stdout of C code
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(HidingFilter())
@@ -138,7 +138,7 @@ def start_logs(file: Path, rank: int) -> None:
             existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
             existing.addFilter(HidingFilter())
             if isinstance(existing, logging.StreamHandler) and not isinstance(existing, logging.FileHandler):
-                existing.setStream(_Stderr())
+                existing.setStream(_Stderr())  # it would keep today's stderr, past the live view
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     # Deprecations inside DeepSpeed and transformers are for developers: into the file, not between the progress lines.

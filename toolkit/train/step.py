@@ -390,7 +390,7 @@ def _sum_and_judge(
     own_figures = [sum_and_count.to(micro_losses) for sum_and_count in figures.values()]
     sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *own_figures, router_sums)), micro_losses.device)
     num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)  # a figure is two numbers
-    scalars, expert_loads = sums.tensor_split([2 + num_figures])
+    scalars, expert_loads = sums.tensor_split([2 + num_figures])  # the loads stay on the device
     # The loss, sum and count of each figure in turn, the routers' loss; then `counts`.
     loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
     figure_numbers, router_sum, count_numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
@@ -406,5 +406,6 @@ def _sum_and_judge(
         micro_losses=micro_losses,
         router_loss=router_sum if routers and routers.coefficient else None,
         expert_loads=expert_loads if len(expert_loads) else None,
+        # Name -> (sum, count), from sum, count, sum, count, …
         figures=dict(zip(figures, zip(figure_numbers[::2], figure_numbers[1::2], strict=True), strict=True)),
     )

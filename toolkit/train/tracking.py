@@ -102,7 +102,7 @@ def _mean_loss(run: "RunContext") -> float:
             if metrics.is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
-            if count_before is None:  # the first row: only its own steps are new
+            if count_before is None:  # the first row: only its own steps are new, tokens per s x s per step x steps
                 pace = row["trained_tokens_per_s" if "trained_tokens" in row else "samples_per_s"]
                 count_before = count - pace * row["step_s"] * (row["step"] - first_start["from_step"])
             # A row has its own count of pairs, but tokens and samples since the run's start.
