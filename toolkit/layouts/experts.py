@@ -75,6 +75,7 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
 
     group = groups._get_expert_parallel_group(self.expert_group)
     num_experts, ranks = self.num_experts, dist.get_world_size(group)
+    # Rows of each of all experts, [P x own]; dropped rows are counted in front, as number 0, and left out.
     counts = count_choices(chosen.clamp(min=-1) + 1, num_experts * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
@@ -82,11 +83,11 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     num_sent, num_received = rows_exchanged(counts.view(ranks, num_experts), received)
     dropped = len(rows) - sum(num_sent)  # the first ones
     rows = row_exchange.exchange_rows(rows[dropped:], group, num_sent, num_received)  # [N, H], by rank and expert
+    # `compute_experts` wants them by expert alone: `order` sorts them, its inverse restores the order of the senders.
     expert = torch.arange(num_experts, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(num_received))
     order = expert.argsort(stable=True)
-    rows = rows[order]
-    rows = compute_experts(self, rows, Groups(received.sum(0)), expert[order])
+    rows = compute_experts(self, rows[order], Groups(received.sum(0)), expert[order])
     back = row_exchange.exchange_rows(rows[order.argsort()], group, num_received, num_sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 

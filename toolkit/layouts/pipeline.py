@@ -185,6 +185,8 @@ class PipelineStage(PipelineModule):
         """
         named = self.__dict__["stage"].named_parameters()
         parameters = {name: parameter for name, parameter in named if only is None or name in only}
+        # Stage by stage: its first rank (`source`) tells all ranks what it holds, and sends each value to rank 0, once
+        # the ranks of the stage have gathered it from their parts.
         rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
         for source in range(0, dist.get_world_size(), per_stage):
             described = [
@@ -194,7 +196,7 @@ class PipelineStage(PipelineModule):
             dist.broadcast_object_list(listed, src=source)
             for name, shape, dtype in listed[0]:
                 value, full = torch.empty(0), torch.empty(0)
-                if rank // per_stage == source // per_stage:
+                if rank // per_stage == source // per_stage:  # this rank is of the stage
                     full = process_group.gather_parts(name, parameters[name])
                 if rank == source == 0:
                     value = full.to("cpu", copy=True)

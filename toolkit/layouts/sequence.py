@@ -43,7 +43,7 @@ def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None
     global _group  # attention is called by transformers, with nothing of ours
     check_splits(model, ranks, tensor)
     model.set_attn_implementation(SEQUENCE)
-    # Each row is a group.
+    # Each row is a group: of 8 ranks with P = 2 and `tensor` = 2 the groups are [0, 2], [1, 3], [4, 6], [5, 7].
     members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
     _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
 
@@ -73,7 +73,8 @@ def part_arguments(module: Any, batch: Batch) -> dict[str, Any]:
     if module.config._attn_implementation != SEQUENCE:
         raise RuntimeError("a model that does not attend over parts of rows got one")
     if getattr(module, "builds_positions", False):
-        # Padding is on the right, where no token of a sample looks.
+        # ChatGLM-6B makes mask and positions of special tokens, which may be anywhere in the row. Padding is on the
+        # right, where no token of a sample looks.
         mask, positions = module.base_model.complete(batch["row_ids"], None, None)
         own_positions = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
         return {"attention_mask": mask, "position_ids": own_positions, "in_parts": True}
@@ -114,21 +115,21 @@ def part_attention(
     copies = ranks // math.gcd(key.size(1), ranks)
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    before = key.size(2) - query.size(2)  # learned keys
-    key, value = _exchange(key, before), _exchange(value, before)  # [B, heads / P, before + S, D]
+    learned_keys = key.size(2) - query.size(2)
+    key, value = _exchange(key, learned_keys), _exchange(value, learned_keys)  # [B, heads / P, learned_keys + S, D]
     query = _exchange(query)
     if "cu_seq_lens_q" in options:
         mixed, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
     else:
         grouped, is_causal = key.size(1) != query.size(1), getattr(module, "is_causal", True)
         mask = None if is_causal else attention_mask
-        before = key.size(2) - query.size(2) if is_causal else 0
-        # Queries for the learned ones too, whose results are dropped: it takes no mask, nor PyTorch's class of biases,
-        # which cannot be compiled.
-        query = functional.pad(query, (0, 0, before, 0)) if before else query
+        padded = learned_keys if is_causal else 0
+        # With `is_causal` query i attends to keys 0 to i, so learned keys get queries too, whose results are dropped:
+        # it takes no mask beside that, and PyTorch's class of biases cannot be compiled.
+        query = functional.pad(query, (0, 0, padded, 0)) if padded else query
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped
-        )[:, :, before:].transpose(1, 2)
+        )[:, :, padded:].transpose(1, 2)
     return _exchange(mixed), None
 
 
@@ -209,9 +210,9 @@ def check_sequence_parallel(
     logits_of = forward or (lambda rows: evaluate_logits(engine, rows, device))
     logits, part_logits = logits_of(batch), logits_of(part_batch)
     length = part_logits.size(1)
-    other = (part_logits - logits[:, part * length :][:, :length]).square().mean()
+    squared_change = (part_logits - logits[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.
-    sums = sum_over_ranks(torch.stack((other, logits.var())), device)
+    sums = sum_over_ranks(torch.stack((squared_change, logits.var())), device)
     change = float((sums[0] / sums[1]).sqrt())
     if not change <= _MOST_CHANGE_OF_PARTS:
         raise ModelError(

@@ -117,8 +117,8 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     value = process_group.take_part(name, value, rank, size).contiguous()
     part = nn.Linear4bit(*reversed(value.shape), bias=False, compute_dtype=layer.compute_dtype, quant_type="nf4")
     part.weight = nn.Params4bit(value.cpu(), requires_grad=False, compress_statistics=False, quant_type="nf4")
-    part.support_avx512bf16_for_cpu = False
-    part = part.to(weight.device)
+    part.support_avx512bf16_for_cpu = False  # see `lora.quantize_layer`: weights would be repacked in evaluation
+    part = part.to(weight.device)  # which quantizes
     part.weight.quant_state.dtype = weight.quant_state.dtype
     part.weight.tensor_model_parallel = True
     bias = layer.bias
