@@ -215,6 +215,7 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
     """
     if output.exists():
         return False
+    # By n in the names of `shard_of`, such as OUTPUT.1-of-4.
     matches = [re.fullmatch(r".*\.\d+-of-(\d+)", path.name) for path in output.parent.glob("*-of-*")]
     for shards in sorted({int(match[1]) for match in matches if match and match[0].startswith(f"{output.name}.")}):
         files = [shard_of(output, number + 1, shards) for number in range(shards)]
@@ -269,7 +270,9 @@ def answer_rows(
         window = list(islice(remaining, size))
         if not window:
             return
-        if number % shards != shard_number - 1 or number // shards < done // size:
+        is_of_shard = number % shards == shard_number - 1
+        windows_before = number // shards  # of this shard
+        if not is_of_shard or windows_before < done // size:
             continue  # it is another shard's, or done
         results = [_row_of_question(question, system) for question in window]
         prompts: dict[int, list[int]] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 TIME_LIMIT_S = 10.0
 _MEMORY_BYTES = 2 << 30
 _FILE_BYTES = 1 << 20
-_NEW_USER, _NEW_NET = 0x10000000, 0x40000000
+_NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET of Linux's sched.h
 _PROBE = "--probe"
 """Instead of a file: exit with 0 if there is no network, else with 1."""
 
@@ -46,7 +46,7 @@ def why_failed(program: str, seconds: float = TIME_LIMIT_S) -> str:
             except subprocess.TimeoutExpired:
                 return tr("no result within {seconds} s", seconds=f"{seconds:g}")
             finally:
-                process.terminate()  # the keeper ends all that is left below it
+                process.terminate()  # toolkit/subreaper.py, as which `start_tree` runs, ends all that is left below it
                 process.wait()
             output.seek(0)
             lines = output.read(_FILE_BYTES).decode("utf-8", "replace").split("\n")
@@ -62,7 +62,9 @@ def has_no_network() -> bool:
 
 
 def _leave_network() -> bool:
-    """Move this process to a network without devices; False where the system does not allow it."""
+    """Move this process to a network without devices; False where the system does not allow it. Without root's rights
+    that needs a user namespace too, which some systems forbid; then root still may.
+    """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         return libc.unshare(_NEW_USER | _NEW_NET) == 0 or libc.unshare(_NEW_NET) == 0

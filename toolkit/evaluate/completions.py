@@ -69,7 +69,7 @@ class CompletionClient:
             if left <= 0:
                 break
             try:
-                return self.ask(prompt, seed, left / (tries - number))
+                return self.ask(prompt, seed, left / (tries - number))  # equal shares of the time that is left
             except _WRONG as error:
                 reason = _reason(error)
             if number < tries - 1:
@@ -98,7 +98,9 @@ class CompletionClient:
         return self._ids(choice)
 
     def _ids(self, choice: dict[str, Any]) -> list[int]:
-        """Return the ids of a choice up to its end token: the server's, else those of its text."""
+        """Return the ids of a choice (of a response's `choices`) up to its end token, which is included: the server's
+        `token_ids`, else those of its text. ValueError if the answer cannot be used.
+        """
         tokenizer, most = self.encoder.tokenizer, self.config.max_new_tokens
         text, ids, is_ended = choice["text"], choice.get("token_ids"), choice["finish_reason"] == "stop"
         if not text.encode().strip():  # a lone surrogate has no UTF-8
@@ -111,13 +113,15 @@ class CompletionClient:
             raise ValueError(tr("it has {count} tokens", count=len(ids)))
         end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
         stop = ids[end : end + 1]
-        if is_ended and not stop:
+        if is_ended and not stop:  # a server leaves the end token out of the text
             stop = [self.encoder.stop_ids[0]]
         return (ids[:end] + stop)[:most]
 
 
 def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
-    """Return the text that the tokenizer turns into `prompt`, adding up to two tokens in front; ValueError if none."""
+    """Return the text that the tokenizer turns into `prompt`, adding up to two tokens in front, such as BOS, or GLM's
+    [gMASK]<sop>, which the text then must not have; ValueError if there is none.
+    """
     for begin in (0, 1, 2):
         text = str(encoder.tokenizer.decode(list(prompt[begin:]), skip_special_tokens=False))
         if list(encoder.tokenizer(text)["input_ids"]) == list(prompt):

@@ -79,16 +79,17 @@ def ngram_baselines(
     different tokens seen after h and P the unigram, which an h never seen leaves. 1 million tokens take about a second.
     Losses are means in nats per trained token; `samples` of the validation split are measured, None takes all.
     """
+    # Arrays over the trained tokens, each with the token before it (h), or [V] by token id.
     before, token = _pairs(train)
     probability = (np.bincount(token, minlength=vocab_size) + 1.0) / (len(token) + vocab_size)
 
-    bigrams, bigram_counts = np.unique(before * vocab_size + token, return_counts=True)
+    bigrams, bigram_counts = np.unique(before * vocab_size + token, return_counts=True)  # a pair as one number, sorted
     seen = np.bincount(before, minlength=vocab_size)
     followers = np.bincount(bigrams // vocab_size, minlength=vocab_size)
 
     before, token = _pairs(validation, samples)
     code = before * vocab_size + token
-    index = np.minimum(np.searchsorted(bigrams, code), len(bigrams) - 1)
+    index = np.minimum(np.searchsorted(bigrams, code), len(bigrams) - 1)  # where the pair is, if it was seen
     count = np.where(bigrams[index] == code, bigram_counts[index], 0)
     total = np.maximum(seen[before] + followers[before], 1)
     unseen_weight = np.where(seen[before] > 0, followers[before] / total, 1.0)
@@ -98,11 +99,12 @@ def ngram_baselines(
 
 def _pairs(store: TokenizedCache, samples: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the preceding token and the token of each trained position of a split, int64 [T] each."""
-    member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)
-    member[store.members if samples is None else store.members[samples]] = True
+    is_member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)  # which samples of the files are asked for
+    is_member[store.members if samples is None else store.members[samples]] = True
     end = int(store.offsets[-1])
     positions = np.flatnonzero(store.read_trained(0, end))
-    positions = positions[member[np.searchsorted(store.offsets, positions, side="right") - 1]]
+    sample_of = np.searchsorted(store.offsets, positions, side="right") - 1  # the last that begins at or before each
+    positions = positions[is_member[sample_of]]
     ids = store.read_ids(0, end)
     return ids[positions - 1].astype(np.int64), ids[positions].astype(np.int64)
 

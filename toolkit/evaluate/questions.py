@@ -51,9 +51,11 @@ def split_sample(
     """Return prompt and answer of a sample, None if only special tokens precede the trained ones. The answer is the
     last run of trained tokens, after the last of the encoder's `answer_ids` in it.
     """
+    # The last run of trained tokens is ids[begin:end].
     end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
     begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
     openers = {int(token) for token in encoder.answer_ids}
+    # Behind the last opener in it, if there is one.
     begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in openers), begin)
     prompt = list(ids[:begin])
     # The first token of a sample is never trained; alone it is the beginning of a plain text.
