@@ -566,7 +566,9 @@ class Launches:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def start(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Start `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached; return what was `said`."""
+        """Start `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached: `toolkit launch` outlives the
+        board. `body`: these three, as typed into the form. Return what was `said`.
+        """
         name, recipe, ranks = (str(body.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
@@ -578,14 +580,12 @@ class Launches:
         if self.is_alive(name) or is_worked_on(self.runs / name):
             raise messages.RunFolderError("{name} is running already.", name=name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        visible = os.environ.get(devices.visible_variable(), "").split(",")[: int(ranks)]
-        is_chosen = len(visible) == int(ranks) and all(gpu.strip().isdecimal() for gpu in visible)
-        where = ["--include", f"localhost:{','.join(visible)}"] if is_chosen else ["--num_gpus", ranks]
-        command = [sys.executable, "-m", "toolkit", "launch", *where, f"run.name={name}"]
+        command = [sys.executable, "-m", "toolkit", "launch", *_gpu_options(ranks), f"run.name={name}"]
         command += [f"recipe={files.quoted(path.resolve())}", f"run.dir={files.quoted(self.runs.resolve())}"]
         with self.log(name).open("ab") as log:
             child = children.start_detached(command, stdout=log, stderr=subprocess.STDOUT)
         self._children.append(child)
+        # With its creation time, by which `is_alive` tells it from a later process of the same number.
         record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time(), "command": command}
         disk.write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
         return {"said": tr("Started {name}.", name=name)}
@@ -622,6 +622,19 @@ class Launches:
     def _record(self, name: str) -> dict[str, Any]:
         """Return pid, creation time and command of a run's launcher."""
         return dict(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def _gpu_options(ranks: str) -> list[str]:
+    """Return DeepSpeed's options for a run on `ranks` GPUs of this machine (or CPU processes).
+
+    If CUDA_VISIBLE_DEVICES gives this board as many by their numbers, such as "4,5,6", the run takes the first of them:
+    `--include localhost:4,5`. With `--num_gpus 2` DeepSpeed would take GPUs 0 and 1, so `toolkit launch` would reject
+    it. Without the variable, or with other values, it is `--num_gpus`, and `toolkit launch` says what is wrong, if any.
+    """
+    visible = os.environ.get(devices.visible_variable(), "").split(",")
+    chosen = visible[: int(ranks)]
+    has_enough = len(chosen) == int(ranks) and all(gpu.strip().isdecimal() for gpu in chosen)
+    return ["--include", f"localhost:{','.join(chosen)}"] if has_enough else ["--num_gpus", ranks]
 
 
 _NOT_IN_A_FORM = ("recipe", "defaults")
