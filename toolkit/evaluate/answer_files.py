@@ -126,6 +126,7 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the file. After an error say how to resume, or remove the file if it is empty."""
         with self.file:
             if kind is None or not self.part.exists():
                 return
@@ -182,7 +183,7 @@ class AnswerFile:
                 )
         else:
             self.record.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        self.file.seek(0)
+        self.file.seek(0)  # to count the bytes of the lines that stay
         self.file.truncate(sum(map(len, islice(self.file, num_lines))))
         return num_lines
 

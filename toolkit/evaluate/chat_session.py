@@ -152,7 +152,7 @@ class ChatSession:
             except ModelError:
                 if dropped == len(self.history):
                     raise
-                dropped += 2
+                dropped += 2  # a question and its answer
         if dropped:
             del self.history[:dropped]
             _print_notice(

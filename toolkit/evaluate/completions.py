@@ -131,11 +131,13 @@ def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
 
 def find_protocol(config: RolloutsConfig, encoder: chat.AnyChatEncoder) -> Protocol:
     """Return what the server understands, after asking it a question; ConfigError if it gives no answer."""
+    # Token ids first: they are the prompt as it is, while a text has to be tokenized to the same ones.
     reason, prompt = "", encoder.prompt([{"role": "user", "content": "?"}])
     for takes_ids in (True, False):
         try:
             listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
-            if config.model not in listed and (config.model or len(listed) != 1):
+            has_model = config.model in listed or (not config.model and len(listed) == 1)  # "": the only one
+            if not has_model:
                 raise ConfigError(
                     "distill.rollouts.model = {name}: the server has {listed}. Name one of them.",
                     name=config.model or '""',

@@ -46,7 +46,7 @@ def _sacrebleu_scores(metric: Metric, answers: Sequence[str], references: Sequen
     """Score by sacreBLEU: BLEU, else chrF, of all answers and of each."""
     from sacrebleu.metrics import BLEU, CHRF
 
-    if metric is Metric.bleu:
+    if metric is Metric.bleu:  # `effective_order`: a text of three words has no 4-grams, and would score 0
         corpus, single = BLEU(tokenize=tokenize), BLEU(tokenize=tokenize, effective_order=True)
     else:
         corpus = single = CHRF()

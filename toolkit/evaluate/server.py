@@ -153,6 +153,7 @@ class BoundedApp:
         status, error = 0, bytearray()
 
         async def send_translated(message: dict[str, Any]) -> None:
+            """Pass on the messages of a response; of an error collect the body, and send it in OpenAI's form."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -190,7 +191,7 @@ def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
     """
     for name, (kind, least, greatest) in _RANGES.items():
         value = body.get(name)
-        is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)  # JSON may write 1.0 as 1
         if value is not None and not (is_kind and least <= value <= greatest):
             return tr(
                 "{name} = {value} must be a number from {least} to {greatest}.",
@@ -277,6 +278,7 @@ def _install_limits() -> None:
             raise HTTPException(status_code=400, detail=sentence)
 
     def guard(handler: Any) -> None:
+        """Let a class of handlers answer requests that are wrong with status 400, not with a traceback."""
         handle = handler.handle_request
 
         async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
@@ -293,6 +295,7 @@ def _install_limits() -> None:
         handler.handle_request = handle_request
 
     def limit(manager: Any, name: str) -> None:
+        """Let the method `name` of a class generate no more tokens than the model has positions."""
         generate = getattr(manager, name)
 
         def bounded(self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:

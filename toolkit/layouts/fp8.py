@@ -57,7 +57,7 @@ def _product(
     dtype = torch.float8_e5m2 if gradient and not by_row else torch.float8_e4m3fn
     first, undo_first = _scaled(left, -1 if by_row else None, dtype, by_row)
     second, undo_second = _scaled(right, 0 if by_row and by_column else None, torch.float8_e4m3fn, by_row)
-    if by_row and not by_column:
+    if by_row and not by_column:  # the kernel takes a factor for each column all the same
         undo_second = undo_second.expand(1, right.shape[1]).contiguous()
     # The kernels want rows on the left and columns on the right, each in one piece.
     first, second = first.contiguous(), second.t().contiguous().t()

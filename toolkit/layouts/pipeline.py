@@ -47,6 +47,7 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
             known=", ".join(tensor_split.FAMILIES),
         )
     names = {part: name for name, part in model.named_modules()}
+    # What else the base model holds with parameters: the norm after the last layer.
     norms = [
         names[part]
         for part in model.base_model.children()
@@ -79,7 +80,7 @@ def stage_parameters(
     """
     names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages, num_scores)
     if num_scores and not probe.is_classifier(model):
-        bounds[-1] -= 1
+        bounds[-1] -= 1  # the output layer is the last part
     elif tuning and tuning.method is schema.TuningMethod.freeze:
         fine_tuning.freeze(model, tuning)
         check_trained(model, bounds)
@@ -131,6 +132,7 @@ class PipelineStage(PipelineModule):
             for name, parameter in full.named_parameters():
                 parameter.requires_grad_(name in trained)
         parts = [model.get_submodule(name) for name in names]
+        # What DeepSpeed divides, builds and exchanges: it gets the model's own parts, in the order of computing.
         specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
         in_head = {id(parameter) for parameter in parts[-1].parameters()}
         if any(parameter.requires_grad and id(parameter) in in_head for parameter in parts[0].parameters()):

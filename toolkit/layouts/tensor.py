@@ -38,7 +38,7 @@ def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.
         replaced = autotp._replace_module(child, name)
         _split_magnitudes(child, name)
         return replaced
-    if hasattr(child.weight, "quant_state"):
+    if hasattr(child.weight, "quant_state"):  # bitsandbytes' 4 bits
         return _split_4bit(child, f"{name}.weight")
     return _REPLACE(autotp, child, name)
 

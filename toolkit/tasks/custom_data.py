@@ -177,7 +177,9 @@ def _seed(key: str) -> None:
 
 
 class _StreamSamples:
-    """An iterable dataset as an endless stream; a rank takes every n-th sample, or all if the dataset shards itself."""
+    """An iterable dataset as an endless stream; a rank takes every n-th sample, or all if the dataset shards itself.
+    The row of a `Position` is the number of samples that all ranks have taken; its epoch stays 0.
+    """
 
     def __init__(self, spec: "CustomSpec", cfg: schema.RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks = spec, cfg, ranks

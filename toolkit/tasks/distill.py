@@ -472,5 +472,6 @@ def _teacher_identity(cfg: schema.RunConfig) -> list[str]:
         return [base_model.weights_digest(Path(folder)), cfg.precision.dtype.value]
     plain = to_dict(cfg)
     model = {name: plain["model"][name] for name in ("init", "shape", "path", "tokenizer")}
+    # The seed, by which random weights are drawn.
     parts = [json.dumps(model, sort_keys=True), str(cfg.run.seed), cfg.precision.dtype.value]
     return parts + [base_model.weights_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]

@@ -98,29 +98,29 @@ class _Distilled(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         student, num_taught = Scores(states, weight, bias), len(teacher[0])
         total = states.new_zeros((), dtype=torch.float32)
-        labels = states.new_empty(len(states), dtype=torch.float32)
+        cross_entropies = states.new_empty(len(states), dtype=torch.float32)
         divergences = states.new_empty(num_taught, dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
             """Add the losses of a slice of tokens to the results; return their gradients by the logits [n, V]. Taught
             tokens are the first of all: of a slice the first `count`.
             """
-            logits, wanted = student.logits(part), targets[part, None]
+            logits, label_ids = student.logits(part), targets[part, None]
             gradient = logits.log_softmax(1)
-            labels[part] = -gradient.gather(1, wanted)[:, 0]
+            cross_entropies[part] = -gradient.gather(1, label_ids)[:, 0]
             gradient.exp_()  # of the cross entropy: probabilities, less 1 at the label
-            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            gradient.scatter_(1, label_ids, gradient.gather(1, label_ids) - 1)
             taught_part = slice(part.start, min(part.stop, num_taught))
             count = max(0, taught_part.stop - taught_part.start)
             if not count:
-                total.add_(labels[part].sum())
+                total.add_(cross_entropies[part].sum())
                 return gradient
             divergence_of_tokens, of_divergence = _divergences_with_gradients(
                 logits[:count, :vocabulary], teacher, taught_part, config
             )
             divergences[taught_part] = divergence_of_tokens
             share = shares[taught_part]
-            total.add_(((1 - share) * labels[taught_part]).sum() + labels[part][count:].sum())
+            total.add_(((1 - share) * cross_entropies[taught_part]).sum() + cross_entropies[part][count:].sum())
             total.add_(config.temperature**2 * (share * divergence_of_tokens).sum())
             gradient[:count] *= (1 - share)[:, None]
             # temperature^2 of the loss x 1 / temperature, which `of_divergence` lacks.
@@ -133,8 +133,8 @@ class _Distilled(torch.autograd.Function):
         else:
             for begin in range(0, len(states), size):
                 of_logits(slice(begin, min(begin + size, len(states))))
-        ctx.mark_non_differentiable(labels, divergences)
-        return total, labels, divergences
+        ctx.mark_non_differentiable(cross_entropies, divergences)
+        return total, cross_entropies, divergences
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

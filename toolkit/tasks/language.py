@@ -100,7 +100,7 @@ class LanguageTask(task.Task):
         """Take the settled config and count the steps. With grouped packing a sequence is a micro-batch: the data is
         planned again if it was planned for another size (`auto` until now).
         """
-        planned = with_micro_batch(self.cfg).batch.micro_per_gpu
+        planned = with_micro_batch(self.cfg).batch.micro_per_gpu  # 1 for auto
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = language_data.load_data_with(cfg, self.data.encoder)
         data, members = self.data, self.data.train_plan.members

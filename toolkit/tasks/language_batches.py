@@ -257,8 +257,8 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
         source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, numbers in enumerate(samples):  # KTO's numbers go on behind the last sample (`MismatchedCache`)
             source_of[row, 1 : len(numbers) + 1] = torch.from_numpy(sources[np.asarray(numbers) % len(store)])
-        by_token = source_of.gather(1, batch["segment_ids"]).flatten()
-        yield {**batch, "sources": by_token[batch["target_indices"]]}
+        by_position = source_of.gather(1, batch["segment_ids"]).flatten()
+        yield {**batch, "sources": by_position[batch["target_indices"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:

@@ -148,7 +148,8 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
         """Return the plan of a split's rows; `sources`, [] for validation, say how often each sample is taken."""
-        most, size = 0 if store is train else max_samples, objective.data_unit(cfg)[1]
+        most = 0 if store is train else max_samples  # samples that are taken; 0: all
+        size = objective.data_unit(cfg)[1]  # samples that share a row: 2 of a preference pair
         if packing is schema.Packing.none and size == 1 and takes_each_once(store, sources, most):
             return PackingPlan(len(store))
         from toolkit.data.packing import plan_sequences

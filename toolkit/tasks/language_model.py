@@ -174,7 +174,7 @@ def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_dat
     other logits than full ones. A collective.
     """
     packed, parts = data.layout is not loader.Layout.alone, cfg.parallel.sequence
-    forward = None
+    forward = None  # the checks' own, which gives logits
     if stages.is_pipeline(engine):
         from toolkit.layouts.pipeline import forward_logits
 

@@ -52,9 +52,10 @@ class OnPolicyTask(distill.DistillTask):
         super().__init__()
         self.counts = RolloutCounts()
         self._client: completions.CompletionClient | None = None
-        self._saved: dict[int, dict[int, Answer]] = {}
-        self._run: task.RunContext | None = None
-        self._failed_steps, self._is_tried, self._is_warned = 0, False, False
+        self._saved: dict[int, dict[int, Answer]] = {}  # step -> sample -> answer, of steps that are done again
+        self._run: task.RunContext | None = None  # before `prepare_evaluation`
+        self._failed_steps = 0  # in a row, without any answer
+        self._is_tried = self._is_warned = False  # whether generation was tried, and a failure reported
 
     # Data
 

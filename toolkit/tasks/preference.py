@@ -254,9 +254,10 @@ class PreferenceTask(SampleTask):
         pairs: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
         margins = pairs.chosen_rewards - pairs.rejected_rewards
         logps = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
-        from_reference = (logps[0] + logps[1] - chosen.reference - rejected.reference) / 2
+        kl = (logps[0] + logps[1] - chosen.reference - rejected.reference) / 2
         in_order = (margins > 0).float()
-        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *logps, from_reference)
+        # In the order of FIGURES.
+        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *logps, kl)
         # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
@@ -343,12 +344,13 @@ class KtoTask(PreferenceTask):
         return losses, dict(zip(self.names, sums, strict=True))
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the means over all ranks' answers, with the divergence over all of them. A collective."""
+        """Return the means of loss and figures over all ranks' answers, with K (`kl`) over these. A collective."""
         # Of each batch: ratios, log-probabilities, whether answers are good. First empty ones, for a rank without any.
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)  # of mismatched answers' ratios, and their number
 
         def measure(model: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
+            """Return ratios and log-probabilities of a micro-batch's answers, and the sum of the mismatched ones'."""
             mismatched, _ = self._ratios(model, _every_second_row(batch, 1))
             return *self._ratios(model, _every_second_row(batch, 0)), mismatched.sum()
 
@@ -363,10 +365,12 @@ class KtoTask(PreferenceTask):
         divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
         ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
-        totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
+        loss_and_count = torch.stack((losses.sum(), torch.tensor(float(len(losses)))))
+        totals = torch.cat((loss_and_count, *figures.values())).double()
         own_totals = totals if self._is_leader else torch.zeros_like(totals)
         all_totals = process_group.sum_over_ranks(own_totals, engine.device).view(-1, 2)  # sum and count of each
         loss, *rest = (all_totals[:, 0] / all_totals[:, 1]).tolist()
+        # NaN, of no answers: without a good one, or without a bad one.
         row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
         return {schema.EVAL_LOSS: loss, SAMPLES: int(all_totals[0, 1]), **row}
 

@@ -35,9 +35,9 @@ class RewardTask(PreferenceTask, samples.ScoreTask):
         chosen, rejected = scores[0:end:2], scores[1:end:2]
         margins = batch["value"].to(scores)[0:end:2]
         losses = reward_losses(chosen, rejected, margins, self.cfg.task.center)
-        scores_of_sides = chosen.detach(), rejected.detach()
-        gains = scores_of_sides[0] - scores_of_sides[1]
-        figures = (*scores_of_sides, gains, (gains > 0).float())
+        chosen_rewards, rejected_rewards = chosen.detach(), rejected.detach()
+        gains = chosen_rewards - rejected_rewards
+        figures = (chosen_rewards, rejected_rewards, gains, (gains > 0).float())  # in the order of `names`
         # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = losses.sum() if end else 0 * scores.sum()
         return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}

@@ -125,7 +125,7 @@ class StreamTask(LanguageTask):
         validation, plan, report = _validation(cfg, encoder)
         self.data = language_data.LanguageData(
             encoder=encoder,
-            train=cast(TokenizedCache, sampled),
+            train=cast(TokenizedCache, sampled),  # has what is read of one before and beside training
             validation=validation,
             packing=cfg.data.packing,
             layout=Layout.packed if cfg.data.packing is Packing.packed else Layout.alone,
@@ -221,14 +221,14 @@ class StreamTask(LanguageTask):
                 # Sorted and divided as in `_micro_batches`.
                 if self.data.layout is Layout.alone:
                     sequences.sort(key=lambda samples: -len(samples[0].ids))
-                rows = [[describe(sample) for sample in samples] for samples in sequences]
+                rows = [[describe(sample) for sample in samples] for samples in sequences]  # by sequence
             else:
                 empty = {"tokens": 0, "trained_tokens": 0, "text": []}
                 names = [
                     tr("part {lane} of the stream, read by rank {rank}", lane=lane + 1, rank=rank) for lane in lanes
                 ]
                 rows = [[{"where": name, **empty}] for name in names]
-            size = len(rows) // num_micro_batches
+            size = len(rows) // num_micro_batches  # sequences of a micro-batch, whose samples are joined
             by_rank.append([[*chain(*rows[begin : begin + size])] for begin in range(0, len(rows), size)])
         return by_rank
 

@@ -69,6 +69,7 @@ def record_samples(
             for number, micro_batch in enumerate(micro_batches)
             for sample in micro_batch
         ]
+        # NaN and Inf first, then the highest loss.
         rows.sort(key=lambda row: row["loss"] if math.isfinite(row["loss"]) else math.inf, reverse=True)
         try:
             with file.open("w", encoding="utf-8") as handle:
@@ -115,7 +116,8 @@ def _checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what:
     it has not helped either; `what`: the bad step, for the message. A collective.
     """
     good, checkpoint = checkpointer.good, checkpointer.newest
-    if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:
+    was_tried = checkpoint is not None and rewinds[checkpoint] > 0
+    if was_tried and good is not None and good != checkpoint:
         checkpoint = good  # the weights of the newest may be the cause
         on_rank0(lambda: intact.move_aside_after(good))
     if checkpoint is None:

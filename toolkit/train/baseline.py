@@ -158,7 +158,8 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
     sizes = outline.flop_sizes(lambda name: getattr(config, name, None))
     if not sizes or not is_countable(shapes, sizes):
         return None
-    return formula(shapes, sizes, trained, tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0)
+    prefix_tokens = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
+    return formula(shapes, sizes, trained, prefix_tokens)
 
 
 def measure_baseline(

@@ -53,15 +53,8 @@ def check_changes(
         (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
         for key, old, new in differences(before, now)
     ]
-    adams, old_optimizer = {"adam", "adamw"}, before.get("optim", {}).get("name")  # these two have the same states
-    other_states = [
-        line
-        for key, old, new, line in changes
-        if (key == "optim.name" and not {old_optimizer, new} <= adams)
-        # A rate leaves the groups as they are; older configs know no groups.
-        or (key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None)
-    ]
-    if other_states:
+    optimizer_before = before.get("optim", {}).get("name")
+    if other_states := [line for key, old, new, line in changes if _changes_states(key, old, new, optimizer_before)]:
         raise ConfigError(
             "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
             "this, or start over under another run.name, from model.path=RUN/export.",
@@ -75,7 +68,8 @@ def check_changes(
         )
     lines = [(key, line) for key, _, _, line in changes]
     lines += _changed_data(data_before, data_now)
-    # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
+    # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same, wherever its
+    # directory is now.
     is_part = now.get("tuning", {}).get("method", "full") != "full"
     may_change = [*allowed, "model.path"] if is_part else allowed
     disallowed = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, may_change)]
@@ -87,6 +81,14 @@ def check_changes(
             keys=",".join(dict.fromkeys(key for key, _ in disallowed)),
         )
     return [line for _, line in lines]
+
+
+def _changes_states(key: str, old: Any, new: Any, optimizer_before: str | None) -> bool:
+    """Whether the saved states do not fit after a change: those of another optimizer, or of other parameter groups."""
+    if key == "optim.name" and not {optimizer_before, new} <= {"adam", "adamw"}:  # these two have the same states
+        return True
+    # A rate leaves the groups as they are; older configs know no groups.
+    return key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None
 
 
 def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,7 @@ def choose(cfg: RunConfig) -> RunSource:
     checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
-    else:  # a directory that is no run is an error
+    else:  # `begin_new` rejects a directory that is no run
         is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:

@@ -60,7 +60,8 @@ class TrainLoop:
     def end_at(self, step: int) -> None:
         """Let the run and its learning-rate schedule end with `step`; takes effect from the next step on."""
         self.total_steps = self.progress.total_steps = step
-        self.engine.lr_scheduler.fit(None if step == self.run.total_steps else step - self.step)
+        steps_left = None if step == self.run.total_steps else step - self.step  # None: the schedule as planned
+        self.engine.lr_scheduler.fit(steps_left)
 
     def train(self) -> FitResult:
         """Do all steps; return the same on every rank. Raises Stopped (all ranks saved the same step), Diverged,

@@ -120,7 +120,7 @@ def step_lines(
         _compare_loss(step, results, metrics_file),
         *text_table([tr("rank"), tr("micro-batch"), tr("loss")], rows[:_MOST_PRINTED]),
     ]
-    if reason:
+    if reason:  # in the form " (reason)"
         return [*lines, tr("{file} cannot be written: {reason}.", file=file, reason=reason.strip(" ()"))]
     return [*lines, tr("Its samples, the highest loss first:  toolkit show {file}", file=file)]
 

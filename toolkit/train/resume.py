@@ -29,7 +29,7 @@ def resumed_state(cfg: schema.RunConfig, new: directory.RunState, checkpoint: Pa
         changed = check_changes(
             secrets.hide_all(state.config), new.config, state.data, new.data, cfg.checkpoint.allow_changes
         )
-    is_of_run = checkpoint.parent.parent == folder
+    is_of_run = checkpoint.parent.parent == folder  # `metrics_bytes` of another run's says nothing of this one's file
     run_dir.trim_metrics(folder, state.metrics_bytes if is_of_run else 0)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=checkpoint)
     if changed:
