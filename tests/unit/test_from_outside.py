@@ -80,7 +80,7 @@ def test_users_and_passwords_of_urls_are_hidden_wherever_the_scheme_begins() -> 
 def test_a_csv_with_lone_carriage_returns(tmp_path: Path) -> None:
     """The message was csv's own, with a traceback."""
     (tmp_path / "d.csv").write_bytes(b"prompt,response\ra,b\r")
-    with pytest.raises(DataError, match=r"d\.csv:2: broken CSV: new-line character"):
+    with pytest.raises(DataError, match=r"d\.csv:1: broken CSV: new-line character"):
         list(blocks(tmp_path / "d.csv", 1))
     with pytest.raises(RowError, match="more fields than the first line names"):
         detect_format({"c": "a", None: ["b"]}, {})  # type: ignore[dict-item]

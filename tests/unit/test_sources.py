@@ -590,6 +590,7 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             r"d\.json:1: there is more than one list",
         ),
         ("d.csv", b'prompt,response\na,"b\n', r"d\.csv:2: broken CSV: unexpected end of data\. Correct the file\."),
+        ("d.csv", b'"prompt" x,response\na,b\n', r"d\.csv:1: broken CSV: ',' expected after '\"'\. Correct the file\."),
     ],
 )
 def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:

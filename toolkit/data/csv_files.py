@@ -28,7 +28,7 @@ def csv_rows(file: io.BufferedReader, path: Path, usual: str) -> Generator[tuple
             yield (content.removeprefix(BOM) if lines_read == 1 else content).decode("utf-8", "surrogateescape")
 
     reader = csv.DictReader(lines(), delimiter=_delimiter(file, usual), strict=True)
-    lines_before = 1  # lines of the file before the next row; at first those of the header
+    lines_before = 0  # lines of the file before the next row or, at first, the header
     try:
         names = list(reader.fieldnames or ())
         if len(set(names)) != len(names):

@@ -82,9 +82,8 @@ class _Multiply(torch.autograd.Function):
         of_states = of_weight = None  # the gradients by them
         if ctx.needs_input_grad[0]:
             of_states = _product(gradient, weight, fp8, gradient=True, by_column=fp8 is Fp8.rowwise)
-        if (
-            ctx.needs_input_grad[1] and fp8 is Fp8.rowwise_with_gw_hp
-        ):  # torchao: gradient of the weight in high precision
+        # torchao's name: the gradient of the weight is in high precision.
+        if ctx.needs_input_grad[1] and fp8 is Fp8.rowwise_with_gw_hp:
             of_weight = gradient.t() @ states
         elif ctx.needs_input_grad[1]:
             missing = (0, 0, 0, -len(states) % MULTIPLE)  # rows of zeros add nothing
