@@ -38,13 +38,15 @@ class Agent:
         self.marks: list[Path] = []
 
     def facts(self, words: Sequence[str], language: str, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Return everything that can be told without the other machines: `facts.of_machine`, whether ssh passed secrets
-        on (`takes_secrets`), and of a recipe `facts.of_recipe`, or as `wrong` its error. `words`: recipe and overrides,
-        [] for none; `environ`: the variables that ranks will have.
+        """Return everything that can be told without the other machines, merged into one dict: `facts.of_machine`;
+        `takes_secrets`, whether sshd here accepted the variable that carries secrets; and with a recipe
+        `facts.of_recipe`, or the recipe's error as `wrong`. `words`: recipe and overrides, [] for none; `environ`: the
+        variables that ranks will have.
         """
         set_language(language)
+        # For what is looked for below, and for the ranks that `collective` starts.
         os.environ.update(environ)
-        takes_secrets = os.environ.pop(PACKED, None) is not None
+        takes_secrets = os.environ.pop(PACKED, None) is not None  # `Host` lets ssh send it, without any secret in it
         of_recipe: dict[str, Any] = {}
         if words:
             try:
@@ -74,10 +76,10 @@ class Agent:
         return {**answer, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
-        """Start this machine's ranks of a real all-reduce, one for each of `environments`; return as `ranks` what each
-        has told (see `_answer_of_rank`) before so many seconds were over.
+        """Start this machine's ranks of a real all-reduce, one for each of `environments`; return as `ranks`, in the
+        same order, what each has told (see `_answer_of_rank`) before so many seconds were over.
         """
-        self.close()  # the ranks meet at the port
+        self.close()  # rank 0 needs the port at which `listen` answers
         until = time.monotonic() + seconds
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             ranks = []
@@ -89,7 +91,7 @@ class Agent:
                 rank = children.start(
                     command, env={**os.environ, **environ}, stdout=out, stderr=out, stdin=subprocess.DEVNULL
                 )
-                stack.callback(rank.wait)
+                stack.callback(rank.wait)  # callbacks run in reverse order: a rank is killed, then waited for
                 stack.callback(rank.kill)
                 ranks.append((rank, answer, log))
             return {"ranks": [_answer_of_rank(*rank, until, seconds) for rank in ranks]}
@@ -106,8 +108,8 @@ class Agent:
 def _answer_of_rank(
     rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float, seconds: float
 ) -> dict[str, Any]:
-    """Wait for a rank `until` a time of time.monotonic(); return what it has written to `answer`, else as `error` the
-    last line of its log, or that it did not answer in `seconds`.
+    """Wait for a rank `until` a time of time.monotonic(); return what it has written to `answer`, else {"error": …}:
+    that it did not answer in `seconds`, or, if it has ended, the last line of its log.
     """
     with suppress(subprocess.TimeoutExpired):
         rank.wait(timeout=max(0.0, until - time.monotonic()))
@@ -185,7 +187,7 @@ class Host:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**os.environ, PACKED: "{}"},
+            env={**os.environ, PACKED: "{}"},  # no secrets: the agent tells whether the variable arrived
             start_new_session=True,  # an interrupt is for this process, which then ends them
         )
         streams = ((self.process.stdout, self.answers.put), (self.process.stderr, self.complaints.append))
@@ -203,19 +205,24 @@ class Host:
             self.process.stdin.flush()
         until = time.monotonic() + limit_s
         while (left := until - time.monotonic()) > 0:
-            with suppress(queue.Empty):
+            try:
                 line = self.answers.get(timeout=min(left, 0.1))
-                if MARK in line:  # behind a greeting without an end of line, perhaps
-                    return dict(json.loads(line.partition(MARK)[2]))
+            except queue.Empty:
+                if self.process.poll() is not None and self.answers.empty():
+                    return {"error": self._why_ended()}
                 continue
-            if self.process.poll() is not None and self.answers.empty():
-                time.sleep(0.1)  # for the thread that reads what it said last
-                if self.process.returncode == NO_FOLDER:
-                    return {"error": tr("there is no directory {folder}", folder=os.getcwd())}
-                complaints = [line.strip() for line in self.complaints if line.strip()]
-                ended = tr("ended with code {code}", code=self.process.returncode)
-                return {"error": complaints[-1] if complaints else ended}
+            if MARK in line:  # behind a greeting without an end of line, perhaps
+                return dict(json.loads(line.partition(MARK)[2]))
         return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}
+
+    def _why_ended(self) -> str:
+        """Return why an agent that has ended did so: its last line on stderr, if it wrote any."""
+        time.sleep(0.1)  # for the thread that reads what it said last
+        if self.process.returncode == NO_FOLDER:
+            return tr("there is no directory {folder}", folder=os.getcwd())
+        complaints = [line.strip() for line in self.complaints if line.strip()]
+        ended = tr("ended with code {code}", code=self.process.returncode)
+        return complaints[-1] if complaints else ended
 
     def kill(self, until: float) -> None:
         """Wait for the agent to end `until` a time of time.monotonic(), then kill it."""
@@ -224,7 +231,7 @@ class Host:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pump in self.pumps:
+        for pump in self.pumps:  # not for ever: a process that an agent has left behind holds its output open
             pump.join(timeout=max(0.0, until + 1 - time.monotonic()))
 
 
@@ -234,8 +241,9 @@ class Hosts:
     def __init__(self, names: Sequence[str], ssh: SshOptions) -> None:
         self.hosts: dict[str, Host] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = 100 + 8 * len(names)
-        if soft < needed and (hard == resource.RLIM_INFINITY or hard >= needed):
+        needed = 100 + 8 * len(names)  # three pipes for each agent, whose other ends are open too while it starts
+        can_raise = hard == resource.RLIM_INFINITY or hard >= needed
+        if soft < needed and can_raise:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         try:
             for name in names:
@@ -274,6 +282,7 @@ class Hosts:
 
 
 def _pump(stream: IO[str], take: Callable[[str], None]) -> None:
+    """Hand each line of a stream to `take` until it ends: a pipe that nobody reads would block the agent."""
     with stream:
         for line in stream:
             take(line)

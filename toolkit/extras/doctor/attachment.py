@@ -27,6 +27,7 @@ _MOST_LOGS = 4
 """Of a run of many ranks: the log of rank 0, and those that were written last."""
 _METRIC_ROWS = 5
 _HOMES = r"/(?:home|Users)/[^/\s'\":,;)\]}]+"
+"""Home directories on Linux and macOS."""
 
 
 def describe(run_folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -90,7 +91,7 @@ def _flat(value: Any) -> str:
 
 
 def _logs(folder: Path) -> list[Path]:
-    """Return the logs in a directory that are shown: that of rank 0, and the newest of the other ranks."""
+    """Return the logs in a directory that are shown, at most _MOST_LOGS: that of rank 0 first, then the newest."""
     written: dict[Path, float] = {}
     for path in folder.glob("rank_*.log"):
         with suppress(OSError):
@@ -113,13 +114,18 @@ def _last_lines(path: Path, count: int) -> list[str]:
 
 def _block(lines: Iterable[str], language: str = "text") -> list[str]:
     """Return lines as a block of Markdown, which no line of theirs can end."""
-    # A secret is hidden before a line is cut: half of it would not be recognised.
+    # A secret is hidden before a line is cut: half of it would not be recognised. A line of four backticks would end
+    # the block, which begins with four.
     cut = [line if len(line) <= _LINE_LETTERS else line[:_LINE_LETTERS] + "…" for line in map(hide, lines)]
     return [f"````{language}", *(line.replace("````", "'''") for line in cut), "````"]
 
 
 def _short_homes(text: str) -> str:
-    """Return a text with `~` in place of home directories: this user's, and those of a run copied from elsewhere."""
+    """Return a text with `~` in place of home directories: this user's, and those of a run copied from elsewhere.
+    `/home/ann/data` -> `~/data`; `/mnt/home/ann` and, if /root is the home, `/root2` stay.
+    """
     own = {str(Path.home()), str(Path.home().resolve())} - {"/"}
-    homes = "|".join([*map(re.escape, sorted(own, key=len, reverse=True)), _HOMES])
+    longest_first = sorted(own, key=len, reverse=True)  # one may be the beginning of the other
+    homes = "|".join([*map(re.escape, longest_first), _HOMES])
+    # Whole names only, and only where a path begins: no letter of a path stands before or directly behind.
     return re.sub(rf"(?<![\w.~-])(?:{homes})(?![\w.-])", "~", text)

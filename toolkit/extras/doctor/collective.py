@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 _ENOUGH_S = 0.2
-_FIRST, _MOST = 1 << 18, 1 << 28
+"""Seconds from which on a measurement is taken: shorter ones are mostly latency."""
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28
 _FLOAT_BYTES = 4
 
 
@@ -31,54 +32,60 @@ def main(backend: str, limit_s: float, file: Path) -> int:
         device = torch.device(str(torch.accelerator.current_accelerator()), int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
-    measured: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
+    measured: dict[str, Any] = {"rank": rank, **_measure_all_reduce(device, rank, size)}
     if size > 1:
         measured["pair_bytes"] = measured["bytes"] // 4
-        measured["pair_s"] = _pass_on(device, rank, size, measured["pair_bytes"])
+        measured["pair_s"] = _measure_ring_transfer(device, rank, size, measured["pair_bytes"])
     dist.barrier()
     dist.destroy_process_group()
+    # Renamed when it is complete: the agent reads the file as soon as it is there.
     file.with_suffix(".new").write_text(json.dumps(measured), encoding="utf-8")
     file.with_suffix(".new").replace(file)
     return 0
 
 
 def _seconds(device: torch.device, started: float) -> float:
+    """Return the seconds since `started`, once the device has finished what was queued on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 
 
-def _sum(device: torch.device, rank: int, size: int) -> dict[str, Any]:
-    """All-reduce more and more bytes until it takes long enough to be measured; return `bytes`, `seconds` of the
-    slowest rank, and whether the sum was `right`.
+def _measure_all_reduce(device: torch.device, rank: int, size: int) -> dict[str, Any]:
+    """All-reduce more and more bytes until it takes long enough to be measured; return of the last one `bytes`,
+    `seconds` of the slowest rank, and whether the sum was `right`.
     """
-    nbytes = _FIRST
+    nbytes = _FIRST_BYTES
     while True:
+        # Each rank adds its number: the sum is 0 + 1 + … + (size - 1) everywhere.
         values = torch.full((nbytes // _FLOAT_BYTES,), float(rank), device=device)
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(values)
         seconds = torch.tensor(_seconds(device, started), device=device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # the same everywhere: all ranks stop at the same size
         right = bool((values == size * (size - 1) / 2).all())
-        if seconds.item() > _ENOUGH_S or nbytes >= _MOST or not right:
+        if seconds.item() > _ENOUGH_S or nbytes >= _MOST_BYTES or not right:
             return {"bytes": nbytes, "seconds": seconds.item(), "right": right}
         nbytes *= 4
 
 
-def _pass_on(device: torch.device, rank: int, size: int, nbytes: int) -> float:
-    """Send `nbytes` from each rank to the next, first from even ones; return this rank's seconds of receiving."""
-    values, took = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
+def _measure_ring_transfer(device: torch.device, rank: int, size: int, nbytes: int) -> float:
+    """Send `nbytes` from each rank to the next, even ones before odd ones, so that no rank sends and receives at once.
+    Return the seconds that this rank took to receive from the one before it.
+    """
+    values, receive_s = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
     before, after = (rank - 1) % size, (rank + 1) % size
-    for parity in (0, 1, 0, 1):  # pairs share no card; the first time NCCL makes a communicator of each
+    # Twice, and the second time counts: in the first NCCL makes a communicator of each pair.
+    for sending_parity in (0, 1, 0, 1):
         dist.barrier()
-        if rank % 2 == parity:
+        if rank % 2 == sending_parity:
             dist.send(values, after)
-        if before % 2 == parity:
+        if before % 2 == sending_parity:
             started = time.perf_counter()
             dist.recv(values, before)
-            took = _seconds(device, started)
-    return took
+            receive_s = _seconds(device, started)
+    return receive_s
 
 
 if __name__ == "__main__":

@@ -48,23 +48,28 @@ class Examination:
     """Check -> what is usual, or was measured."""
 
     def run(self, quick: bool) -> None:
-        """Examine; `quick` asks each machine about itself only."""
+        """Examine; `quick` asks each machine about itself only, and lets one that is late be a warning. What an earlier
+        check has found broken is not tried: the all-reduce would only fail again, after minutes.
+        """
         with agents.Hosts(list(self.resources), self.ssh) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
-            if self.facts and not quick:
-                backend, interface = self.backend, self.cfg.distributed.interface
-                cards = {
-                    host: chosen_card(answer["network"], interface, backend) for host, answer in self.facts.items()
-                }
-                if len(cards) > 1:
-                    self.findings += findings.interfaces(cards, self.facts, interface, backend)
-                    first, card = next(iter(cards.values()))
-                    self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
-                    if all(card for _, card in cards.values()) and not self.has_errors("network"):
-                        self._try_each_other(hosts, cards)
-                ranks = sum(len(gpus) for gpus in self.resources.values())
-                if ranks > 1 and not self.has_errors("ssh", "network", "versions", "GPUs"):
-                    self._all_reduce(hosts)
+            if quick or not self.facts:
+                return
+            backend, interface = self.backend, self.cfg.distributed.interface
+            cards = {host: chosen_card(answer["network"], interface, backend) for host, answer in self.facts.items()}
+            if len(cards) > 1:
+                self._examine_network(hosts, cards)
+            ranks = sum(len(gpus) for gpus in self.resources.values())
+            if ranks > 1 and not self.has_errors("ssh", "network", "versions", "GPUs"):
+                self._all_reduce(hosts)
+
+    def _examine_network(self, hosts: agents.Hosts, cards: Cards) -> None:
+        """Judge the network cards that collectives would use, and try the links between them if all nodes have one."""
+        self.findings += findings.interfaces(cards, self.facts, self.cfg.distributed.interface, self.backend)
+        name, card = next(iter(cards.values()))
+        self.summaries["network"] = f"{name} {card.get('address', '')}, MTU {card.get('mtu', '')}"
+        if all(card for _, card in cards.values()) and not self.has_errors("network"):
+            self._try_each_other(hosts, cards)
 
     def has_errors(self, *checks: str) -> bool:
         """Whether anything would break the run; of these checks, or of all."""
@@ -86,7 +91,9 @@ class Examination:
         return "hccl" if "npu" in kinds else "gloo"
 
     def _ask(self, hosts: agents.Hosts, late: str) -> None:
-        """Ask every node about itself; judge answers and clocks. `late`: the level of an answer that is overdue."""
+        """Ask every node about itself; judge answers and clocks. `late`: level of the finding about a node that does
+        not answer in time, but may still do so.
+        """
         request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
         for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
             if "error" in answer:
@@ -95,7 +102,7 @@ class Examination:
             else:
                 self.facts[host] = answer
         handed_on = {*self.environ, *self.cfg.launch.env}
-        here = {  # this shell's variables that nobody hands on
+        here = {  # this shell's variables that nobody hands on: ranks on other nodes would not have them
             name: hashed(value)
             for name, value in os.environ.items()
             if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on
@@ -109,16 +116,19 @@ class Examination:
             self._summarise()
 
     def _clock_offsets(self, hosts: agents.Hosts) -> dict[str, float]:
-        """Return host -> how many seconds its clock is ahead of this one's."""
+        """Return host -> how many seconds its clock is ahead of this one's. As in NTP, a host is taken to have read its
+        clock in the middle between question and answer.
+        """
         offsets = {}
         for host in self.facts:
             before = time.time()
             answer = hosts.hosts[host].ask("clock", self.limit_s)
-            offsets[host] = float(answer.get("time", before)) - (before + time.time()) / 2
+            middle = (before + time.time()) / 2
+            offsets[host] = float(answer.get("time", before)) - middle
         return offsets
 
     def _summarise(self) -> None:
-        """Write down what is usual: of the first node, and the least free space of all nodes."""
+        """Write down one line for each check: what the first node has, and the least free space of all nodes."""
         first = next(iter(self.facts.values()))
         cards = [card["name"] for card in first["gpus"]["cards"]]
         disks = [disk for answer in self.facts.values() for disk in answer.get("disks", {}).items()]
@@ -149,8 +159,8 @@ class Examination:
         """Make every node listen, the first one also at the port where ranks will meet.
 
         Returns:
-            The address and the ports at which each node listens, without those that cannot; and the files that the
-            first node has put into the shared directories, by their settings.
+            Host -> the address and the ports at which it listens (a `peer` of `facts.can_connect`), without hosts that
+            cannot; and the files that the first node has put into the shared directories, by their settings.
         """
         first = next(iter(cards))
         requests: dict[str, dict[str, Any]] = {
@@ -170,7 +180,9 @@ class Examination:
     def _reach(
         self, hosts: agents.Hosts, cards: Cards, peers: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]
     ) -> None:
-        """Make every node connect to all others and look for the first one's files; `peers` and `marks`: `_listen`."""
+        """Make every node connect to all others and look for the first one's files. `peers` and `marks`: as returned by
+        `_listen`.
+        """
         first = next(iter(cards))
         requests = {
             host: {
@@ -182,6 +194,7 @@ class Examination:
             for host, (_, card) in cards.items()
         }
         answers = hosts.ask("reach", self.limit_s, requests)
+        # (from, to) -> what `facts.can_connect` says of that connection
         results = {(a, b): peer for a, answer in answers.items() for b, peer in answer.get("peers", {}).items()}
         self.findings += [
             Finding("network", ERROR, f"{host}: {answer['error']}")
@@ -190,16 +203,18 @@ class Examination:
         ]
         self.findings += findings.connections(results, self.master_port)
         for key, folder in self._shared_folders.items():
+            # True where it was not asked for: of the first node, and of a file that it could not make.
             shared = {host: answer["shared"].get(key, True) for host, answer in answers.items() if "shared" in answer}
             if apart := [host for host, is_shared in shared.items() if host != first and not is_shared]:
                 self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
 
     def _measure(self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], cards: Cards) -> None:
-        """Let each machine receive from the one before it, then from the one after it: two rounds, however many.
-        `names`: the hosts in order; `peers`: `_listen`.
+        """Measure links in a ring of all machines: each receives from the one before it, all at once, then from the one
+        after it, so that it takes two rounds however many machines there are. `names`: the hosts in order; `peers`: as
+        returned by `_listen`.
         """
-        rates: dict[tuple[str, str], float | str] = {}
-        for step in (1, -1) if len(names) > 2 else (1,):
+        rates: dict[tuple[str, str], float | str] = {}  # (sender, receiver) -> 10^6 bytes/s, or the error
+        for step in (1, -1) if len(names) > 2 else (1,):  # of two machines both rounds would be the same
             senders = {host: names[(index - step) % len(names)] for index, host in enumerate(names)}
             requests = {host: {"address": cards[host][1]["address"], "peer": peers[senders[host]]} for host in names}
             for host, answer in hosts.ask("speed", self.limit_s, requests).items():
@@ -210,6 +225,7 @@ class Examination:
             self.summaries["network"] += tr(", at least {rate} MB/s", rate=f"{min(numbers):.0f}")
 
     def _master(self) -> str:
+        """Return the address at which ranks meet, as DeepSpeed's launcher chooses it."""
         first = self.facts[next(iter(self.facts))]["network"]
         return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
 
@@ -229,14 +245,16 @@ class Examination:
         answers = hosts.ask("collective", limit_s + _ENDING_S, requests)
         ranks: dict[int, dict[str, Any]] = {}
         for rank, (host, _, local) in enumerate(slots):
-            answers_of_ranks = answers[host].get("ranks")
+            answers_of_ranks = answers[host].get("ranks")  # missing where the whole node gave no answer
             ranks[rank] = answers_of_ranks[local] if answers_of_ranks else {"error": answers[host].get("error", "?")}
         host_of_rank = {rank: host for rank, (host, *_) in enumerate(slots)}
         problems, self.summaries["all-reduce"] = findings.collective(ranks, host_of_rank)
         self.findings += problems
 
     def _rank_environments(self, slots: Sequence[tuple[str, list[int], int]]) -> list[dict[str, str]]:
-        """Return the variables of each rank; `slots`: host, the host's GPUs, and the number among them, by rank."""
+        """Return the variables of each rank, as a launcher sets them. `slots`: by rank its host, the host's GPUs, and
+        the local rank. Each rank sees all GPUs of its host, as with DeepSpeed's launcher.
+        """
         port = self.master_port if self.ssh.through_ssh else environment.free_port()
         shared = {"WORLD_SIZE": str(len(slots)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
         if interface := self.cfg.distributed.interface:
@@ -255,34 +273,41 @@ def plan_examination(
 ) -> Examination:
     """Return what is to be examined. `options`: of the launcher, by name; `words`, `cfg`: the recipe and overrides, []
     for the nodes alone, and the config that they make; `hosts`: host -> GPUs, None for those that the options choose.
+    Nodes are to see the variables, and to be asked through the ssh options, that DeepSpeed's launcher would use.
     """
     hosts = _hosts(options) if hosts is None else hosts
     through_ssh = deepspeed.needs_ssh(hosts, options)
     files = variables.variables_of_files(Path.cwd()) if through_ssh else {}
-    forwarded = {
+    forwarded = {  # PYTHONPATH is set by `agents.Host`
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
     port = options.get("--master_port", deepspeed.DEFAULT_PORT)
     if not port.isdecimal():
         raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
-    # What DeepSpeed's launcher passes to ssh too.
-    ssh_arguments = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    ssh_arguments += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
-    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
-    typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
-    for word, after in itertools.pairwise([*typed, ""]):
-        ssh_arguments += [word, after] if word == "-l" else []  # pdsh's -l USER is ssh's
     script = options.get("--venv_script", "")
     return Examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=ssh_arguments, script=script),
+        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
+        # The first mapping counts: the last .deepspeed_env, then those before it, then this shell.
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),
     )
+
+
+def _ssh_arguments(options: Mapping[str, str]) -> list[str]:
+    """Return the arguments that DeepSpeed's launcher passes to ssh too. `options`: of the launcher, by name."""
+    arguments = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    arguments += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
+    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
+    typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
+    for word, after in itertools.pairwise([*typed, ""]):
+        if word == "-l":  # pdsh's -l USER is ssh's
+            arguments += [word, after]
+    return arguments
 
 
 _DEVICES = {"npu": "davinci[0-9]*", "xpu": "dri/renderD*"}
@@ -297,11 +322,14 @@ def _without_nvidia(answer: Mapping[str, Any]) -> str:
 
 
 def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
-    """Return the machines that are to be examined; an error if not all of them can be asked from here."""
+    """Return host -> its GPUs for the machines that are to be examined: those of the hostfile, or this one without it;
+    an error if not all of them can be asked from here. Options such as --include select among the GPUs.
+    """
     path = deepspeed.hostfile_of(options)
     if path is None:
         visible = os.environ.get(devices.visible_variable(), "")
-        if re.fullmatch(r"\d+(,\d+)*", visible) and not {*hostfile.SELECTION_OPTIONS} & options.keys():
+        names_gpus = re.fullmatch(r"\d+(,\d+)*", visible)  # such as "0,2"
+        if names_gpus and not {*hostfile.SELECTION_OPTIONS} & options.keys():
             return {"localhost": [int(gpu) for gpu in visible.split(",")]}
         pattern = "dri/renderD*" if devices.is_rocm() else _DEVICES.get(devices.device_here(), "nvidia[0-9]*")
         gpus = list(Path("/dev").glob(pattern))

@@ -39,9 +39,11 @@ _DISK_BLOCKS = 64
 
 
 def disk_speed(folder: Path) -> dict[str, float | str]:
-    """Write and read 256 MiB, around the page cache where that is possible: `write_mb_s`, `read_mb_s`, or `error`."""
+    """Write and read 256 MiB, around the page cache where that is possible. Return `write_mb_s` and `read_mb_s`, in
+    10^6 bytes/s, or `error`.
+    """
     block = mmap.mmap(-1, _DISK_BLOCK)  # direct access needs memory that begins with a page
-    block.write(os.urandom(_DISK_BLOCK))
+    block.write(os.urandom(_DISK_BLOCK))  # a disk that compresses would write zeros too fast
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".doctor-")
         os.close(handle)
@@ -99,7 +101,9 @@ _BLOCK, _BLOCKS, _BLOCKS_OF_ALL = 1 << 16, 16, 4096
 
 
 def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is known of this machine without a recipe; `environ`: the variables of the ranks."""
+    """Return what is known of this machine without a recipe; `environ`: the variables of the ranks. `memory` is in
+    bytes; of `limits` -1 is none; `environment` has hashes, as values may be secret.
+    """
     nccl_versions = [version(name) for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     return {
         "python": platform.python_version(),
@@ -202,7 +206,10 @@ def _gpus() -> dict[str, Any]:
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the cards, and the addresses that the collectives would choose where nothing is set."""
+    """Return name -> facts of each network card with an IPv4 address as `cards`; and by what collectives choose one:
+    the address of the machine's `own_name`, the `first` address of `hostname -I`, which DeepSpeed makes the meeting
+    place, and as `asked` the cards that variables name, by backend.
+    """
     stats = psutil.net_if_stats()
     cards = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -232,12 +239,14 @@ def _files(cfg: schema.RunConfig) -> dict[str, Any]:
     from toolkit.data.data_paths import files_of
 
     fingerprints, model = {}, Path(cfg.model.path)
-    if files.is_hub_name(cfg.model.path):  # what this machine has of it; the ranks download the rest
+    is_of_hub = files.is_hub_name(cfg.model.path)
+    if is_of_hub:  # what this machine has of it, in …/snapshots/COMMIT; the ranks download the rest
         cached_config = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
         model = Path(cached_config).parent if isinstance(cached_config, str) else Path()
-    if cfg.model.init is schema.Init.pretrained and model.name:
+    is_here = bool(model.name)  # Path() has no name
+    if cfg.model.init is schema.Init.pretrained and is_here:
         fingerprints["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
-        if files.is_hub_name(cfg.model.path):  # nodes may have other files of the same commit
+        if is_of_hub:  # nodes may have other files of the same commit: the commit itself is compared
             fingerprints["model.path"]["hash"] = model.name
     elif cfg.model.init is schema.Init.pretrained:
         fingerprints["model.path"] = {"path": cfg.model.path, "is_missing": True}
@@ -261,12 +270,13 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
     digest, total = hashlib.sha256(), 0
     try:
         names = sorted(file for file in files() if file.is_file())
-        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(names))))
+        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(names))))  # of each file: fewer if there are many
         for file in names:
             size = file.stat().st_size
             total += size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as handle:
+                # Evenly spaced from the file's beginning; a set, as in a small file several are the same.
                 for offset in sorted({size * number // blocks for number in range(blocks)}):
                     handle.seek(offset)
                     digest.update(handle.read(_BLOCK))
@@ -290,7 +300,7 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that exists."""
+    """Return the folder, or the nearest above it that exists: a run's directory is only made when it starts."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
@@ -313,7 +323,7 @@ class _Bytes(socketserver.StreamRequestHandler):
         block = bytes(1 << 18)
         with contextlib.suppress(OSError):
             while len(request := self.rfile.read(_SIZE.size)) == _SIZE.size:
-                (left,) = _SIZE.unpack(request)
+                (left,) = _SIZE.unpack(request)  # bytes that are still to be sent
                 if not left:
                     self.connection.sendall(request)
                 while left:
@@ -401,11 +411,13 @@ def _reach(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hello(address: str, other: str, port: int) -> str:
-    """Connect to another node's `Listener`; return the error, "" if it answers."""
+    """Connect to another node's `Listener`, from the card with this `address` ("": whichever leads there); return the
+    error, "" if it answers as a `Listener` does.
+    """
     source = (address, 0) if address else None
     try:
         with socket.create_connection((other, port), timeout=LIMIT_S, source_address=source) as connection:
-            connection.sendall(_SIZE.pack(0))
+            connection.sendall(_SIZE.pack(0))  # asks for a sign of life, see `_Bytes`
             answer = connection.makefile("rb").read(_SIZE.size)
             return "" if len(answer) == _SIZE.size else "somebody else answers"
     except OSError as error:
@@ -430,7 +442,9 @@ def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
                         return True
             return False
 
-        return comes_back(min(mtu, 65535) - _IP_AND_UDP_HEADERS) if comes_back(64) else None
+        if not comes_back(64):
+            return None
+        return comes_back(min(mtu, 65535) - _IP_AND_UDP_HEADERS)  # loopback's MTU is more than a packet's 65535
 
 
 def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
@@ -460,8 +474,9 @@ def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
 
 
 def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tuple[str, dict[str, Any]]:
-    """Return the network card that a backend would take on a machine, and its facts; ("", {}) where there is none.
-    `network`: as of `_network`; `interface`: the card that the config names, "" for none.
+    """Return the name of the network card that a backend would take on a machine, and its facts (`address`, `up`,
+    `mtu`); ("", {}) where there is none. `network`: as of `_network`; `interface`: the card that the config names, ""
+    for none.
 
     gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
     loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
@@ -482,11 +497,13 @@ def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tup
 
 
 def _matches(name: str, asked: str, backend: str) -> bool:
-    """Whether a variable's value `asked` chooses the card `name`. NCCL takes beginnings of names, separated by commas,
-    = before whole names and ^ before what is left out.
+    """Whether a variable's value `asked` chooses the card `name`. gloo takes the first name of a list. NCCL takes
+    beginnings of names, separated by commas, = before whole names and ^ before what is left out: "^docker,lo" is every
+    card but these.
     """
     if backend == "gloo":
         return name == asked.split(",")[0]
-    exact, inverse = asked.startswith("="), asked.startswith("^")
+    is_exact, is_excluding = asked.startswith("="), asked.startswith("^")
     listed: Sequence[str] = asked.lstrip("=^").split(",")
-    return any(name == pattern if exact else name.startswith(pattern) for pattern in listed) != inverse
+    is_listed = any(name == pattern if is_exact else name.startswith(pattern) for pattern in listed)
+    return is_listed != is_excluding

@@ -18,8 +18,11 @@ Facts = Mapping[str, Mapping[str, Any]]
 """Host -> what `facts` says of it."""
 GIB = 1 << 30
 _BREAKING = ("torch", "deepspeed", "transformers", "nccl")
+_LEAST_NVME_MB_S = 1000
 _TRAINING_BYTES = 6
-"""A checkpoint with Adam holds 12 bytes for each parameter, and weights in half precision 2."""
+"""Free bytes that a run needs for each byte of the model's weights: a checkpoint with Adam holds 12 bytes for each
+parameter, and weights in half precision 2.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the first host that has the most frequent value, and host -> value of those with another."""
     if not values:
         return "", {}
-    counted = Counter(map(str, values.values()))
+    counted = Counter(map(str, values.values()))  # as text: values may be dicts, which have no hash
     most = max(counted.values())
     usual = next(host for host, value in values.items() if counted[str(value)] == most)
     return usual, {host: value for host, value in values.items() if value != values[usual]}
@@ -108,7 +111,9 @@ def _kernels(facts: Facts) -> Iterable[Finding]:
 
 
 def _versions(facts: Facts) -> Iterable[Finding]:
-    """Yield a finding for each package, and for Python, NCCL and the driver, in another version than most nodes'."""
+    """Yield a finding for each package, and for Python, NCCL and the driver, in another version than most nodes'. It is
+    an error where ranks with different versions do not work together (_BREAKING), else a warning.
+    """
     versions = {
         host: {
             **answer["packages"],
@@ -122,7 +127,7 @@ def _versions(facts: Facts) -> Iterable[Finding]:
         version_by_host = {host: str(named.get(name, "")) for host, named in versions.items()}
         usual, others = outliers(version_by_host)
         for host, version in others.items():
-            # All 3.11 understand each other.
+            # Patch levels do not matter: all 3.11 understand each other.
             is_other_python = name == "python" and version.split(".")[:2] != version_by_host[usual].split(".")[:2]
             yield finding(
                 "other version",
@@ -149,10 +154,11 @@ def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
         if answer["gpus"]["late"]:
             yield finding("no answer of nvidia-smi", host=host)
             continue
-        if max(resources[host], default=-1) >= len(gpus):
+        if max(resources[host], default=-1) >= len(gpus):  # GPUs are numbered from 0
             yield finding("too few GPUs", host=host, slots=max(resources[host]) + 1, count=len(gpus))
         for gpu in (gpu for number, gpu in enumerate(gpus) if number in resources[host]):
-            free, total, count = gpu["free_mib"], gpu["mib"], gpu["used_by"]
+            free, total, count = gpu["free_mib"], gpu["mib"], gpu["used_by"]  # count: of processes
+            # Memory too: nvidia-smi does not show all processes everywhere, as under WSL 2.
             if count or (total and free < 0.9 * total):
                 level = ERROR if free < 0.5 * total else WARNING
                 yield finding(
@@ -192,7 +198,8 @@ def _files(facts: Facts) -> Iterable[Finding]:
             yield finding("other file", host=host, label=label, path=files[host]["path"], usual=usual)
     # A tokenized cache's name is a fingerprint of all that it is made of: equal names, equal contents.
     caches = {host: set(answer.get("stores", [])) for host, answer in facts.items()}
-    if lacking := [host for host, names in caches.items() if names < set[str]().union(*caches.values())]:
+    all_caches = set[str]().union(*caches.values())
+    if lacking := [host for host, names in caches.items() if names < all_caches]:
         yield finding("data to prepare", hosts=_few(lacking))
 
 
@@ -203,9 +210,11 @@ def _disks(facts: Facts) -> Iterable[Finding]:
         for name, disk in answer.get("disks", {}).items():
             path, gib = disk["path"], f"{disk['free'] / GIB:.1f}"
             level = WARNING if name == "prepare.dir" else ERROR  # nothing is written where all is prepared
+            # /dev/shm is small: Docker gives it 64 MiB where nobody asks for more.
+            least = 64 << 20 if name == "shm" else GIB
             if disk["error"]:
                 yield Finding("disks", level, f"{host}: {name} {path}: {disk['error']}.")
-            elif disk["free"] < (GIB >> 4 if name == "shm" else GIB):
+            elif disk["free"] < least:
                 yield finding("disk full", level=level, host=host, name=name, path=path, gib=gib)
             elif name == "run.dir" and disk["free"] < _TRAINING_BYTES * weights:
                 need = f"{_TRAINING_BYTES * weights / GIB:.1f}"
@@ -213,13 +222,15 @@ def _disks(facts: Facts) -> Iterable[Finding]:
         for folder, rates in answer.get("nvme", {}).items():
             if "error" in rates:
                 yield Finding("disks", ERROR, f"{host}: nvme {folder}: {rates['error']}.")
-            elif min(rates.values()) < 1000:
+            elif min(rates.values()) < _LEAST_NVME_MB_S:
                 write, read = (f"{rates[name]:.0f}" for name in ("write_mb_s", "read_mb_s"))
                 yield finding("slow NVMe", host=host, path=folder, write=write, read=read)
 
 
 def _limits(facts: Facts) -> Iterable[Finding]:
-    """Yield a finding for each limit of open files or processes that is too low; a limit below 0 is none."""
+    """Yield a finding for each limit of open files or processes that is too low; a limit below 0 is none. `option`: of
+    the shell's ulimit, with which it is raised.
+    """
     for host, answer in facts.items():
         for name, least, option in (("open files", 4096, "-n 65536"), ("processes", 4096, "-u unlimited")):
             limit = answer["limits"][name]
@@ -228,7 +239,9 @@ def _limits(facts: Facts) -> Iterable[Finding]:
 
 
 def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
-    """Yield a finding about this shell's variables that do not arrive at nodes; `here`: see `findings`."""
+    """Yield a finding about this shell's variables that do not arrive at nodes, but would with one node: neither the
+    launcher (FORWARDED) nor the recipe hands them on. `here`: name -> hash of the value, see `findings`.
+    """
     lost = {
         name: [host for host, answer in facts.items() if answer["environment"].get(name) != value]
         for name, value in sorted(here.items())
@@ -239,14 +252,16 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
 
 
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
-    """Judge whether the secrets of launch.env would arrive."""
+    """Judge whether the secrets of launch.env would arrive; `names`: those that are to be sent through ssh."""
     if hosts := [host for host, answer in facts.items() if names and not answer["takes_secrets"]]:
         return [finding("secrets not accepted", hosts=_few(hosts), variable=variables.PACKED, names=", ".join(names))]
     return []
 
 
 def clocks(offsets: Mapping[str, float]) -> list[Finding]:
-    """Judge how far clocks are from the middle one; `offsets`: host -> its clock's from this one's, in seconds."""
+    """Judge how far clocks are from the middle one, not from this machine's, which may be the one that is wrong.
+    `offsets`: host -> its clock's from this one's, in seconds.
+    """
     middle = statistics.median_low(offsets.values())
     off = {host: offset - middle for host, offset in offsets.items() if abs(offset - middle) > 5}
     return [
@@ -283,7 +298,7 @@ def interfaces(
             problems.append(finding("no IPv4 address", host=host))
         elif not name and asked:
             problems.append(finding("no such interface", host=host, asked=asked, names=names))
-        elif not name or card["address"].startswith("127."):
+        elif not name or card["address"].startswith("127."):  # gloo takes the card with the own name's address
             address = own_address or "?"
             problems.append(finding("own name is loopback", host=host, address=address, backend=backend, names=names))
         elif not card["up"]:
@@ -295,7 +310,9 @@ def interfaces(
 
 
 def connections(results: Pairs, port: int) -> list[Finding]:
-    """Judge connections: (from, to) -> `error`, `meet` and `mtu` as of `facts.can_connect`; `port`: the ranks'."""
+    """Judge connections between nodes: at all, to the port where ranks meet, and with packets of full size. `results`:
+    (from, to) -> `error`, `meet` and `mtu` as of `facts.can_connect`; `port`: where ranks meet.
+    """
     broken = [f"{a} -> {b}: {result['error']}" for (a, b), result in results.items() if result["error"]]
     closed = [
         f"{a} -> {b}: {result['meet']}" for (a, b), result in results.items() if result["meet"] and not result["error"]
@@ -309,7 +326,9 @@ def connections(results: Pairs, port: int) -> list[Finding]:
 
 
 def speeds(rates: Pairs) -> list[Finding]:
-    """Judge (sender, receiver) -> 10^6 bytes per second or an error, and name the slow node where the links tell."""
+    """Judge links, (sender, receiver) -> 10^6 bytes per second or an error. A link is slow below SLOW_MB_S, or below an
+    eighth of the median; where the links tell which node is slow, it is named.
+    """
     broken = [f"{a} -> {b}: {rate}" for (a, b), rate in rates.items() if isinstance(rate, str)]
     numbers = {pair: rate for pair, rate in rates.items() if not isinstance(rate, str)}
     usual = statistics.median(numbers.values()) if numbers else 0.0
@@ -317,9 +336,11 @@ def speeds(rates: Pairs) -> list[Finding]:
     problems = [finding("transfer broken", lines=_lines(broken))] if broken else []
     if slow:
         # A node is blamed if all its links are slow and no others; of two nodes both would be.
-        in_all_slow, blame = set.intersection(*map(set, slow)), ""
-        if len(in_all_slow) == 1 and all(pair in slow for pair in numbers if in_all_slow & {*pair}):
-            blame = tr(" All links of {host} are slow, no others.", host=in_all_slow.pop())
+        in_all_slow, blame = set.intersection(*map(set, slow)), ""  # nodes at one end of every slow link
+        if len(in_all_slow) == 1:
+            (host,) = in_all_slow
+            if all(pair in slow for pair in numbers if host in pair):
+                blame = tr(" All links of {host} are slow, no others.", host=host)
         level = ERROR if min(slow.values()) < SLOW_MB_S else WARNING
         lines = _lines([f"{a} -> {b}: {rate:.2f} MB/s" for (a, b), rate in slow.items()])
         best = f"{max(numbers.values()):.0f}"
@@ -328,8 +349,9 @@ def speeds(rates: Pairs) -> list[Finding]:
 
 
 def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:
-    """Judge the all-reduce; return findings, and its speed in words, "" if it failed. `ranks`: rank -> what it has
-    told, or `error`; `hosts`: rank -> host.
+    """Judge the all-reduce; return findings, and its speed in words, "" if it failed. `ranks`: rank -> `error`, or what
+    `toolkit.extras.doctor.collective` has measured: `bytes`, `seconds` and whether the sum was `right`; with several
+    ranks also `pair_bytes` and `pair_s`, received from the rank before. `hosts`: rank -> host.
     """
     broken = [f"{rank} ({hosts[rank]}): {answer['error']}" for rank, answer in ranks.items() if "error" in answer]
     if broken:

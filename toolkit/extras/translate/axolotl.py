@@ -38,39 +38,44 @@ _OF_ALL_LAYERS = {"model", "language_model", "layers", "self_attn", "mlp"}
 
 
 def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Before translating: add defaults that axolotl derives from other keys; turn its own values into the Trainer's."""
+    """Before translating: add defaults that axolotl derives from other keys; turn its own values into the Trainer's,
+    which are then translated as in any program's config.
+    """
     values = config.values
-    is_half = any(values.get(name) not in (None, False) for name in ("fp16", "float32"))
-    defaults: dict[str, Any] = {"bf16": not is_half, "tf32": False}
+    names_other_precision = any(values.get(name) not in (None, False) for name in ("fp16", "float32"))
+    defaults: dict[str, Any] = {"bf16": not names_other_precision, "tf32": False}
     for name in defaults:
-        if values.get(name) in ("auto", "full"):
+        if values.get(name) in ("auto", "full"):  # auto: if the GPU has it; full: in evaluation, too
             del values[name]
-    if values.get("chat_template") == "tokenizer_default":
+    if values.get("chat_template") == "tokenizer_default":  # the tokenizer's own, as here where none is named
         del values["chat_template"]
-    if isinstance(values.get("gradient_checkpointing"), str):
+    if isinstance(values.get("gradient_checkpointing"), str):  # "offload" moves what it keeps to the CPU
         values["gradient_checkpointing"] = True
     if values.get("batch_size") and "gradient_accumulation_steps" not in values:
+        # axolotl's batch_size is of one rank and an optimizer step; its micro_batch_size is `rows`.
         rows = config.number("per_device_train_batch_size", int)
         values["gradient_accumulation_steps"] = max(1, config.number("batch_size", int) // rows)
         config.spelled["gradient_accumulation_steps"] = "batch_size"
     if not (config.has("warmup_steps") or config.has("warmup_ratio")):
         values["warmup_ratio"] = _WARMUP
         draft.notes.append(tr("warmup_ratio = {ratio}, as axolotl takes where none is given.", ratio=_WARMUP))
-    defaults["save_strategy"] = (
-        "steps" if config.has("save_steps") else "no" if config.has("saves_per_epoch") else "epoch"
-    )
+    if config.has("save_steps"):
+        defaults["save_strategy"] = "steps"
+    else:
+        defaults["save_strategy"] = "no" if config.has("saves_per_epoch") else "epoch"
     defaults["eval_strategy"] = "steps" if config.has("eval_steps") else "no"
     config.set_defaults(defaults)
+    # The Trainer's report_to is a list of trackers; axolotl has a switch for each, and a project of W&B turns that on.
     trackers = [name for name in _TRACKERS if config.flag(f"use_{name}")]
     if "swanlab" in trackers and values.get("swanlab_project"):
         draft.put("track.swanlab.project", str(values["swanlab_project"]), "swanlab_project")
     if values.get("wandb_project") and values.get("use_wandb") is None:
         trackers = ["wandb", *trackers]
-    config.values["report_to"] = trackers or "none"
+    config.values["report_to"] = trackers or "none"  # `_trackers` takes it out again
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only this program has."""
+    """Translate the keys that only axolotl has."""
     if config.has("plugins") or config.has("liger_fused_linear_cross_entropy"):
         _plugins(config, draft)
     _method(config, draft)
@@ -93,13 +98,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     special: Any = config.get("special_tokens")
     if isinstance(special, dict) and special.keys() <= {"pad_token"}:
         config.remark("special_tokens", "padding", is_harmless=True)
-    if config.get("chat_template") not in (None, "jinja"):
-        set_chat_template(config, draft, "chat_template", "axolotl_templates")
-    template = str(config.get("chat_template_jinja") or "")
-    if template.endswith((".jinja", ".jinja2", ".j2")):
-        draft.put("model.chat_template", template, "chat_template_jinja")
-    elif template:
-        draft.lost["chat_template_jinja"] = tr("write it to a file: model.chat_template=FILE")
+    _chat_template(config, draft)
     parts = {
         "tensor_parallel_size": "tensor",
         "context_parallel_size": "sequence",
@@ -108,27 +107,44 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     for theirs, ours in parts.items():
         if config.has(theirs) and config.number(theirs, int) > 1:
             draft.put(f"parallel.{ours}", config.number(theirs, int), theirs)
-    if not config.has("save_total_limit"):
+    if not config.has("save_total_limit"):  # the Trainer's default, which is set already, keeps all checkpoints
         draft.put("checkpoint.keep", config.keys["save_total_limit"].default)
     if config.flag("deepcompile"):
         draft.put("compile.deepcompile", True, "deepcompile")
     _trackers(config, draft)
 
 
+def _chat_template(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the chat template: by axolotl's name of it, or the file that `chat_template: jinja` names in another key."""
+    if config.get("chat_template") not in (None, "jinja"):
+        set_chat_template(config, draft, "chat_template", "axolotl_templates")
+    template = str(config.get("chat_template_jinja") or "")  # a file, or the template's text itself
+    if template.endswith((".jinja", ".jinja2", ".j2")):
+        draft.put("model.chat_template", template, "chat_template_jinja")
+    elif template:
+        draft.lost["chat_template_jinja"] = tr("write it to a file: model.chat_template=FILE")
+
+
 def _trackers(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the trackers, each of which has a switch in axolotl, and the project and team of W&B."""
+    """Name axolotl's keys as the sources of the trackers, and set the project and team of W&B. The trackers are on
+    already, by the report_to that `set_derived_defaults` has made of these keys.
+    """
     for name in _TRACKERS:
+        # The value stays; its source, a comment in the recipe, becomes the switch, or the project that stands for it.
+        switches = [f"use_{name}", "wandb_project"] if name == "wandb" else [f"use_{name}"]
         if f"track.{name}.enabled" in draft.values:
-            draft.put(f"track.{name}.enabled", True, f"use_{name}", *(["wandb_project"] if name == "wandb" else []))
+            draft.put(f"track.{name}.enabled", True, *switches)
     if "track.wandb.enabled" in draft.values:
         for theirs, ours in (("wandb_project", "project"), ("wandb_entity", "entity")):
             if config.has(theirs):
                 draft.put(f"track.wandb.{ours}", str(config.get(theirs)), theirs)
-    config.values.pop("report_to", None)
+    config.values.pop("report_to", None)  # the file does not have it: nothing is to be said about it
 
 
 def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate Liger's plugin; other plugins than cut cross entropy are noted as lost."""
+    """Translate Liger's plugin; other plugins are noted as lost, but for cut cross entropy, which saves memory only.
+    Plugins are named as Python classes: axolotl.integrations.liger.LigerPlugin.
+    """
     names = [name.rpartition(".")[2] for name in config.names("plugins")]
     if _LIGER in names:
         draft.put("kernels.liger", "always", "plugins", "liger_fused_linear_cross_entropy")
@@ -144,12 +160,12 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
     method = str(config.get("adapter"))
     if method not in _METHODS:
         raise config.without_counterpart("adapter", _METHODS)
-    is_qlora = method == "qlora" or config.flag("load_in_4bit")
+    is_qlora = method == "qlora" or config.flag("load_in_4bit")  # LoRA on 4-bit weights is QLoRA
     draft.put("tuning.method", "qlora" if is_qlora else "lora", "adapter", "load_in_4bit")
     if config.get("lora_model_dir"):
         draft.put("tuning.adapter", str(config.get("lora_model_dir")), "lora_model_dir")
         return
-    if config.flag("lora_target_linear"):
+    if config.flag("lora_target_linear"):  # written as the Trainer's key, which `lora_settings` reads
         config.values["lora_target_modules"] = ["all-linear"]
         config.spelled["lora_target_modules"] = "lora_target_linear"
     elif isinstance(config.get("lora_target_modules"), str):  # a pattern of its own, over whole names
@@ -161,31 +177,35 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _names_of_pattern(pattern: str) -> list[str]:
-    """Return the names of modules that a pattern over full names ends with: `.*self_attn.(q|k)_proj` gives q_proj and
-    k_proj; [] if its beginning restricts it to some layers or to a part such as a vision tower.
+    """Return the names of modules that a regular expression over full names ends with: `.*self_attn.(q|k)_proj` gives
+    q_proj and k_proj. [] if that cannot be told, or if its beginning restricts it to some layers or to a part such as a
+    vision tower: the names alone would then train more.
     """
-    before, _, last = pattern.removesuffix("$").rpartition(".")
-    match = re.fullmatch(r"\(?([a-z_|]+)\)?(\w*)", last)
-    # An alternative of which the last part is only one, as in (a.x|b.y).
-    is_cut = re.search(r"[|()]", re.sub(r"\([^()]*\)", "", before))
-    if not match or is_cut or re.search(r"[0-9]|\(\?", before):
+    before, _, last = pattern.removesuffix("$").rpartition(".")  # ".*self_attn", "(q|k)_proj"
+    last_name = re.fullmatch(r"\(?([a-z_|]+)\)?(\w*)", last)  # "q|k", "_proj"
+    without_groups = re.sub(r"\([^()]*\)", "", before)
+    is_cut = re.search(r"[|()]", without_groups)  # `last` is only a part of an alternative, as in (a.x|b.y)
+    has_numbers_or_lookahead = re.search(r"[0-9]|\(\?", before)
+    if not last_name or is_cut or has_numbers_or_lookahead:
         return []
-    if not _OF_ALL_LAYERS.issuperset(re.findall(r"[A-Za-z_]{2,}", before)):
+    words = re.findall(r"[A-Za-z_]{2,}", before)
+    if not _OF_ALL_LAYERS.issuperset(words):
         return []
-    return [f"{name}{match[2]}" for name in match[1].split("|")]
+    return [f"{name}{last_name[2]}" for name in last_name[1].split("|")]
 
 
 def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rl`."""
-    loss = _LOSSES[kind]
+    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rl`. With `rl: dpo`, TRL's
+    `loss_type` may choose another loss of its DPOTrainer; TRL can add several up, which has no counterpart.
+    """
+    loss, loss_key = _LOSSES[kind], "rl"
     if kind == "dpo" and config.has("loss_type"):
-        [loss, *more] = config.names("loss_type")
+        [loss, *more], loss_key = config.names("loss_type"), "loss_type"
         if more or loss not in ("sigmoid", "robust", "hinge", "ipo"):
             raise config.without_counterpart("loss_type", ("sigmoid", "robust", "hinge", "ipo"))
     terms = {"cpo_alpha": config.number("cpo_alpha")} if kind == "simpo" else {}
     if config.has("rpo_alpha"):
         terms = {"rpo_alpha": config.number("rpo_alpha")}
-    loss_key = "loss_type" if kind == "dpo" and config.has("loss_type") else "rl"
     set_preference(config, draft, loss, {"beta": "beta", "loss": loss_key, "smoothing": "label_smoothing"}, terms)
 
 
@@ -203,11 +223,12 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         set_validation_size(config, draft, "val_set_size")
     set_evaluation(config, draft, bool(validation) or config.number("val_set_size") > 0)
     strategy = str(config.get("excess_length_strategy"))
-    if strategy in _TOO_LONG and (strategy == "drop" or not kind):
-        draft.put("data.too_long", "split" if is_text else _TOO_LONG[strategy], "excess_length_strategy")
-    elif strategy not in _TOO_LONG:
+    if strategy not in _TOO_LONG:  # such as "raise"
         draft.lost["excess_length_strategy"] = tr("rows that are too long are dropped and counted")
         draft.put("data.too_long", "drop")
+    elif strategy == "drop" or not kind:  # pairs cannot be truncated here: the recipe's default drops them
+        # axolotl cuts the texts of pretraining into blocks, whatever the key says.
+        draft.put("data.too_long", "split" if is_text else _TOO_LONG[strategy], "excess_length_strategy")
     if kind or config.flag("reward_model"):
         return
     if not is_text:
@@ -247,45 +268,63 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
 
 
 def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -> list[dict[str, Any]]:
-    """Return where the rows of a dataset (`entry`) in `key` are: files, or a name on Hugging Face with its split. Of a
-    part of a split, such as train[:100], what has a counterpart is set, with a note where it differs.
+    """Return where the rows of a dataset (`entry`) in `key` are, an item of `data.sources` without its format for each
+    place: {"path": FILE}, or {"hub": NAME} with what of a dataset on Hugging Face is read.
     """
-    named = entry.get("data_files") or []
+    named = entry.get("data_files") or []  # one file or several
     named = [named] if isinstance(named, str) else named
     if entry.get("ds_type") or not files.is_dataset_name(path):
         return [{"path": str(name)} for name in named] or [{"path": path}]
     if named:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))
-    names = {"subset": "name", "revision": "revision", "split": "split"}
-    hub_fields: dict[str, Any] = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
-    if first := re.fullmatch(r"(.+)\[:(\d+)\]", hub_fields.get("split", "")):
-        hub_fields |= {"split": first[1], "max_samples": int(first[2])}
-    if (share := re.fullmatch(r"(.+)\[:(\d+)%\]", hub_fields.get("split", ""))) and key == "datasets":
-        hub_fields |= {"split": share[1], "weight": int(share[2]) / 100}
+    names = {"subset": "name", "revision": "revision"}
+    source: dict[str, Any] = {"hub": path}
+    source |= {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    if entry.get("split"):
+        source |= _split_settings(str(entry["split"]), path, draft, has_weights=key == "datasets")
+    return [source]
+
+
+def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool) -> dict[str, Any]:
+    """Return the settings of a source for a split of the dataset `path`, which may be a slice in the syntax of
+    `datasets`: `test` -> {"split": "test"}, `test[:100]` -> {"split": "test", "max_samples": 100}, and `test[:20%]`
+    -> {"split": "test", "weight": 0.2}. Other slices are read as a whole. Both differ from the slice: a note says so.
+    `has_weights`: whether rows are for training, as only those of `data.sources` may have a weight.
+    """
+    settings: dict[str, Any] = {"split": split}
+    if first_rows := re.fullmatch(r"(.+)\[:(\d+)\]", settings["split"]):
+        settings |= {"split": first_rows[1], "max_samples": int(first_rows[2])}
+    first_percent = re.fullmatch(r"(.+)\[:(\d+)%\]", settings["split"])
+    if first_percent and has_weights:
+        settings |= {"split": first_percent[1], "weight": int(first_percent[2]) / 100}
         draft.notes.append(
             tr(
                 "the dataset {name}: {percent}% of its rows are drawn; there they are the first.",
                 name=path,
-                percent=share[2],
+                percent=first_percent[2],
             )
         )
-    if "[" in hub_fields.get("split", ""):
-        part = hub_fields["split"]
-        hub_fields["split"] = part.partition("[")[0]
+    if "[" in settings["split"]:  # what is left: test[10:20], or a sum of slices
+        part = settings["split"]
+        settings["split"] = part.partition("[")[0]
         draft.notes.append(
             tr("the dataset {name}: {part} is read as a whole; weight below 1 takes a part.", name=path, part=part)
         )
-    return [{"hub": path, **{key: value for key, value in hub_fields.items() if (key, value) != ("split", "train")}}]
+    if settings["split"] == "train":  # the default of a source, which a recipe need not say
+        del settings["split"]
+    return settings
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:
-    """Return the keys of a dataset, of its `type` and `roles`, that have a meaning in axolotl and none here."""
+    """Return the keys of a dataset, of its `type` and `roles`, that have a meaning in axolotl and none here. Left out
+    are those whose value says what is done here anyway: to train all turns of the assistant, each with its end.
+    """
     settings = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
     if all(role in _ASSISTANT for role in _listed(settings.get("roles_to_train"))):
         settings.pop("roles_to_train", None)
     if settings.get("train_on_eos") == "turn":
         del settings["train_on_eos"]
-    roles = settings.pop("roles", None)
+    roles = settings.pop("roles", None)  # the role that it means -> its names in the file
     names_of_roles = {name for aliases in names_of("roles").values() for name in aliases}
     values = roles.values() if isinstance(roles, dict) else [roles]
     unknown_roles = [
@@ -303,8 +342,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
-    """Return format and columns of a dataset (`entry`); None if its type has no counterpart. `kind`: the value of `rl`;
-    `is_reward`: for a reward model.
+    """Return format and columns of a dataset (`entry`), as `named_format` does; None if its type has no counterpart. A
+    type is a name such as alpaca, or a mapping of field names for rows of instruction and output. `kind`: the value of
+    `rl`; `is_reward`: for a reward model.
     """
     if kind or is_reward:
         return _preference_format(entry, kind, is_reward)
@@ -324,14 +364,17 @@ def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any]
             "tools": entry.get("field_tools"),
             **_roles(entry),
         }
-        if base == "sharegpt":
-            columns = {"role": "from", "content": "value", **{key: value for key, value in columns.items() if value}}
+        if base == "sharegpt":  # whose messages have `from` and `value`, unless other names are given
+            named = {key: value for key, value in columns.items() if value}
+            columns = {"role": "from", "content": "value", **named}
         return named_format("messages", columns)
     return None
 
 
 def _preference_format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
-    """Return format and columns of a dataset of pairs or rated answers; arguments and None as of `_format`."""
+    """Return format and columns of a dataset of pairs or rated answers; arguments and None as of `_format`. Types are
+    called TEMPLATE.COLUMNS, such as chatml.argilla: the template is the model's here, the columns are looked up.
+    """
     row_type = entry.get("type")
     row_format = "labeled" if kind == "kto" else "reward" if is_reward else "preference"
     if isinstance(row_type, dict) and row_type:
@@ -343,6 +386,7 @@ def _preference_format(entry: dict[str, Any], kind: str, is_reward: bool) -> dic
     if pair_columns is None and base != "chat_template":
         return None
     columns = dict(pair_columns or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
+    # Taken out of `columns`: rated answers (kto) have no pair, and a name that the dataset gives counts more.
     pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
     return named_format(row_format, columns if kind == "kto" else columns | pair)
 

@@ -10,7 +10,9 @@ _PREFIX_DROPOUT = 0.1
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only this program has."""
+    """Translate the keys that only these programs have. Without pre_seq_len and ptuning_checkpoint main.py trains all
+    parameters, as a recipe does that names no method.
+    """
     if not config.flag("do_train"):
         raise ConfigError(
             "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
@@ -20,7 +22,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.has("pre_seq_len") or config.has("ptuning_checkpoint"):
         draft.put("tuning.method", "ptuning_v2", "pre_seq_len")
         draft.put("tuning.dropout", _PREFIX_DROPOUT)
-        draft.put("precision.dtype", "fp16")  # model.half()
+        draft.put("precision.dtype", "fp16")  # main.py calls model.half() for a prefix
     if config.has("ptuning_checkpoint"):
         draft.put("tuning.adapter", str(config.get("ptuning_checkpoint")), "ptuning_checkpoint")
     elif config.has("pre_seq_len"):
@@ -33,7 +35,9 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the data and the maximum length of main.py's arguments."""
+    """Set the data and the maximum length, in tokens, of main.py's arguments. Its columns are those of our format
+    prompt_response, which are listed only where their names differ.
+    """
     fields = {"prompt": "prompt_column", "response": "response_column", "history": "history_column"}
     columns = {
         name: str(config.get(key)) for name, key in fields.items() if config.has(key) and config.get(key) != name

@@ -62,7 +62,8 @@ class Converted:
 
 def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config to a recipe that composes and passes every check that needs no file; ConfigError if that is
-    not possible. `deepspeed_json`: path of its DeepSpeed JSON, "" for the one that it names, if any.
+    not possible. `deepspeed_json`: path of its DeepSpeed JSON, "" for the one that it names, if any. An error about the
+    batch also says that one rank was assumed, if it was: that may be its cause.
     """
     knows_ranks = config.world_size is not None  # else `translate` assumes one
     draft = programs.translate(config)
@@ -70,7 +71,7 @@ def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
         try:
             return _write_recipe(config, draft, deepspeed_json, Path(folder))
         except ConfigError as error:
-            text = str(error).replace(f"{folder}/", "")
+            text = str(error).replace(f"{folder}/", "")  # the user has no such directory
             is_of_assumption = not knows_ranks and "batch." in text
             raise ConfigError(joined(text, draft.gaps[0]) if is_of_assumption else text) from error
 
@@ -78,7 +79,9 @@ def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
 def _write_recipe(
     config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path
 ) -> Converted:
-    """Compose the draft with its DeepSpeed JSON, and write the recipe. `folder`: a temporary directory."""
+    """Compose the draft with its DeepSpeed JSON, and write the recipe: the groups that come nearest, and each setting
+    in which the config differs from them. `folder`: a temporary directory.
+    """
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
     has_zero = "zero" in draft.groups
@@ -91,7 +94,7 @@ def _write_recipe(
     if "scheduler" in sections:
         draft.values.pop("schedule.name", None)  # transformers does not read its own then
     base = _compose(folder, draft.groups)
-    values = {}
+    values = {}  # our key -> (value, where the other program's config sets it, for messages)
     for key, (value, source) in draft.values.items():
         first = source.split(", ")[0]
         values[key] = value, f"{config.location(first)} ({first})" if first else config.shown
@@ -111,9 +114,11 @@ def _write_recipe(
         notes += [tr("No DeepSpeed JSON is named; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
     rules.check_rules(loaded, config.world_size, files=False)
+    # What the JSON sets, but is not read with the other settings, gets its default again: in a recipe it would be an
+    # error. The notes of the import name it.
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
-    named = {key for key in unread if loaded.layers.get(key) == JSON}  # import_notes by its import
-    loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in named})
+    of_json = {key for key in unread if loaded.layers.get(key) == JSON}
+    loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in of_json})
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
@@ -182,15 +187,21 @@ def _named_json(config: read.ForeignConfig, folder: Path, draft: programs.Recipe
 
 
 def _stage_of_name(name: str, is_qlora: bool) -> str:
-    """Return the choice of the group zero that a DeepSpeed JSON's name stands for, "" for none; at most 2 for QLoRA."""
+    """Return the choice of the group zero that a DeepSpeed JSON's name stands for, "" for none:
+    ds_z3_offload_config.json -> stage3_offload. With QLoRA at most stage2, without offload.
+    """
     match = re.search(r"(?:z|zero|stage)[_-]?([0-3])(?![0-9])", name.lower())
-    stage = min(int(match[1]), 2 if is_qlora else 3) if match else 0
+    if not match:
+        return ""
+    stage = min(int(match[1]), 2 if is_qlora else 3)
     is_offloaded = stage > 1 and "offload" in name.lower() and not is_qlora
-    return f"stage{stage}{'_offload' if is_offloaded else ''}" if match else ""
+    return f"stage{stage}{'_offload' if is_offloaded else ''}"
 
 
 def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
-    """Sort every key that is not translated as it is into lists of `result`: differs, lost, needless, unknown."""
+    """Sort every key that is not translated as it is into lists of `result`: differs, lost, needless, unknown. Keys
+    with the same sentence share a line: "KEY, KEY: SENTENCE".
+    """
     shown = {name: _short(str(value)) for name, value in hide_all(config.values).items()}
     differs: dict[str, list[str]] = {}  # sentence -> keys that it is about, as all of them
     needless: dict[str, list[str]] = {}
@@ -199,13 +210,14 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     used |= {note.partition(" = ")[0] for note in (*draft.notes, *draft.gaps)}  # which begin with KEY = VALUE
     for name, value in config.values.items():
         key, spelled = config.keys.get(name), config.spelling(name)
+        is_default = key is not None and _is_default(value, key.default) and key.says not in _ALWAYS
         if key is None:
             result.unknown.append(joined(f"{config.location(name)}: {name}.", did_you_mean(name, config.keys)))
-        elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
+        elif name in draft.lost or is_default:  # those of `lost` follow below
             continue
         elif key.to and key.says and key.says not in _LIMITS:
             differs.setdefault(sentence(key.says), []).append(spelled)
-        elif key.to and not {name, spelled} & used:
+        elif key.to and not {name, spelled} & used:  # it has a counterpart, which this config does not need
             is_limit = key.says in _LIMITS
             reason = sentence(key.says) if is_limit else tr("has no effect there with the other settings")
             needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
@@ -230,8 +242,8 @@ def _short(text: str) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a value is the program's default anyway: equal as a number or text (a list of one counts as its item), or
-    both are unset, which None, false, 0, "", none, no and empty lists are.
+    """Whether a value is the program's default anyway: equal as a number or text (a list of one counts as its item, and
+    letters' case does not matter), or both are unset, which None, false, 0, "", none, no and empty lists are.
     """
     empty = (None, False, "", "none", "no")
     if isinstance(value, list) and len(value) == 1:
@@ -246,14 +258,16 @@ _INDENT = "  "
 
 
 def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
-    """Return group -> choice of those that set what a config has, without the groups whose default choice does."""
+    """Return group -> choice of those that set what a config has, without the groups whose default choice does: with
+    LoRA and ZeRO-3 on CPUs {"tuning": "lora", "zero": "stage3_offload"}.
+    """
     stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
     offload = ""
     if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not schema.Device.none:
         offload = "_nvme" if optimizer is schema.Device.nvme else "_offload"
     elif stage == 2 and optimizer is schema.Device.cpu:
         offload = "_offload"
-    groups = {
+    groups = {  # group -> (choice, the default one)
         "tuning": (cfg.tuning.method.value, schema.TuningMethod.full.value),
         "optim": (cfg.optim.name.value, schema.OptimizerName.adamw.value),
         "schedule": (cfg.schedule.name.value, schema.ScheduleName.cosine.value),
@@ -305,8 +319,10 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
 
 
 def inline(value: Any) -> str:
-    """Return a value as one line of YAML, which parses to the same value."""
+    """Return a value as one line of YAML, which parses to the same value. It is written as a list of one, as a lone
+    text would get a line "..." behind it.
+    """
     text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
     text = text.strip()[1:-1]  # without the brackets of the list
-    # JSON, where YAML does not read back what it has written.
-    return text if files.parse(f"x: {text}", "").values["x"] == escaped(value) else json.dumps(escaped(value))
+    is_read_back = files.parse(f"x: {text}", "").values["x"] == escaped(value)
+    return text if is_read_back else json.dumps(escaped(value))  # JSON is YAML too

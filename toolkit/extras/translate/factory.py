@@ -43,7 +43,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     elif stage == "rm":
         draft.groups["task"] = "reward"
         draft.put("task.kind", "reward", "stage")
-    if config.flag("pure_bf16"):
+    if config.flag("pure_bf16"):  # LLaMA-Factory's bf16 without autocast
         draft.put("precision.dtype", "bf16", "pure_bf16")
     recompute = not config.flag("disable_gradient_checkpointing")
     draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
@@ -70,7 +70,7 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
         raise config.without_counterpart("pref_loss", losses)
     keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
     set_preference(config, draft, loss, keys, {"pref_ftx": config.number("pref_ftx")})
-    if loss == "simpo":  # it does not read it
+    if loss == "simpo":  # LLaMA-Factory's SimPO does not read dpo_label_smoothing
         draft.put("preference.label_smoothing", 0.0)
     if loss == "kto":
         draft.put("preference.desirable_weight", config.number("kto_chosen_weight"), "kto_chosen_weight")
@@ -80,7 +80,9 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
 
 
 def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set LLaMA-Factory's tuning method, with its adapter or the layers that it trains."""
+    """Set LLaMA-Factory's tuning method, with its adapter or the layers that it trains. Its lora with quantization_bit
+    is QLoRA; its freeze trains some layers and freezes all others.
+    """
     method = str(config.get("finetuning_type"))
     bits = config.get("quantization_bit")
     if method not in ("lora", "freeze", "full"):
@@ -145,10 +147,11 @@ def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     set_evaluation(config, draft, bool(validation) or config.number("val_size") > 0)
     if stage in ("dpo", "kto", "rm"):
         return
-    packs = (config.flag("packing") if config.has("packing") else stage == "pt") or config.flag("neat_packing")
+    packs = config.flag("packing") if config.has("packing") else stage == "pt"  # LLaMA-Factory's default
+    packs = packs or config.flag("neat_packing")
     if packs:
         draft.put("data.packing", "packed", "packing", "neat_packing")
-        if not config.flag("neat_packing"):
+        if not config.flag("neat_packing"):  # without it, samples attend to those before them in a block
             config.remark("packing", "mixed_packing")
     if stage == "pt":  # it joins all texts and cuts them into blocks; without packing each is cut off
         draft.put("data.too_long", "split" if packs else "truncate", "stage", "packing")
@@ -163,7 +166,7 @@ def _sources(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -
     folder = str(config.get("dataset_dir"))
     if not names:
         raise config.without_data(name)
-    if folder == "ONLINE":
+    if folder == "ONLINE":  # LLaMA-Factory's word for datasets that are on Hugging Face by these names
         return [{"hub": item} for item in names]
     base = config.find(os.path.join(folder, _INFO)).parent
     if not os.path.isfile(base / _INFO):
@@ -211,7 +214,7 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
     if not entry.get("hf_hub_url"):
         source = {"path": str(base / str(entry["file_name"]))}
-    rows = int(entry.get("num_samples") or 0)
+    rows = int(entry.get("num_samples") or 0)  # 0: all
     return source | limit_rows(name, rows, draft) | _format(name, entry, columns, stage, draft)
 
 
@@ -219,16 +222,18 @@ def _format(
     name: str, entry: dict[str, Any], columns: dict[str, Any], stage: str, draft: RecipeDraft
 ) -> dict[str, Any]:
     """Return format and columns of a LLaMA-Factory dataset, whose prompt, query and response are our instruction, input
-    and output. `name`, `entry`, `stage`: as of `_source`; `columns`: the entry's, LLaMA-Factory's name -> the file's.
+    and output; without columns they are called as in Alpaca's data. `name`, `entry`, `stage`: as of `_source`;
+    `columns`: the entry's, LLaMA-Factory's name -> the file's.
     """
     if stage == "pt":
         return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
-    row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
-    answers = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
+    row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")  # "": by the entry's formatting
+    answers_of_stage = {"dpo": ("chosen", "rejected"), "rm": ("chosen", "rejected"), "kto": ("kto_tag",)}
+    answers: tuple[str, ...] = answers_of_stage.get(stage, ())
     shared = {column: columns.get(column) for column in ("system", "tools", *answers)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
-        for tag, aliases in names_of("roles").items():
+        for tag, aliases in names_of("roles").items():  # user_tag -> what the user's role may be called, …
             if tags.get(tag, aliases[0]) not in aliases:
                 draft.notes.append(
                     tr(
@@ -245,7 +250,7 @@ def _format(
             {"conversations": columns.get("messages", "conversations"), **message_tags, **shared},
         )
     shared["history"] = columns.get("history")
-    if columns and not columns.get("query"):
+    if columns and not columns.get("query"):  # no second text that belongs to the prompt
         return named_format(
             row_format or "prompt_response",
             {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},

@@ -17,7 +17,7 @@ _LORA: dict[str, dict[str, Any]] = {
     _BAICHUAN: {"lora_r": 1, "lora_alpha": 32, "lora_dropout": 0.1, "lora_target_modules": ["W_pack"]},
     "": {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]},
 }
-"""Defaults by the script; those of FastChat's train_lora.py for all others."""
+"""Defaults of the LoRA arguments by the script; those of FastChat's train_lora.py for all others."""
 
 
 def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -32,10 +32,12 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("tuning.method", "qlora" if is_quantized else "lora", "use_lora", "q_lora")
         lora_settings(config, draft, rank="lora_r", targets="lora_target_modules")
         is_chat = "chat" in str(config.get("model_name_or_path")).lower()
-        if config.script == _QWEN and not is_chat and not is_quantized:  # for the tokens of conversations
+        if config.script == _QWEN and not is_chat and not is_quantized:
+            # As Qwen's finetune.py does: a base model has not learned the tokens that mark turns.
             draft.put("tuning.save_modules", ["wte", "lm_head"], "model_name_or_path")
     if not config.has("data_path"):
         raise config.without_data("data_path")
+    # All three programs read conversations, with `from` and `value`.
     for ours, theirs in {"data.sources": "data_path", "data.validation": "eval_data_path"}.items():
         if config.has(theirs):
             draft.put(ours, [{"path": str(config.get(theirs)), "format": "sharegpt"}], theirs)

@@ -14,7 +14,7 @@ _FORMATS = {"sft": "conversation", "pretrain": "text", "dpo": "preference"}
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only this program has."""
+    """Translate the keys that only Firefly has."""
     task, method = str(config.get("task_type")), str(config.get("train_mode"))
     if task not in _FORMATS:
         raise config.without_counterpart("task_type", _FORMATS)

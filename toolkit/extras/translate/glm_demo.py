@@ -13,7 +13,7 @@ _PREFIX_DROPOUT = 0.1
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only these programs have."""
+    """Translate the keys that only these programs have. `combine` is in GLM-4's configs alone."""
     is_glm4 = config.has("combine")
     if not config.has("model_name_or_path"):
         draft.groups["model"] = "glm4_9b" if is_glm4 else "chatglm3_6b"
@@ -25,6 +25,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         )
     _method(config, draft, is_glm4)
     _data(config, draft, is_glm4)
+    # The two lengths do not count the end token.
     length = config.number("max_input_length", int) + config.number("max_output_length", int) + 1
     draft.put("data.max_length", length, "max_input_length", "max_output_length")
     if not is_glm4:  # ChatGLM3's always does
@@ -32,7 +33,10 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _method(config: ForeignConfig, draft: RecipeDraft, is_glm4: bool) -> None:
-    """Set the tuning method, and the precision that the weights are loaded in."""
+    """Set the tuning method, and the precision that the weights are loaded in: without bf16 and fp16, GLM-4's program
+    loads bf16, and ChatGLM3's fp16 for LoRA and prefixes. `peft_type` is peft's name of the method; without one all
+    parameters are trained.
+    """
     method = _METHODS.get(str(config.get("peft_type")).upper(), "") if config.has("peft_type") else "full"
     if not method:
         raise config.without_counterpart("peft_type", _METHODS)
@@ -60,6 +64,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, is_glm4: bool) -> None:
     has_validation = config.has("val_file") and str(config.get(strategy)).lower() != "no"
 
     def source(key: str) -> list[dict[str, Any]]:
+        """Return the one item of `data.sources` or `data.validation` for the file that `key` names."""
         return [{"path": os.path.join(folder, str(config.get(key))), **rows}]
 
     draft.put("data.sources", source("train_file"), "train_file", "data_dir")

@@ -60,14 +60,14 @@ def translate(config: ForeignConfig) -> RecipeDraft:
         module.set_derived_defaults(config, draft)
     trl = _trl_loss(config)
     rate = _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None
-    if rate:  # TRL's configs have other defaults than the Trainer's
+    if rate:  # TRL's configs have other defaults than the Trainer's (DPOConfig and others, 1.16)
         defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         defaults["bf16"] = not config.flag("fp16")
         config.set_defaults(defaults)
     _launcher(config, draft)
     for name, key in config.keys.items():  # those with one counterpart of the same meaning
-        value = config.get(name)
-        if key.to and not key.made and value is not None:  # the program's default counts where it differs
+        value = config.get(name)  # or the program's default, which may differ from ours
+        if key.to and not key.made and value is not None:
             draft.put(key.to, typed(value, validate.field_type(key.to), f"{config.location(name)}: {name}"), name)
     _batch_and_length(config, draft)
     _schedule(config, draft)
@@ -118,25 +118,27 @@ def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate those options of `accelerate launch` that the Trainer reads if its own arguments do not say otherwise:
     to values of `config`, or a choice of ZeRO in `draft`. The other options are noted as lost.
     """
-    # What is translated is taken out of `options`.
+    # Each step takes what it has translated out of `options`: what is left at the end is lost.
     options = {name: value for name, value in config.accelerate.items() if name not in names_of("accelerate")}
     if options.get("mixed_precision") in ("no", "bf16", "fp16"):
         dtype = options.pop("mixed_precision")
         if dtype != "no" and not config.flag("bf16") and not config.flag("fp16"):
             config.values[dtype] = True
-    if options.get("mixed_precision") == "fp8" and "fp8" not in config.keys:
+    if options.get("mixed_precision") == "fp8" and "fp8" not in config.keys:  # the Trainer has no such argument
         del options["mixed_precision"]
         config.keys = {**config.keys, "fp8": Key(default=False, to="precision.fp8", says="fp8", made=True)}
         config.values["fp8"], config.spelled["fp8"] = True, "--mixed_precision"
     if options.get("deepspeed_config_file"):
         config.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
-    if "use_deepspeed" in config.accelerate and not config.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
-        stage = options.pop("zero_stage", "") or "2"
+    # A DeepSpeed JSON counts more than accelerate's options about ZeRO.
+    is_zero_of_options = "use_deepspeed" in config.accelerate and not config.has("deepspeed")
+    if is_zero_of_options and options.get("zero_stage", "") in _ZERO:
+        stage = options.pop("zero_stage", "") or "2"  # accelerate's default
         parts = [name for name in ("offload_optimizer_device", "offload_param_device") if options.get(name) in _DEVICES]
         devices = [options.pop(name) for name in parts]
         is_offloaded = "cpu" in devices and stage in ("2", "3")
         draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
-    if "use_fsdp" in options:
+    if "use_fsdp" in options:  # as the Trainer's argument, which `_fsdp` reads
         fsdp = {name: options.pop(name) for name in [*options] if name.startswith(("fsdp_", "use_fsdp"))}
         config.values.setdefault("fsdp_config", fsdp)
         config.spelled["fsdp_config"] = "--use_fsdp"
@@ -160,12 +162,15 @@ def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
     settings: Any = config.get("fsdp_config")
     settings = settings if isinstance(settings, dict) else {}
     values = {str(name).lower().removeprefix("fsdp_"): str(value).lower() for name, value in settings.items()}
+    # FSDP 1 names a strategy, or its number in torch: 1 full_shard, 2 shard_grad_op, 3 no_shard. FSDP 2 says whether
+    # parameters are split again after the forward pass.
     strategy, reshard = values.get("sharding_strategy", options), values.get("reshard_after_forward", "true")
+    keeps_parameters = reshard in ("false", "shard_grad_op")
     stage = 0 if strategy in ("3", "no_shard") else 3
-    if strategy == "2" or "shard_grad_op" in strategy or "zero2" in strategy or reshard in ("false", "shard_grad_op"):
+    if strategy == "2" or "shard_grad_op" in strategy or "zero2" in strategy or keeps_parameters:
         stage = 2
     if draft.values.get("tuning.method", ("",))[0] == "qlora" and stage == 3:
-        stage = 2  # (config/rules.yaml)
+        stage = 2  # zero=stage3 does not go with QLoRA (config/rules.yaml)
         draft.notes.append(
             tr("FSDP splits 4-bit weights too; ZeRO does up to zero=stage2 there, and each GPU has all of them.")
         )
@@ -175,7 +180,7 @@ def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the learning-rate schedule and its warm-up."""
+    """Set the learning-rate schedule and its warm-up. As in the Trainer, warmup_steps counts before warmup_ratio."""
     name = str(config.get("lr_scheduler_type")).lower()
     schedules = names_of("schedules")
     if name in schedules:
@@ -195,7 +200,7 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("schedule.warmup_steps", int(steps), key)
     elif steps or ratio:  # warmup_steps below 1 is a fraction, too
         draft.put("schedule.warmup_ratio", steps or ratio, key)
-    if name == "constant" or not (steps or ratio):
+    if name == "constant" or not (steps or ratio):  # without a warm-up nothing reads it
         draft.values.pop("schedule.warmup_min_ratio", None)
 
 
@@ -211,7 +216,9 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
     values = values if isinstance(values, dict) else {}
 
     def put(ours: str, theirs: str, kind: type, default: Any = None, divide_by: float = 1.0) -> None:
-        """Set schedule.`ours` to the argument `theirs`, or its default, divided by `divide_by`."""
+        """Set schedule.`ours` to the argument `theirs`, or its default, divided by `divide_by`: ours are ratios to the
+        peak rate, where transformers has rates.
+        """
         value = typed(values.get(theirs, default), kind, f"{location}.{theirs}")
         draft.put(f"schedule.{ours}", value / divide_by if divide_by != 1 else value, "lr_scheduler_kwargs")
 
@@ -229,27 +236,29 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
     elif name == "inverse_sqrt":
         if values.get("timescale"):
             put("timescale", "timescale", int)
-    elif name == "warmup_stable_decay":  # its warm-up begins where its decay ends
+    elif name == "warmup_stable_decay":  # its warm-up begins at the rate where its decay ends, min_lr_ratio
         if "num_decay_steps" not in values:
             raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=location)
         put("decay_steps", "num_decay_steps", int)
         decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
         decays = names_of("decays")
-        if decay in decays and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
+        is_half_wave = values.get("num_cycles", 0.5) == 0.5  # of the cosine: falls once and does not rise again
+        if decay in decays and warmup == "linear" and is_half_wave:
             draft.put("schedule.decay_type", decays[decay], "lr_scheduler_kwargs")
         else:
             draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
     schedule_keys = names_of("schedule_arguments").get(name, [])
-    if rest := [
-        key for key, value in values.items() if key not in schedule_keys and (key, value) != ("num_cycles", 0.5)
-    ]:
+    unread = {key: value for key, value in values.items() if key not in schedule_keys}
+    if rest := [key for key, value in unread.items() if (key, value) != ("num_cycles", 0.5)]:  # the default
         draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(rest))
 
 
 def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the model and its revision: a group for the published ChatGLM models, model.path for all others."""
+    """Set the model and its revision: a group for the published ChatGLM models, model.path for all others. A group
+    already names the published files, so that model.path is set besides it only for a copy or another revision.
+    """
     path = config.get("model_name_or_path")
     if not path:
         return
@@ -259,7 +268,8 @@ def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
     if group:
         draft.groups["model"] = group
     revision = config.get("model_revision") if config.has("model_revision") else "main"
-    if not (group and owner in OWNERS and not os.path.isdir(text)) or revision != "main":
+    is_published = group and owner in OWNERS and not os.path.isdir(text)
+    if not is_published or revision != "main":
         draft.put("model.path", text, "model_name_or_path")
     if revision != "main" and files.is_hub_name(text):
         draft.put("model.revision", str(revision), "model_revision")
@@ -278,21 +288,23 @@ _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 
 def _trl_loss(config: ForeignConfig) -> str:
     """Return what a config of TRL trains: a loss of `_TRL_LOSSES`, "reward", or "" if it is no DPO, CPO, KTO or
-    RewardConfig. ConfigError for a loss without counterpart.
+    RewardConfig. A config does not name its class: the script says which it is, or keys that only one class has.
+    ConfigError for a loss without counterpart.
     """
     has_preference_keys = any(map(config.has, (*_TRL_PREFERENCE_KEYS, *_TRL_KTO)))
     script = names_of("trl").get(config.script, "")
     if config.program != HF_NAME or not (has_preference_keys or script):
         return ""
-    kind = str((config.names("loss_type") or ["sigmoid"])[0])
+    kind = str((config.names("loss_type") or ["sigmoid"])[0])  # sigmoid: DPO's loss, and the default
     is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
     if script in ("reward", "orpo"):
         return script
     if kind == "kto" or script == "kto" or config.has(_TRL_KTO[0]) or config.has(_TRL_KTO[1]):
         kind = "kto"
-    elif is_cpo and kind == "sigmoid":
+    elif is_cpo and kind == "sigmoid":  # CPO's own default
         kind = "cpo"
-    if kind not in _TRL_LOSSES or (is_cpo and kind not in ("cpo", "simpo")) or len(config.names("loss_type")) > 1:
+    is_other_cpo = is_cpo and kind not in ("cpo", "simpo")  # such as hinge, which CPO computes without a reference
+    if kind not in _TRL_LOSSES or is_other_cpo or len(config.names("loss_type")) > 1:
         raise config.without_counterpart("loss_type", _TRL_LOSSES)
     return kind
 
@@ -309,7 +321,9 @@ def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
-    """Set the data: a mixture, a dataset on Hugging Face, or files. `trl`: as returned by `_trl_loss`."""
+    """Set the data: a mixture, a dataset on Hugging Face, or files; of these the first that is named. `trl`: as
+    returned by `_trl_loss`.
+    """
     is_evaluated = str(config.get("eval_strategy")).lower() != "no"
     held_out = 0.0
     if trl:
@@ -325,7 +339,7 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
         elif has_validation:
             draft.put("data.validation", [source | rows for source in validation], *mixtures, "dataset_splits")
     elif config.has("dataset_name"):
-        has_validation = bool(trl) and is_evaluated
+        has_validation = bool(trl) and is_evaluated  # TRL's scripts evaluate on the test split if they evaluate at all
         _named_dataset(config, draft, rows, has_validation)
     else:
         has_validation = config.has("validation_file")
@@ -355,8 +369,12 @@ _MIXTURES = ("dataset_mixture", "dataset_mixer")
 
 
 def _mixture(config: ForeignConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
-    """Return the sources of training and of validation that a mixture of alignment-handbook or open-r1 names, and what
-    it holds out of the former for validation: a fraction or a number of rows, or 0.
+    """Return the sources of training and of validation that a mixture names, and what it holds out of the former for
+    validation: a fraction or a number of rows, or 0.
+
+    open-r1's `dataset_mixture` is {"datasets": [{"id", "config", "split", "weight"}, …], "test_split_size": …}.
+    alignment-handbook's `dataset_mixer` is {NAME: FRACTION}, besides `dataset_configs`, a subset for each name in the
+    same order, and `dataset_splits`, of which those with "test" in their names are for validation.
     """
     mixture, mixer = config.get("dataset_mixture"), config.get("dataset_mixer")
     entries: list[dict[str, Any]] = []
@@ -403,7 +421,9 @@ def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
 
 
 def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`."""
+    """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`. A note says so where only
+    the name of the file's directory tells whose config it is.
+    """
     is_command = config.shown.endswith((".sh", ".bash"))
     if config.script in names_of("trl") and not is_command and not config.has("center_rewards_coefficient"):
         draft.notes.append(
@@ -416,7 +436,7 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     if not kind:
         return
     for name in ("loss_type", "beta") if config.script in names_of("trl") else ():
-        config.remark(name, "")  # the script says what they are of
+        config.remark(name, "")  # their sentence says that the config's class was guessed; here the script names it
     if kind == "reward":
         set_reward(config, draft)
         return
@@ -437,8 +457,8 @@ def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None
 def set_preference(
     config: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
 ) -> None:
-    """Set a preference loss. `keys`: the program's names of beta, loss and smoothing; `terms`: its key -> weight of the
-    additional cross entropy.
+    """Set a preference loss, one of `preference.loss`. `keys`: the program's names of beta, loss and smoothing;
+    `terms`: its key -> weight of the cross entropy of chosen answers that is added to the loss, none for {}.
     """
     draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss
     draft.put("preference.loss", loss, keys["loss"])
@@ -456,7 +476,9 @@ def set_preference(
 
 
 def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
-    """Set how often the model is evaluated and whether the best is kept; without validation data note what is lost."""
+    """Set how often the model is evaluated and whether the best is kept; without validation data note what is lost.
+    Both names of the strategy are read: transformers has renamed it.
+    """
     name = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
     strategy = str(config.get(name)).lower()
     if not has_validation:
@@ -464,7 +486,7 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
             if config.has(key) and config.get(key) not in (config.keys[key].default, False, "no"):
                 draft.lost[key] = tr("no validation data are named: data.validation and evaluate.* say both")
         return
-    steps = "eval_steps" if config.has("eval_steps") else "logging_steps"
+    steps = "eval_steps" if config.has("eval_steps") else "logging_steps"  # as the Trainer does
     if strategy == "steps" and (every := _whole_steps(config, draft, steps)):
         draft.put("evaluate.every", every, name, steps)
     elif strategy == "epoch" and config.has(name):
@@ -510,9 +532,11 @@ def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the optimizer, its parameters, weight decay and clipping."""
+    """Set the optimizer, its parameters, weight decay and clipping. Settings that our optimizer does not read
+    (`rule_tables.OPTIMIZERS`) are left out: a recipe with them is rejected.
+    """
     name, key = str(config.get("optim")).lower(), "optim"
-    if "use_muon" in config.keys and config.flag("use_muon"):
+    if "use_muon" in config.keys and config.flag("use_muon"):  # LLaMA-Factory has a switch of its own for Muon
         name = key = "use_muon"
     if name == "adamw_torch_8bit":
         config.remark("optim", "eight_bits")
@@ -527,7 +551,7 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
         )
     if kind is not schema.OptimizerName.adamw:
         draft.put("optim.name", kind.value, key)
-    if kind is schema.OptimizerName.muon:
+    if kind is schema.OptimizerName.muon:  # for matrices; AdamW, with a rate of its own, for all other parameters
         draft.put("optim.momentum", 0.95, key)
         draft.put("optim.adam_lr", config.number("learning_rate"), "learning_rate")
         draft.put("train.gradient_clipping", 0.0)
@@ -538,7 +562,7 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.number("weight_decay"):
         draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
     if kind is schema.OptimizerName.adagrad:
-        draft.put("optim.eps", 1e-10)
+        draft.put("optim.eps", 1e-10)  # torch.optim.Adagrad's default: the Trainer's adam_epsilon is not Adagrad's
     elif "eps" not in rule_tables.OPTIMIZERS[kind].reads:
         draft.values.pop("optim.eps", None)
     if kind is schema.OptimizerName.adafactor:
@@ -576,19 +600,21 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true."""
+    """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true. fp8 computes in bf16 besides. In
+    configs of the Trainer and TRL, `dtype` is what the weights are loaded in, and they are trained in it.
+    """
     fp16, bf16 = config.flag("fp16"), config.flag("bf16")
     if fp16 and bf16:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=config.location("bf16"))
     fp8 = "fp8" in config.keys and config.flag("fp8")
     dtype = "fp16" if fp16 else "bf16" if bf16 or fp8 else "fp32"
     sources = ["fp16", "bf16"] if dtype == "fp32" else [dtype]
-    for name in ("dtype", "torch_dtype") if config.program == HF_NAME else ():  # in which the weights are loaded
+    for name in ("dtype", "torch_dtype") if config.program == HF_NAME else ():
         loaded = _DTYPES.get(str(config.get(name)), "") if config.has(name) else ""
         if loaded and (loaded == dtype or dtype == "fp32"):
             dtype = loaded
             sources.append(name)
-        elif not loaded:
+        elif not loaded:  # float32 or auto: fp16 and bf16 say it all
             config.remark(name, "")
     draft.put("precision.dtype", dtype, *sources)
     if fp8 and fp16:
@@ -613,7 +639,7 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.has("logging_steps") and (steps := _whole_steps(config, draft, "logging_steps")):
         draft.put("train.log_every", steps, "logging_steps")
     strategy = str(config.get("save_strategy")).lower()
-    draft.put("checkpoint.minutes", 0.0, "save_strategy")  # it saves by nothing else
+    draft.put("checkpoint.minutes", 0.0, "save_strategy")  # the Trainer saves by steps or epochs, never by time
     if strategy == "steps" and (steps := _whole_steps(config, draft, "save_steps")):
         draft.put("checkpoint.every", steps, "save_steps")
     elif strategy not in ("steps", "no") and config.has("save_strategy"):
@@ -678,21 +704,24 @@ def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same:
 
 
 def set_added_tokens(config: ForeignConfig, draft: RecipeDraft, *keys: str) -> None:
-    """Set the tokens that a config adds to the vocabulary, in some `keys`: lists, or texts with commas."""
+    """Set the tokens that a config adds to the vocabulary, in some `keys`: lists, or texts with commas. A token that is
+    named twice is added once, at its first place.
+    """
     tokens: dict[str, None] = {}
     for value in filter(None, map(config.get, keys)):
-        tokens |= dict.fromkeys(str(token).strip() for token in (value.split(",") if type(value) is str else value))
+        listed = value.split(",") if type(value) is str else value
+        tokens |= dict.fromkeys(str(token).strip() for token in listed)
     if tokens:
         draft.put("model.add_tokens", [*tokens], *keys)
 
 
 def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str = "", saved: str = "") -> None:
     """Set the shape of a new LoRA adapter; `rank`, `targets`, `saved`: the program's keys for rank, target ("" for all
-    linear layers) and fully trained modules.
+    linear layers) and fully trained modules ("" for none).
     """
     size = config.number(rank, int)
     draft.put("tuning.rank", size, rank)
-    alpha = config.number("lora_alpha") if config.get("lora_alpha") else 2.0 * size
+    alpha = config.number("lora_alpha") if config.get("lora_alpha") else 2.0 * size  # as LLaMA-Factory
     draft.put("tuning.alpha", alpha, "lora_alpha")
     draft.put("tuning.dropout", config.number("lora_dropout"), "lora_dropout")
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
@@ -700,10 +729,11 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
             draft.put(f"tuning.{ours}", True, theirs)
     _lora_start(config, draft)
     names = config.names(targets) if targets else ["all"]
+    is_chatglm2_or_later = draft.groups.get("model", "chatglm_6b") != "chatglm_6b" or config.program == GLM_DEMO_NAME
     if names == ["all"]:
         names = ["all-linear"]
-    elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b" or config.program == GLM_DEMO_NAME:
-        # Named as in the official ChatGLM code; here one of its layers may be several.
+    elif is_chatglm2_or_later:
+        # Named as in the official code: query_key_value -> q_proj, k_proj, v_proj, which are layers of their own here.
         names = [name for target in names for name in names_of("layers").get(target, [target])]
     draft.put("tuning.target_modules", names, targets)
     if config.has(saved):
@@ -711,7 +741,9 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
 
 
 def _lora_start(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set LoRA's initial values, PiSSA and others, and the rates of LoRA+."""
+    """Set LoRA's initial values, PiSSA and others, and the rates of LoRA+. LLaMA-Factory has the switch `pissa_init`
+    and the number `pissa_iter`; others name the values as peft does, `pissa` or `pissa_niter_16` (16 iterations).
+    """
     for name in filter(config.has, config.keys):
         if name in ("loraplus_lr_ratio", "lorap_lr_ratio"):
             draft.put("optim.lora_plus_ratio", config.number(name), name)

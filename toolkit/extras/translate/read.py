@@ -110,14 +110,16 @@ class ForeignConfig:
 
 
 def typed(value: Any, kind: Any, location: str) -> Any:
-    """Return a value of a file or command line as the type `kind` of the schema; ConfigError if it is no such value."""
+    """Return a value of a file or command line as the type `kind` of the schema; ConfigError if it is no such value. On
+    a command line numbers and truth values are texts. Lists and other types are returned as they are.
+    """
     wrong = ConfigError("{place} = {value} must be {kind}.", place=location, value=value, kind=type_name(kind))
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
         if kind in (int, float):
             number = float(value)
-            if isinstance(value, bool) or (kind is int and not number.is_integer()):
+            if isinstance(value, bool) or (kind is int and not number.is_integer()):  # 3.0 is an int, True is not
                 raise wrong
             return kind(number)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
@@ -125,8 +127,10 @@ def typed(value: Any, kind: Any, location: str) -> Any:
     return str(value) if kind is str else value
 
 
-_QUOTED, _UNKNOWN = "\ue000", "\ue001"
-"""Placeholders for an escaped dollar sign, and for a value that only a shell could know."""
+_QUOTED, _UNKNOWN, _QUOTED_BACKTICK = "\ue000", "\ue001", "\ue002"
+"""Placeholders, of Unicode's private use area: for a dollar sign that is a plain letter, for a value that only a shell
+could know ($NAME becomes _UNKNOWN NAME _UNKNOWN), and for a backtick that is a plain letter.
+"""
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\(\([^()]*\)\)")
 _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9}) *\\?([-+*/%]) *(\d{1,9})\s*\)?\)")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
@@ -161,7 +165,8 @@ class Command(NamedTuple):
 
 def read_command(text: str, shown: str) -> Command:
     """Return a script's single training command; ConfigError if there is none or several, or if a part of it can only
-    be known by running a shell. `shown`: the file's name in messages.
+    be known by running a shell. Assignments before it count: on lines of their own or after `export` for all that
+    follows, before a command's name for that command. `shown`: the file's name in messages.
     """
     variables: dict[str, str] = {}
     commands = []
@@ -170,7 +175,8 @@ def read_command(text: str, shown: str) -> Command:
         assigned: dict[str, str] = {}  # by the NAME=VALUE with which the line begins
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             name, value = match.groups()
-            if not (_ARGUMENT.search(value) and name in variables):  # the script's own options keep their default
+            # MODEL=$2 in a loop over the script's own options: MODEL keeps the default that it has already.
+            if not (_ARGUMENT.search(value) and name in variables):
                 assigned[name] = value
             words.pop(0)
         if not words or words[0] == "export":
@@ -192,8 +198,9 @@ def read_command(text: str, shown: str) -> Command:
 
 
 def _command_of(words: list[str], number: int, variables: dict[str, str], shown: str) -> Command | None:
-    """Return the training command of a line, None if it is another one; ConfigError if it cannot be read. `words`: the
-    line, split, and `number`, its own; `variables`: those that the script sets; `shown`: its name in messages.
+    """Return the training command of a line, None if the line is something else; ConfigError if it cannot be read. A
+    training command is [LAUNCHER …] PROGRAM --arguments, or PROGRAM … CONFIG. `words`: the line, split, and `number`,
+    its own; `variables`: those that the script sets; `shown`: its name in messages.
     """
     if words[0].startswith("--") and not words[-1].endswith(")"):  # with a bracket it is a pattern of `case`
         raise ConfigError(
@@ -212,7 +219,7 @@ def _command_of(words: list[str], number: int, variables: dict[str, str], shown:
     is_swift = words[index].rpartition("/")[2] == "swift"
     if is_swift and f"swift {''.join(words[index + 1 : index + 2])}" not in _SWIFT:
         return None  # such as `swift infer`
-    if any(word.startswith("--") for word in words[index + 1 :]):
+    if any(word.startswith("--") for word in words[index + 1 :]):  # arguments, with or without a config
         return _parse_command(words, index, number, variables, shown)
     config = next((position for position, word in enumerate(words) if position > index and word.endswith(_CONFIGS)), 0)
     if not config:
@@ -224,7 +231,8 @@ def _command_of(words: list[str], number: int, variables: dict[str, str], shown:
             line=number,
             named=words[config],
         )
-    # ChatGLM3's and GLM-4's demo: PROGRAM DATA_DIR MODEL_DIR CONFIG.
+    # Positional arguments are given the form --NAME=VALUE, which `_parse_command` reads. Before the config stand
+    # subcommands (`llamafactory-cli train CONFIG`); in ChatGLM3's and GLM-4's demo PROGRAM DATA_DIR MODEL_DIR CONFIG.
     names = ("data_dir", "model_dir") if config == index + 3 else ()
     arguments = [f"--{name}={word}" for name, word in zip(names, words[index + 1 :], strict=False)]
     subcommand = [] if names else words[index + 1 : config]
@@ -254,8 +262,8 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
         if quote:
             joined += "\n"
             continue
-        document = _HERE_DOCUMENT.search(line)
-        if document and last_lines.get(document[2], 0) > number:
+        document = _HERE_DOCUMENT.search(line)  # such as `cat <<EOF`
+        if document and last_lines.get(document[2], 0) > number:  # else << is something else: no such line follows
             document_end = document[2]
         lines.append((first_number, joined))
         first_number, joined = 0, ""
@@ -273,35 +281,41 @@ def _without_comment(line: str, quote: str) -> tuple[str, str]:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
             quote = letter
-        elif letter == "#" and (not index or line[index - 1] in " \t;&|("):
+        elif letter == "#" and (not index or line[index - 1] in " \t;&|("):  # within a word # is a plain letter
             return line[:index], ""
         index += 1
     return line, quote
 
 
 def _words_of_command(line: str, variables: dict[str, str], location: str) -> list[str]:
-    """Split a line into words, with variables replaced and arithmetic computed; what only a shell knows is _UNKNOWN."""
-    # Between single quotes $ and ` are plain letters.
-    plain = re.sub(r"'[^']*'", lambda match: match[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
+    """Split a line into words, with variables replaced and arithmetic computed; what only a shell knows is _UNKNOWN.
+    With N=4 among `variables`: `--steps=$((16 / $N)) '$x'` -> ["--steps=4", "$x"].
+    """
+
+    def quoted(match: "re.Match[str]") -> str:
+        """Return a text in single quotes with placeholders for $ and `, which are plain letters there."""
+        return match[0].replace("$", _QUOTED).replace("`", _QUOTED_BACKTICK)
 
     def value(match: "re.Match[str]") -> str:
         """Return a variable's value, its default in the script, or a placeholder for an unknown one."""
         name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
+        default = match[2]  # of ${NAME:-DEFAULT}
+        return variables.get(name, default if default is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
 
     def computed(match: "re.Match[str]") -> str:
         """Return the result of an arithmetic substitution of two numbers, _UNKNOWN for any other."""
         terms = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
-        if terms is None or (terms[2] in "/%" and not int(terms[3])):
+        if terms is None or (terms[2] in "/%" and not int(terms[3])):  # division by 0
             return _UNKNOWN
         return str(_OPERATORS[terms[2]](int(terms[1]), int(terms[3])))
 
-    plain = _SUBSTITUTION.sub(computed, plain.replace("\\$", _QUOTED))
+    plain = re.sub(r"'[^']*'", quoted, line).replace("\\$", _QUOTED)
+    plain = _SUBSTITUTION.sub(computed, plain)
     try:
         words = shlex.split(_VARIABLE.sub(value, plain))
     except ValueError as error:
         raise ConfigError("{place}: a quote is not closed ({reason}).", place=location, reason=error) from error
-    return [word.replace(_QUOTED, "$").replace("\ue002", "`") for word in words]
+    return [word.replace(_QUOTED, "$").replace(_QUOTED_BACKTICK, "`") for word in words]
 
 
 def _parse_command(words: list[str], program_index: int, line: int, variables: dict[str, str], shown: str) -> Command:
@@ -309,32 +323,57 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
     its number; `variables`: those of the script; `shown`: the script's name in messages.
     """
     launcher, program, rest = words[:program_index], words[program_index], words[program_index + 1 :]
-    if end := next((index for index, word in enumerate(rest) if re.match(r"(?:\d?>|\||&|;)", word)), None):
-        rest = rest[:end]  # where the output goes
+    ends_command = re.compile(r"(?:\d?>|\||&|;)")  # a redirection, a pipe, or another command
+    if end := next((index for index, word in enumerate(rest) if ends_command.match(word)), None):
+        rest = rest[:end]
     values = _parse_arguments(rest, program, line, shown)
+    options = _launcher_options(launcher, program)
+    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
+    resolved = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
+    return Command(
+        values,
+        line,
+        _world_size(launcher, options, variables),
+        _script_of(program, rest),
+        accelerate=resolved if is_accelerate else {},
+    )
+
+
+def _script_of(program: str, rest: Sequence[str]) -> str:
+    """Return `Command.script` of a program and the words behind it: of `trl` the subcommand alone, of ms-swift `swift
+    SUBCOMMAND` (`swift sft`, or .../swift/cli/sft.py), of any other program its name without .py.
+    """
     script = program.rpartition("/")[2].removesuffix(".py")
     script = rest[0] if script == "trl" and rest else script
     if script == "swift" or program.endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
         script = f"swift {rest[0] if script == 'swift' and rest else script}"
-    options: dict[str, str] = {}  # of the launcher
-    for word, after in zip(launcher, words[1 : program_index + 1], strict=True):
+    return script
+
+
+def _launcher_options(launcher: Sequence[str], program: str) -> dict[str, str]:
+    """Return the options of a launcher's words, which `program` follows: --nproc-per-node 8 and -nproc_per_node=8 ->
+    {"--nproc_per_node": "8"}; "" for an option without a value.
+    """
+    options: dict[str, str] = {}
+    for word, after in zip(launcher, [*launcher[1:], program], strict=False):
         name, equals, value = word.partition("=")
-        if name.startswith("-"):
+        if not name.startswith("-"):
+            continue
+        if not equals:
             is_alone = after.startswith("-") or after == program
-            options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
-    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
-    resolved = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
-    return Command(
-        values, line, _world_size(launcher, options, variables), script, accelerate=resolved if is_accelerate else {}
-    )
+            value = "" if is_alone else after
+        options["--" + name.lstrip("-").replace("-", "_")] = value
+    return options
 
 
 def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) -> dict[str, Any]:
-    """Return a training command's arguments, as `Command.values`; ConfigError for one twice or without known value."""
+    """Return a training command's arguments, as `Command.values`: `--a 1 --b --c x y` -> {"a": "1", "b": True, "c":
+    ["x", "y"]}. ConfigError for one that is given twice, or whose value is not in the file.
+    """
     values: dict[str, Any] = {}
     name = ""  # of the option whose values follow
     for word in words:
-        if _UNKNOWN in word:
+        if _UNKNOWN in word:  # what is needed is not known: a variable, or what a command would print
             variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
             what = f"${variable[1]}" if variable else "$(…)"
             if not name:
@@ -368,15 +407,15 @@ def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) 
 
 
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
-    """Return the number of ranks that a launcher's options ask for, None if it decides by itself. `launcher`: its
-    words; `options`: name with dashes -> value; `variables`: those of the script.
+    """Return the number of ranks that a launcher's options ask for, on all nodes together, None if it decides by
+    itself. `launcher`: its words; `options`: name with dashes -> value; `variables`: those of the script.
     """
     if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
         counts = [variables["NPROC_PER_NODE"], variables.get("NNODES", "1")]
         return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
     if not launcher:  # `trl` starts accelerate itself
         return None
-    if {"--hostfile", "--include", "--exclude"} & options.keys():
+    if {"--hostfile", "--include", "--exclude"} & options.keys():  # of DeepSpeed's: what the hostfile says
         return None
     ranks = [options[name] for name in _RANKS if name in options]
     # accelerate's number is that of all nodes; those of the others are of one.
@@ -411,8 +450,8 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
 
 def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, str]:
-    """Return a config, and its DeepSpeed JSON's path or ""; a ConfigError if files are unknown, none or too many.
-    `world_size` None takes the command's number of ranks.
+    """Return the one config among some files, and the path of the DeepSpeed JSON among them or ""; a ConfigError if
+    files are unknown, none or too many. `world_size` None takes the command's number of ranks.
     """
     read = [(path, _read_config(Path(path))) for path in paths]
     configs = [config for _, config in read if config]
@@ -459,6 +498,7 @@ def _read_config(path: Path) -> ForeignConfig | None:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     values, spelled = _without_sections(values)
     script = command.script if command else ""
+    # A command of ms-swift or TRL says whose it is; else the keys do.
     if script.startswith("swift "):
         program = SWIFT_NAME
     else:
@@ -484,7 +524,8 @@ def _read_config(path: Path) -> ForeignConfig | None:
 
 def _values_by_key(values: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of a config that are not null by their names in `keys`, and how it spells those that have
-    another name there: a program's own name is read as the Trainer's, and --no_NAME as NAME = false.
+    another name there (name in `keys` -> in the config): a program's own name is read as the Trainer's, and --no_NAME
+    as NAME = false, unless a key is really called no_NAME.
     """
     values_by_key, spelled = dict[str, Any](), dict[str, str]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
@@ -503,6 +544,7 @@ def _read_script(text: str, path: Path) -> Command:
     """
     command = read_command(text, str(path))
     values, accelerate, world_size = command.values, command.accelerate, command.world_size
+    # deepspeed.add_config_arguments: a switch and a file; the Trainer's --deepspeed is the file.
     if values.get("deepspeed") is True and isinstance(values.get("deepspeed_config"), str):
         values["deepspeed"] = values.pop("deepspeed_config")
     _check_values(values, path, command.line)
@@ -512,7 +554,7 @@ def _read_script(text: str, path: Path) -> Command:
         values = files.read(config).values | values  # the command's arguments beat it
     if "config_file" in accelerate and os.path.isfile(_beside(path, accelerate["config_file"])):
         settings = _accelerate_settings(_beside(path, accelerate.pop("config_file")))
-        accelerate = settings | accelerate
+        accelerate = settings | accelerate  # options beat the file
         count = settings.get("num_processes", "")
         world_size = world_size or (int(count) if count.isdecimal() and int(count) else None)
     return command._replace(values=values, accelerate=accelerate, world_size=world_size, config=config)
@@ -541,7 +583,9 @@ def _without_sections(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def _accelerate_settings(path: Path) -> dict[str, str]:
-    """Return what a config of accelerate says, as options of `accelerate launch`."""
+    """Return what a config of accelerate says, as options of `accelerate launch`. It has sections for DeepSpeed and
+    FSDP, of which the one counts that distributed_type names.
+    """
     values = files.read(path).values
     inner: dict[str, Any] = {}
     kind = str(values.get("distributed_type")).upper()
@@ -581,6 +625,7 @@ def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
     do; ConfigError if that is less than half of them, if none of these sets one of ours, or if the keys are of
     something that is not translated.
     """
+    # First what would pass for a training config, but is none that can be translated: by its script, or two such keys.
     for what, signs in names_of("refused").items():
         seen = [script] if script in signs else [name for name in values if name in signs]
         if script in signs or len(seen) > 1:
@@ -590,7 +635,7 @@ def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
             )
     keys_by_program = {name: keys_of(table) for name, table in _TABLES.items()}
     counts = {name: len(values.keys() & keys.keys()) for name, keys in keys_by_program.items()}
-    best = max(counts, key=lambda name: counts[name])
+    best = max(counts, key=lambda name: counts[name])  # of equal ones the first, see _TABLES
     keys = keys_by_program[best]
     unknown = [name for name in values if name not in keys]
     sets_ours = any(keys[name].to for name in values.keys() & keys.keys() - {"model_name_or_path"})

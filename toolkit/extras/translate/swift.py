@@ -38,6 +38,7 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
     rename its own spellings to the Trainer's.
     """
     rows, ranks = config.number("per_device_train_batch_size", int), config.world_size or 1
+    # ms-swift evaluates when it saves, and accumulates up to _GLOBAL_BATCH rows for an optimizer step.
     strategy = config.get("save_strategy") if _has_validation(config) else "no"
     dtype = str(config.get("torch_dtype") or "bfloat16")
     if config.get("rlhf_type") == "gkd" and not config.has("temperature"):
@@ -51,24 +52,24 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
         "fp16": dtype != "bfloat16" and not config.flag("bf16"),
     }
     config.set_defaults(defaults)
-    if strategy == "steps" and not config.has("eval_steps"):
+    if strategy == "steps" and not config.has("eval_steps"):  # as if it were set: `set_evaluation` asks for that
         config.values.setdefault("eval_steps", defaults["eval_steps"])
     if dtype == "float32":
         draft.lost["torch_dtype"] = tr("ms-swift trains in fp16 with weights in float32; the recipe has precision=fp16")
-    if config.get("optimizer") == "muon":
+    if config.get("optimizer") == "muon":  # ms-swift's own key, which counts before the Trainer's optim
         config.values["optim"] = config.values.pop("optimizer")
         config.spelled["optim"] = "optimizer"
     elif config.has("optimizer"):
         draft.lost["optimizer"] = tr("of those only muon has a counterpart")
     if not config.flag("use_hf") and files.is_hub_name(str(config.get("model_name_or_path"))):
         draft.notes.append(f"model: {sentence('modelscope')}.")
-    presets = names_of("swift_zero")
+    presets = names_of("swift_zero")  # ms-swift brings a DeepSpeed JSON for each of these names
     if config.get("deepspeed") in presets:
         draft.groups["zero"] = presets[config.values.pop("deepspeed")]
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate the keys that only this program has."""
+    """Translate the keys that only ms-swift has."""
     kind = _kind(config)
     if config.has("torch_dtype"):
         dtype, _ = draft.values["precision.dtype"]
@@ -102,7 +103,9 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _kind(config: ForeignConfig) -> str:
-    """Return what `swift rlhf` trains (its rlhf_type), "" for other commands; ConfigError without counterpart."""
+    """Return what `swift rlhf` trains (its rlhf_type), "" for other commands. ConfigError if that, or the task_type,
+    has no counterpart: of tasks only causal_lm has one, and seq_cls with one label out of several.
+    """
     problem = str(config.get("problem_type") or "single_label_classification")
     is_classifier = config.get("task_type") == "seq_cls" and problem == "single_label_classification"
     if config.get("task_type") != "causal_lm" and not (is_classifier and config.number("num_labels", int) > 1):
@@ -121,7 +124,10 @@ def _kind(config: ForeignConfig) -> str:
 
 
 def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set teacher and divergence of GKD, and how often the student answers; ConfigError if the teacher is to answer."""
+    """Set teacher and divergence of GKD, and how often the student answers; ConfigError if the teacher is to answer.
+    GKD's beta 0 is the forward and 1 the reverse KL divergence; its lmbda is the share of batches that the student
+    answers itself. It has no loss on the answers of the data, so that the divergence's weight is 1.
+    """
     if config.flag("seq_kd") or not config.has("teacher_model"):
         raise ConfigError(
             "{place}: GKD has a counterpart with --teacher_model, and without --seq_kd (answers of the teacher: let it "
@@ -149,7 +155,9 @@ def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rlhf_type`."""
+    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rlhf_type`. For dpo the loss_type
+    chooses among the losses of TRL's DPOTrainer.
+    """
     losses = config.names("loss_type") or ["sigmoid"]
     if kind == "dpo" and (len(losses) > 1 or losses[0] not in _DPO):
         raise config.without_counterpart("loss_type", _DPO)
@@ -176,7 +184,9 @@ def _method(config: ForeignConfig) -> str:
 
 
 def _method_and_adapter(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the tuning method, with the adapter that is continued or the shape of a new one."""
+    """Set the tuning method, with the adapter that is continued or the shape of a new one. LoRA on a model that is
+    quantized when it is loaded is QLoRA.
+    """
     method, names = _method(config), ("tuner_type", "train_type", "sft_type")
     draft.put("tuning.method", method, *names)
     if method != "lora":
@@ -229,7 +239,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         return
     if config.flag("packing"):
         draft.put("data.packing", "packed", "packing")
-    scale = str(config.get("loss_scale")).partition("+")[0]
+    scale = str(config.get("loss_scale")).partition("+")[0]  # of "last_round+ignore_empty_think" the first part
     if not is_text:
         draft.put("data.train_on", "last" if scale == "last_round" else "all", "loss_scale")
     if scale not in ("default", "last_round") and not is_text:
@@ -238,7 +248,8 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for datasets [HF::|MS::]ID[:subset][#rows] in the key `name`; those on
-    ModelScope are left to the user with a note. `kind`: as returned by `_kind`; `is_text`: for plain texts.
+    ModelScope, ms-swift's own hub, are left to the user with a note. `kind`: as returned by `_kind`; `is_text`: for
+    plain texts.
     """
     value = config.values.get(name)
     if not value:
@@ -251,8 +262,10 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     rest = {"format": row_format} | ({"columns": columns} if columns else {})
     sources = []
     for item in value if isinstance(value, list) else [value]:
-        text, mark, rows = str(item).rpartition("#")
-        text, count = (text, int(rows)) if mark and rows.isdecimal() else (str(item), 0)
+        text, count = str(item), 0
+        before, mark, rows = text.rpartition("#")
+        if mark and rows.isdecimal():
+            text, count = before, int(rows)
         hub, separator, bare = text.partition("::")
         bare = bare if separator else text
         subset = ""
@@ -276,7 +289,9 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
 
 
 def _columns(config: ForeignConfig) -> dict[str, str]:
-    """Return our name -> the file's name of columns; ms-swift's map the other way round."""
+    """Return our name -> the file's name of columns; ms-swift's `columns`, {"FILE'S": "OURS"}, are the other way round,
+    and JSON on a command line.
+    """
     value = config.get("columns")
     if isinstance(value, str):
         try:
