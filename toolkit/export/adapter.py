@@ -40,7 +40,7 @@ def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes],
         write.write_files(files, described, None)
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
-        shell = load_empty(described)
+        shell = load_empty(described)  # what a reader of the adapter makes, on the meta device
         tuned = tuning_state(model)
         adapters.attach_adapter(shell, tuned.settings, tuned.base)
         shell_state = shell.state_dict(keep_vars=True)
@@ -62,6 +62,7 @@ def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return an engine's adapter, full on rank 0 and empty elsewhere, by the names in its file. A collective."""
     model = unwrap_model(engine.module)
     names, shared = adapters.stored_names(model), adapters.second_names(model)
+    # A parameter that two modules share is gathered once, and stored under both names.
     state = {
         names[name]: adapters.in_stored_shape(name, value) for name, value in gathered_parameters(engine.module, names)
     }
@@ -105,7 +106,7 @@ def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
     assert recorded_base is not None
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
     values = dict(fragment_reader.iter_weights(checkpoint))
-    if settings:
+    if settings:  # an adapter: as in its file, where PiSSA and OLoRA are plain LoRA
         shell = load_empty(described)
         adapters.attach_adapter(shell, settings, recorded_base)
         values = lora_init.as_plain_state(_stored_values(shell, values, checkpoint))
@@ -190,7 +191,9 @@ def export_part(
 
 
 def _check_written_alone(part: TunedPart, options: write.ExportOptions) -> None:
-    """Raise ConfigError for options that an adapter alone cannot be written with."""
+    """Raise ConfigError for options that an adapter alone cannot be written with: those of a whole model's files. Only
+    a prefix has an official layout of its own.
+    """
     is_prefix = adapters.method_of(part.settings) is TuningMethod.ptuning_v2
     is_format_of_model = options.format != "hf" and not is_prefix
     if not (options.dtype or options.max_shard_size != MAX_SHARD_SIZE or is_format_of_model):
@@ -253,9 +256,11 @@ def _write_merged(
     probed = probe.read(source)
     with write.scratch_directory(folder) as scratch:
         plan, values = merge_adapter(part)
+        # The weights get the names and shapes that the base's files have.
         stored_form.record(plan.model, weights.files_of(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])
         state = assemble.assemble_state(source, plan.model, values, scratch, dtype)
+        # Such as tie_word_embeddings=false: see `plan_merge`.
         keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())
         if keys and options.format == "official":
             raise ConfigError(

@@ -19,7 +19,7 @@ _MOST_EVALUATIONS = 20
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the content of the model card: front matter, what was trained on what data, losses, versions, settings."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, (kind, _) = config["model"], _task_and_loss(config)
+    model, (kind, _) = config["model"], _task_and_loss(config)  # kind: of the task
     base = model["name"] or model["path"] or "?"
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
     left_out = "task" if kind == "language" else "", "distill" if kind != "distill" else ""

@@ -56,11 +56,11 @@ def export_any(
         family: chat format, see `load_chat_encoder`.
     """
     is_adapter = bool(adapter) or adapters.is_adapter(path)
-    checkpoint = None if is_adapter else intact.resolve_checkpoint(path)
+    checkpoint = None if is_adapter else intact.resolve_checkpoint(path)  # None: an adapter, or a model directory
     if not is_adapter and checkpoint is None:
         options.check_whole_model()
         _export_directory(path, folder, options, family, path)
-    elif options.text_only:
+    elif options.text_only:  # in two steps: the text model is taken out of a whole model's directory
         with scratch_directory(folder) as scratch:
             exported, all_parts = scratch / "exported", replace(options, text_only=False)
             export_any(path, exported, all_parts, adapter=adapter, base=base, family=family)
@@ -100,14 +100,14 @@ def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str,
     precision = options.precision or next(iter(part.values.values())).dtype
     model = part.shaped(load_empty(part.base))
     model.to(precision)
-    if options.merge:
+    if options.merge:  # a whole model's export copies the tensors of the base that no class of transformers reads
         record_extra_tensors(model, files_of(part.base))
     has_tokenizer = (path / "tokenizer_config.json").is_file()
     encoder = _encoder(path if has_tokenizer else part.base, family)
     files = non_weight_files(model, encoder) | embedding_files.read_files(path)
     if (path / CARD_FILE).is_file():
         files[CARD_FILE] = (path / CARD_FILE).read_bytes()
-        if options.merge:
+        if options.merge:  # the card was written for the adapter alone
             files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
     adapter_export.export_part(path, part, folder, options, files, precision)
 

@@ -56,6 +56,7 @@ def load_any(
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
     folder = Path(path or adapter)
+    # A run's directory becomes that of its export or checkpoint, and an adapter in `path` an `adapter` without a path.
     if path and (folder / "config.yaml").is_file():
         folder = model_of_run(folder)
     files.check_directory(folder, ModelError)
@@ -71,16 +72,8 @@ def load_any(
             note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
             print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
     elif (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir():
-        with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
-            from toolkit.export.checkpoint import load_checkpoint
-            from toolkit.models import trainable
-
-        encoder = tokenizer_files.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
-        model = load_checkpoint(folder)
-        trainable.check_generates_text(model, folder)
-        for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
-            parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
-        return LoadedModel(model.eval().to(target), encoder)
+        loaded = _load_from_checkpoint(folder, family, chat_template, precision)
+        return loaded._replace(model=loaded.model.to(target))
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = tokenizer_files.load_chat_encoder(
         adapter if own_tokenizer else folder, family=family, chat_template=chat_template
@@ -89,6 +82,20 @@ def load_any(
     if adapter:
         adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)
+
+
+def _load_from_checkpoint(checkpoint: Path, family: str, chat_template: str, precision: Dtype) -> LoadedModel:
+    """Load a checkpoint's model for generation, on the CPU; ModelError if it makes no text. Arguments: `load_any`."""
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
+        from toolkit.export.checkpoint import load_checkpoint
+        from toolkit.models import trainable
+
+    encoder = tokenizer_files.load_chat_encoder(checkpoint / save.MODEL_DIR, family=family, chat_template=chat_template)
+    model = load_checkpoint(checkpoint)
+    trainable.check_generates_text(model, checkpoint)
+    for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
+        parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
+    return LoadedModel(model.eval(), encoder)
 
 
 def model_of_run(run: Path) -> Path:

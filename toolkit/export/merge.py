@@ -92,7 +92,8 @@ class MergePlan:
 
 def plan_merge(part: TunedPart) -> MergePlan:
     """Return how an adapter is merged into its base, or raise NotMergeable. Decided by its settings and the base's
-    config, on the meta device; values are read only to see whether two tied weights stay equal.
+    config, on the meta device; values are read only to see whether two tied weights stay equal. The base is built
+    twice: with the adapter, to see what that changes, and with the config keys that give all changes a place.
     """
     _check_method(part)
     empty_model = part.shaped(load_empty(part.base))
@@ -102,7 +103,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
     changes, stored = _changes_by_parameter(empty_model), adapters.stored_names(empty_model)
     # Second name -> first, as in `tied`: the weights that the merged model cannot share any more.
     untied = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
-    if untied and part.values and _stays_tied(part, changes, stored, untied):
+    if untied and part.values and _stays_tied(part, changes, stored, untied):  # then one of them is enough
         changes, untied = {name: steps for name, steps in changes.items() if name not in untied}, {}
     needed = {name for name in changes if name not in base_shapes and name not in untied}  # biases that the base lacks
     config = {TIED: False} if untied else {}
@@ -128,6 +129,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
                 architecture=type(model).__name__,
             ),
         )
+    # The key unties all pairs at once: also those that no change has separated get a weight of their own.
     copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
     added = frozenset(shapes.keys() - base_shapes.keys() - copied.keys())
     return MergePlan(model, stored, changes, copied, added, config)
@@ -185,7 +187,7 @@ def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change
     name_of = {id(parameter): name for name, parameter in empty_model.named_parameters()}  # of shared ones the first
     replaced: dict[str, list[Change]] = {}
     adapted: dict[str, list[Change]] = {}
-    for name, module in empty_model.named_modules():
+    for name, module in empty_model.named_modules():  # peft's layers around the base's, which are their `base_layer`
         plain = name.replace(".base_layer", "")
         parameters = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
         if isinstance(module, LoraLayer):
@@ -196,12 +198,12 @@ def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change
                 scaling = module.scaling[lora.ADAPTER]
                 bias = parameters[f"lora_B.{lora.ADAPTER}.bias"]
                 adapted.setdefault(f"{plain}.bias", []).append(_AddBias(bias, scaling))
-        elif isinstance(module, ModulesToSaveWrapper):
+        elif isinstance(module, ModulesToSaveWrapper):  # a module trained in full: a copy of it is beside the base's
             prefix = f"modules_to_save.{lora.ADAPTER}."
             stored = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
             for key in stored:
                 replaced[f"{name}.{key.removeprefix(prefix)}"] = [_ReplaceBy(parameters.get(key, f"{name}.{key}"))]
-        elif isinstance(module, TrainableTokensWrapper):
+        elif isinstance(module, TrainableTokensWrapper):  # rows of an embedding that were trained in full
             rows = module.token_adapter.token_indices[lora.ADAPTER]
             adapted[f"{name}.weight"] = [
                 _ReplaceRows(parameters[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))
@@ -386,9 +388,10 @@ def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch
         plan = plan_merge(part)
         trained = _adapter_values(part, plan.stored)
     model, values = stream_parameters(part.base)
-    if plan is None or not plan.config:  # the model as its directory has it, with its origin
+    # Without new keys: the model as its directory has it, with its origin (`ModelRecord.origin`).
+    if plan is None or not plan.config:
         model = part.shaped(model)
-    if plan is None:
+    if plan is None:  # no adapter: trained parameters of the model itself take the place of the base's
         own_names = {*trained} - {*weights.tied_parameter_names(model)}
         plan = MergePlan(model, {}, {name: [_ReplaceBy(name)] for name in own_names})
     elif not plan.config:

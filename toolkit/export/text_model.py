@@ -37,6 +37,7 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     else:
         parts = [(standalone.get_decoder(), decoder), (standalone.get_output_embeddings(), head)]
         names = {id(part): name for name, part in standalone.named_modules()}
+        # The decoder's and the output layer's tensors, under the names that these parts have in the text model.
         state = {
             f"{names[id(target)]}.{name}": value for target, part in parts for name, value in part.state_dict().items()
         }

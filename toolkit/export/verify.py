@@ -73,7 +73,7 @@ def verify_model(folder: Path) -> str:
     """
     saved, model = probe.read(folder), streamed_model(folder)
     if reason := _nothing_to_compare(saved):
-        deque(stream_parameters(folder)[1], maxlen=0)  # no forward pass reads it
+        deque(stream_parameters(folder)[1], maxlen=0)  # reads all weights, which no forward pass does here
         return reason
     assert saved is not None
     return judge_logits(model, folder, logits_of_directory(folder, saved.ids, model), saved)
@@ -133,9 +133,9 @@ def _difference_bounds(
     """
     kind = probe.coarser_precision(captured, saved)  # such as float16 or tf32
     usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
-    narrows = folder is not None and kind != "float32"
+    is_always_measured = folder is not None and kind != "float32"
     other = probe.other_precision(captured, saved)
-    is_settled = not difference or (difference <= usual[0] and not narrows)
+    is_settled = not difference or (difference <= usual[0] and not is_always_measured)
     if is_settled or other is None or any(_OF_EXPERTS.search(name) for name, _ in model.named_parameters()):
         return usual
     in_other = probe.capture(streamed_model(folder, other) if folder else model.to(other), saved.ids)
@@ -144,7 +144,9 @@ def _difference_bounds(
         return usual
     rounding *= probe.TIMES_IN_FLOAT32 if kind == "float32" else 1.0
     measured = probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding
-    return measured if narrows else (max(usual[0], measured[0]), max(usual[1], measured[1]))
+    if is_always_measured:
+        return measured
+    return max(usual[0], measured[0]), max(usual[1], measured[1])
 
 
 @contextmanager

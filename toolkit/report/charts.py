@@ -119,7 +119,7 @@ def lines(
     color = _colored("s:N", {name: looks.colors[name] for name in names}, _legend(listed))
     values = [record["y"] for record in records]
     is_steep = bool(values) and min(values) > 0 and max(values) > _SPREAD * statistics.median(values)
-    is_log = is_steep and not axes.from_zero
+    is_log = is_steep and not axes.from_zero  # a logarithmic axis has no zero
     fitted = alt.Scale(type="log") if is_log else alt.Scale(zero=axes.from_zero, nice=True)
     x = _steps(axes.x)
     y = alt.Y("y:Q", title=axes.y, scale=fitted, axis=alt.Axis(format=axes.format) if axes.format else alt.Axis())
@@ -127,7 +127,7 @@ def lines(
     if any("low" in record for record in records):  # between the extremes: as lines, so that a lone spike is seen
         band = base.transform_filter("isValid(datum.low)").mark_rule(opacity=0.3, strokeWidth=1.5)
         layers.append(band.encode(x=x, y=alt.Y("low:Q", title=axes.y), y2="high:Q", color=color))
-    for name in names:
+    for name in names:  # a layer each: a mark's dash and width are of the whole layer
         line = base.transform_filter(alt.datum.s == name).encode(x=x, y=y, color=color)
         if name in looks.faint:
             layers.append(line.mark_line(strokeWidth=1, opacity=0.45))
@@ -222,6 +222,7 @@ def shares(parts: dict[str, float], axes: Axes, color: str, caption: Caption) ->
         {"s": name, "x": part / total, "y": part, "text": f"{name}: {digits(100 * part / total)} %"}
         for name, part in sorted(parts.items(), key=lambda pair: -pair[1])
     ]
+    # The bar lies below the middle of its row (yOffset), and the text stands above it, as names may be long.
     base = alt.Chart(alt.InlineData(values=values)).encode(
         y=alt.Y("s:N", title=None, sort=None, axis=None),
         tooltip=[
@@ -268,7 +269,9 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption)
 
 
 def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, caption: Caption) -> Drawing:
-    """Return a histogram of `bins`: (low end, high end, count, text of the tooltip)."""
+    """Return a histogram of `bins`: (low end, high end, count, text of the tooltip). They are drawn as they are
+    ("binned"), not counted by Vega-Lite.
+    """
     values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
         alt.Chart(alt.InlineData(values=values))
@@ -292,7 +295,7 @@ def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str],
     keys = [Key(f"{value:g}" if value < max(colors) else f"≥ {value:g}", color) for value, color in colors.items()]
     definition = (
         alt.Chart(alt.InlineData(values=[{"row": name, "v": values} for name, values in rows.items()]))
-        .transform_flatten(["v"])
+        .transform_flatten(["v"])  # a record for each cell, and x, its place in the row from 0
         .transform_window(count="row_number()", groupby=["row"])
         .transform_calculate(x="datum.count - 1")
         .mark_rect()

@@ -50,14 +50,16 @@ def events_of(run: Run) -> list[Event]:
         if isinstance(step, int) and not isinstance(step, bool):
             events.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
     events += [Event(step, tr("bad step"), printable(text), RED) for step, text in run.bad_steps]
-    bad, unused_files = {step for name, step, _ in run.history.events if name == "bad_steps"}, len(run.bad_steps)
+    bad = {step for name, step, _ in run.history.events if name == "bad_steps"}  # they are counted as skipped too
+    unused_files = len(run.bad_steps)
     for name, step, count in run.history.events:
         if name == "rewinds":
             events.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            # Not by step: after a rewind this is the first row, and the bad steps were later ones.
+            # Those with files are events already. Not matched by step: after a rewind this is the first row, and the
+            # bad steps were later ones.
             unused_files -= count
-            if unused_files < 0:  # a full disk has no room for their files
+            if unused_files < 0:  # more are counted than have files: a full disk had no room for them
                 text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -unused_files))
                 events.append(Event(step, tr("bad step"), text, RED))
         elif name == "skipped_steps" and step not in bad:
@@ -134,11 +136,8 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
 def _loss(runs: Sequence[Run]) -> list[Drawing]:
     """Return the chart of training and validation loss: of one run also raw values, n-gram baselines and events."""
     of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer"), "labels": tr("loss per sample")}
-    y = (
-        tr("loss per sample")
-        if runs[0].is_custom
-        else of_units.get(str(runs[0].data.get("unit")), tr("nats per token"))
-    )
+    unit = "labels" if runs[0].is_custom else str(runs[0].data.get("unit"))
+    y = of_units.get(unit, tr("nats per token"))
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
     if len(runs) == 1:
         (run,) = runs
@@ -157,7 +156,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         if smoothed:
             count = 2 * _half_window(len(points)) + 1
             note = tr("Pale: values as logged. Smoothed: the mean of {count} points, centred.", count=count)
-        if len(points) > 1 and points[1]["x"] - points[0]["x"] > 1:  # train.log_every
+        if len(points) > 1 and points[1]["x"] - points[0]["x"] > 1:  # with train.log_every
             note = joined(note, tr("A point of training is the mean of the steps since the one before."))
         if any("low" in record for record in records):
             note = joined(note, tr("The band spans the extremes where a point stands for several rows."))
@@ -167,7 +166,8 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         validations = [f"{run.name} · " + tr("validation") for run in runs]
         for run, color, validation in zip(runs, _colors(runs).values(), validations, strict=True):
             points = _points(run, "loss", run.name)
-            records += [*(_smooth(points, run.name) or points), *_validation(run, "eval_loss", validation)]
+            training = _smooth(points, run.name) or points  # too few points are not smoothed
+            records += [*training, *_validation(run, "eval_loss", validation)]
             colors |= {run.name: color, validation: color}
         looks = Series(colors=colors, dashed=validations, dotted=validations, unlisted=validations)
         note = tr("Training loss smoothed; dashed: validation.")
@@ -245,10 +245,13 @@ _MOST_EXPERTS = 1 << 16
 
 
 def _experts(run: Run) -> list[Drawing]:
-    """Return a chart of each expert's tokens, by layer, divided by the mean of the layer."""
+    """Return a chart of each expert's tokens, by layer, divided by the mean of the layer; layers whose counts are
+    malformed or all 0 are left out.
+    """
     loads, shares = run.experts.get("loads"), {}
     for layer, load in loads.items() if isinstance(loads, dict) else ():
-        if isinstance(load, list) and all(type(count) is int and count >= 0 for count in load) and sum(load):
+        is_valid = isinstance(load, list) and all(type(count) is int and count >= 0 for count in load)
+        if is_valid and sum(load):
             shares[printable(layer)] = [rounded(count * len(load) / sum(load)) for count in load]
     if not 0 < sum(map(len, shares.values())) <= _MOST_EXPERTS:
         return []
@@ -298,16 +301,17 @@ def _step_parts(run: Run) -> list[Drawing]:
     """Return a chart of the share that each part has in the time of all steps.
 
     The figures are the seconds from the step's begin to the end of each part, so a part is the difference of two. Each
-    is a mean over several rows: an end before that of the part below, or after the step's, is moved to it.
+    is a mean over several rows: an end before that of the part before, or after the step's, is moved to it. A single
+    rank has no times of ranks: its parts are the wait for data and all the rest.
     """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
-    series = [dict(run.history.training.series(figure)) for figure in figures]
+    series = [dict(run.history.training.series(figure)) for figure in figures]  # step -> `Figure`
     names = (tr("waiting for data"), tr("forward pass"), tr("waiting for the slowest rank"))
     last_name = tr("backward pass, gradient reduction, optimizer") if series[1] else tr("forward, backward, optimizer")
     steps = [step for step in series[-1] if step in series[0]]
     if not steps:
         return []
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = {}  # name -> mean seconds per step
     for step in steps:
         begin, step_s = 0.0, series[-1][step].mean
         for name, by_step in zip((*names, last_name), series, strict=True):
@@ -328,7 +332,7 @@ def _rank_times(run: Run) -> list[Drawing]:
     names = {"slowest_rank_s": tr("slowest"), "median_rank_s": tr("median"), "fastest_rank_s": tr("fastest")}
     curves = {name: _points(run, figure, name) for figure, name in names.items()}
     pairs = zip(curves[names["median_rank_s"]], curves[names["fastest_rank_s"]], strict=False)
-    if all(median["y"] == fastest["y"] for median, fastest in pairs):  # of two ranks the faster one is the median
+    if all(median["y"] == fastest["y"] for median, fastest in pairs):  # of two ranks the lower median is the faster one
         del curves[names["median_rank_s"]]
     records = [{"x": point["x"], "y": point["y"], "s": point["s"]} for points in curves.values() for point in points]
     if len({record["x"] for record in records}) < _LEAST_STEPS:

@@ -94,11 +94,14 @@ def short(value: float) -> str:
 
 
 def speed(run: Run) -> float | None:
-    """Return tokens (or samples) per second over all steps that were logged, None where there are none."""
+    """Return tokens (or samples) per second over all steps that were logged, None where there are none: the mean of the
+    speeds, each weighted by the seconds of its steps.
+    """
     paces = run.history.training.series("samples_per_s" if run.is_custom else "tokens_per_s")
-    weights = dict(run.history.training.series("step_s"))
-    seconds = sum(weights[step].mean for step, _ in paces if step in weights)
-    return sum(pace.mean * weights[step].mean for step, pace in paces if step in weights) / seconds if seconds else None
+    step_s = dict(run.history.training.series("step_s"))
+    timed = [(pace.mean, step_s[step].mean) for step, pace in paces if step in step_s]
+    total_s = sum(seconds for _, seconds in timed)
+    return sum(pace * seconds for pace, seconds in timed) / total_s if total_s else None
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
@@ -129,7 +132,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
         yield Tile(tr("Tokens"), short(total), detail)
     if (pace := speed(run)) is not None:
-        detail = ""
+        detail = ""  # on a GPU its MFU; where its peak is not known, the share of the measured matmul speed
         for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
             if series := history.training.series(name):
                 mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
@@ -204,7 +207,9 @@ def events(run: Run) -> Table | None:
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
-    """Return the settings in which a run differs from its recipe and the defaults, or several runs from each other."""
+    """Return the settings in which a run differs from its recipe or the defaults, or several runs from each other; None
+    if there are none.
+    """
     if len(runs) > 1:
         rows = [[change.key, *change.values] for change in differences_between(runs)]
         return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
@@ -332,7 +337,9 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (label, command) of each start of a run, and of how to run the same settings again."""
+    """Return (label, command) of each start of a run, once where the command stays the same, and of how to run the same
+    settings again.
+    """
     labelled_commands: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
@@ -654,7 +661,8 @@ def _answers(runs: Sequence[Run]) -> Section:
     """Return the section of answers to samples: of one run over its evaluations, of several each one's last."""
     note = ""
     if len(runs) > 1:
-        # Samples are matched by question and reference, not by place: data may have been copied.
+        # Samples are matched by question and reference, not by place: data may have been copied. -> (the first run's
+        # sample, the answers of all runs)
         asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
         for run in runs:
             for sample in run.answers.samples:
@@ -782,7 +790,7 @@ def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) 
     drawings, names = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()
-    if language == "zh" and not has_chinese():  # the letters would be boxes
+    if language == "zh" and not has_chinese():  # the letters in pictures would be boxes; the page has a browser's fonts
         messages.set_language("en")
         drawings = draw(runs)
     try:

@@ -107,8 +107,9 @@ class Curve:
         points = []
         for counts, sums, least, most, last in self._groups:  # see `_summary`
             if counts[column] and counts[step]:
-                extremes = float(least[column]), float(most[column])
-                points.append((int(last[step]), Figure(sums[column] / counts[column], *extremes, float(last[column]))))
+                mean = sums[column] / counts[column]
+                figure = Figure(mean, float(least[column]), float(most[column]), float(last[column]))
+                points.append((int(last[step]), figure))
         return points
 
     def last(self, name: str) -> float | None:
@@ -163,9 +164,12 @@ class History:
     unreadable: int = 0
     """Number of lines that are no rows, such as one that was cut off."""
     _waiting: list[list[Any]] = field(default_factory=list)
+    """Rows not processed yet, each with the values of NAMES: numpy is fast for many at once."""
     _last_values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(NAMES)))
+    """Last finite value of each of NAMES in the rows that were processed."""
     _stride: int = 1
     _evaluations: int = 0
+    """Evaluations read so far, of which every `_stride`th is kept."""
     _newest: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -212,7 +216,7 @@ class History:
         rows, self._waiting = self._waiting, []
         try:
             values = np.array(rows, dtype=np.float64)
-        except (ValueError, TypeError, OverflowError):
+        except (ValueError, TypeError, OverflowError):  # some value is no number
             numbers = [[_finite_number(value) for value in row] for row in rows]
             values = np.array(numbers, dtype=np.float64)  # None becomes nan
         if len(values):
@@ -220,12 +224,14 @@ class History:
         self.unreadable += len(rows) - len(values)
         if not len(values):
             return
-        if self._last_values[0] and not self.training.rows:  # the counts came with another run's checkpoint
+        # A run from another run's checkpoint begins after a step and with that run's counts, which are no events of it.
+        if self._last_values[0] and not self.training.rows:
             self._last_values[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
         self._add_events(rows, values)
-        with_previous = np.vstack([self._last_values, values])
+        # step_s is the mean of the steps since the row before: at least 1, as after a rewind steps go back.
+        steps_of_row = np.maximum(np.diff(values[:, 0], prepend=self._last_values[0]), 1)
         step_s = np.nan_to_num(values[:, _COLUMN["step_s"]], nan=0.0, posinf=0.0)
-        self.seconds += float((step_s * np.maximum(np.diff(with_previous[:, 0]), 1)).sum())
+        self.seconds += float((step_s * steps_of_row).sum())
         for counter, name, scale in ((self.slowest, "slowest_rank", 1), (self.padding, "padding_fraction", 100)):
             column = values[:, _COLUMN[name]]
             counter.update((column[np.isfinite(column)] * scale).astype(int).tolist())
@@ -364,7 +370,9 @@ class Answers(NamedTuple):
 
 
 def read_answers(folder: Path) -> Answers:
-    """Return the answers to a few validation samples, of the first, the last and some evaluations between."""
+    """Return the answers to a few validation samples, of the first, the last and some evaluations between. `folder` has
+    a file step-N.jsonl of each evaluation, with a row for each sample.
+    """
     matches = ((re.fullmatch(r"step-(\d+)", path.stem), path) for path in folder.glob("step-*.jsonl"))
     files = {int(match[1]): path for match, path in matches if match}
     all_steps = sorted(files)
@@ -375,7 +383,7 @@ def read_answers(folder: Path) -> Answers:
         with suppress(OSError):
             for row in islice(json_lines(files[step]), LINES):
                 if row is not None and isinstance(row.get("output"), str):
-                    # Cut, but not so short that half a secret would be left.
+                    # Cut to bound memory, but not so short that half a secret would be left: secrets are hidden below.
                     where, prompt, reference, output = (str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS)
                     sample = asked.setdefault((where, prompt), Sample(where, prompt, reference, {}, {}))
                     if step not in sample.answers:
@@ -542,7 +550,9 @@ def _file_text(path: Path) -> str:
 
 
 def _newest_mapping(folder: Path, name: str) -> dict[str, Any]:
-    """Return the mapping in the newest start's file `name`; a start that died at once may have moved it to logs/."""
+    """Return the mapping in the newest start's file `name`, {} without one; a start that died at once may have moved it
+    to logs/, as config-….yaml.
+    """
     earlier_files: list[Path] = []
     with suppress(OSError):  # one of them has just been removed
         logs = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
@@ -584,7 +594,7 @@ def is_worked_on(folder: Path) -> bool:
     lock = _mapping(folder / "run.lock")
     if lock.get("host") == socket.gethostname():
         try:
-            begun = psutil.Process(lock["pid"]).create_time()
+            begun = psutil.Process(lock["pid"]).create_time()  # seconds since 1970, as of `since` below
             since = datetime.strptime(lock["since"], "%Y-%m-%dT%H:%M:%S%z")
         except (KeyError, TypeError, ValueError, psutil.Error):
             return False

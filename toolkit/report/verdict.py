@@ -96,27 +96,31 @@ def judge(curves: Curves) -> Verdict | None:
 
 
 def _judge_losses(curves: Curves) -> Verdict:
-    """Return the verdict on two or more validation losses."""
-    points, few = curves.validation, curves.steps < _FEW_STEPS
+    """Return the verdict on two or more validation losses: they rise since the best step (overfit), there are too few
+    steps, they did not fall, are not below the n-gram baselines yet, or the model has learned; in this order.
+    """
+    points, has_few_steps = curves.validation, curves.steps < _FEW_STEPS
     first, last = points[0][1], points[-1][1]
     best_step, best = min(points, key=lambda point: point[1])
     noise = _NATS_OF_A_TOKEN / math.sqrt(curves.validation_tokens) if curves.validation_tokens else 0.0
-    least = max(_OF_FIRST * abs(first), noise)
+    least = max(_OF_FIRST * abs(first), noise)  # the smallest difference that is no chance
     fell, losses = _is_less(last, first, least), _from_to(points)
     if _is_less(best, last, least) and _is_less(best, first, least):
         later = [loss for step, loss in points if step > best_step]
         values = {"step": f"{best_step:,}", "best": digits(best), "last": digits(last)}
-        if _is_less(last, max(later), least):
+        if _is_less(last, max(later), least):  # it rose, and falls again
             text = tr("Validation loss was lowest at step {step}: {best}, at the end {last}.", **values)
         else:
             text = tr("Validation loss rises since step {step}: {best} -> {last}. Stop earlier.", **values)
         return Verdict(OVERFIT, text, best_step)
     is_falling = fell and len(points) > 2 and _is_less(last, points[-2][1], least)
-    if few and (not fell or is_falling or len(points) < 3):
+    # A short run is judged only where its loss fell and does so no more.
+    if has_few_steps and (not fell or is_falling or len(points) < 3):
         return _too_few(curves.steps, tr("validation loss {losses}", losses=losses))._replace(is_falling=is_falling)
     if not fell:
         text = tr("Loss did not fall: validation loss {losses}.", losses=losses)
         return Verdict(FLAT, text, headline=tr("Loss did not fall."))
+    # The baselines that the last loss is below; one that was not computed is none of them.
     below = [name for name in ("unigram", "bigram") if last < curves.baselines.get(name, -math.inf)]
     values = {"losses": losses, "unigram": "", "bigram": ""}
     values |= {name: digits(loss) for name, loss in curves.baselines.items()}
@@ -132,6 +136,14 @@ def _judge_losses(curves: Curves) -> Verdict:
         )
         headline = tr("Not enough yet: the validation loss is above the bigram baseline.")
         return Verdict(SHORT, text, is_falling=is_falling, headline=headline)
+    return _learned(curves, losses, below, values)._replace(is_falling=is_falling)
+
+
+def _learned(curves: Curves, losses: str, below: Sequence[str], values: Mapping[str, str]) -> Verdict:
+    """Return the verdict on validation losses that fell far enough. `losses`: the first and last; `below`: baselines
+    that the last is below; `values`: fields of the sentence about both.
+    """
+    best_step, best = min(curves.validation, key=lambda point: point[1])
     text, headline = tr("Learned: validation loss {losses}.", losses=losses), tr("Learned.")
     if len(below) == 2:
         text = tr(
@@ -139,7 +151,8 @@ def _judge_losses(curves: Curves) -> Verdict:
             **values,
         )
         headline = tr("Learned: the validation loss is below the unigram and bigram baselines.")
-    if curves.validation_tokens and _is_less(best, last, 0.0):  # less than `least`, else it were overfit
+    # The best may be lower, but by no more than chance: else `_judge_losses` had called it overfit.
+    if curves.validation_tokens and _is_less(best, curves.validation[-1][1], 0.0):
         lowest = tr(
             "It was lowest at step {step} ({best}); over {tokens} validation tokens that may be chance.",
             step=f"{best_step:,}",
@@ -147,7 +160,7 @@ def _judge_losses(curves: Curves) -> Verdict:
             tokens=f"{curves.validation_tokens:,}",
         )
         text, headline = joined(text, lowest), joined(headline, lowest)
-    return Verdict(LEARNED, text, is_falling=is_falling, headline=headline)
+    return Verdict(LEARNED, text, headline=headline)
 
 
 def _judge_shares(curves: Curves) -> Verdict:
@@ -159,7 +172,7 @@ def _judge_shares(curves: Curves) -> Verdict:
     first, last = max(points[0][1], curves.chance), points[-1][1]
     best_step, best = max(points, key=lambda point: point[1])
     noise = _LEAST_POINTS
-    if curves.samples > 0:
+    if curves.samples > 0:  # two standard errors of a share p of n samples: 2 sqrt(p (1 - p) / n)
         variance = max(last * (1 - last), first * (1 - first), 0.0)  # a damaged file may hold what is no share
         noise = max(noise, 2 * math.sqrt(variance / curves.samples))
     values = {"metric": curves.metric, "first": f"{points[0][1]:.1%}", "last": f"{last:.1%}"}

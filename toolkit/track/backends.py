@@ -105,7 +105,7 @@ class CsvFile(Backend):
         """Make the file, without rows; one of an earlier session stays until its rows are there again."""
         self.path = run.folder / "metrics.csv"
         self.columns = ["step"]
-        self.is_old = self.path.exists()
+        self.is_old = self.path.exists()  # all in it is of an earlier session: the first `write` replaces it
         if not self.is_old:
             self._write(self.columns, [])
 
@@ -183,7 +183,7 @@ class TensorboardEvents(Backend):
         chosen = run.settings["dir"]
         folder = Path(chosen) / f"{run.name}-{run.id}" if chosen else run.folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # Readers take the files in the order of their names.
+        # Readers take the files in the order of their names, and know them by "tfevents".
         self.file = folder / f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
         hyperparameters = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value, ensure_ascii=False)
@@ -400,7 +400,7 @@ class MlflowRun(Backend):
     def begin(self, run: TrackedRun) -> None:
         """Begin the run, or resume the one with this run's id as a tag; log hyperparameters and texts."""
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or str(run.folder.parent / "mlruns")
-        if self.folders({"uri": uri}):
+        if self.folders({"uri": uri}):  # a directory
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # mlflow 3 would rather have a database
         self.client = self.connect(tracking_uri=uri)
         experiment = self._experiment(run.settings["experiment"])

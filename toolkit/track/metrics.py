@@ -115,7 +115,8 @@ def speed_and_memory(row: dict[str, float]) -> list[str]:
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.0%}")
-    elif "device_memory_peak_bytes" in row and row.get("mfu_matmul", math.inf) <= 1:  # more: it was busier at the start
+    elif "device_memory_peak_bytes" in row and row.get("mfu_matmul", math.inf) <= 1:
+        # A share of the speed measured at the start; above 1 the GPU was busier then, and it says nothing.
         parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
     if row.get("data_wait_fraction", 0) >= WORTH_SHOWING:
         parts.append(tr("waits {share} for data", share=f"{row['data_wait_fraction']:.0%}"))

@@ -75,10 +75,10 @@ class Trackers:
                 )
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
+                os.set_blocking(pipe.fileno(), False)  # a full or an empty pipe must not hold the training up
             files = [folder / name for name in TEXTS if (folder / name).exists()]
             texts = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files}
-            length = metrics.stat().st_size if metrics.exists() else 0
+            length = metrics.stat().st_size if metrics.exists() else 0  # rows of earlier sessions; later ones are sent
         except OSError as error:
             self._lose(error.strerror or str(error))
             return
@@ -116,7 +116,7 @@ class Trackers:
     def answers(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send at most MOST_ANSWERS of the model's answers (rows of a file of answers); `name`: ANSWERS or SAMPLES."""
         names = {"prompt": "prompt", "output": "answer", "answer": "answer", "reference": "reference"}
-        every = max(1, -(-len(rows) // MOST_ANSWERS))
+        every = max(1, -(-len(rows) // MOST_ANSWERS))  # rounded up: spread over all rows
         answers = [{names[name]: str(value) for name, value in row.items() if name in names} for row in rows[::every]]
         if answers:
             self._send("answers", step=step, name=name, answers=answers)
@@ -126,22 +126,32 @@ class Trackers:
         self._send("summary", step=step, values=values)
 
     def end(self, status: str) -> None:
-        """End the trackers with FINISHED, STOPPED or FAILED. Only a finished run waits for that, up to `patience_s`."""
-        process, is_finished = self._process, status == FINISHED
+        """End the trackers with FINISHED, STOPPED or FAILED. Only a finished run waits for that, up to `patience_s`; of
+        others the process delivers on its own what it has, as this one may have to end at once.
+        """
+        process = self._process
         if process is None:
             return
-        self._is_ending = True
+        self._is_ending = True  # from now on the process may close its output
+        # A failed run may be restarted at once, under the same id at the trackers.
         patience_s = min(self.patience_s, KILLED_PATIENCE_S) if status == FAILED else self.patience_s
         self._send("end", status=status, patience_s=patience_s)
-        until = time.monotonic() + patience_s + 2  # the process itself stops after `patience_s`
-        while is_finished and process.poll() is None and self._process is not None and time.monotonic() < until:
+        if status == FINISHED:
+            self._wait_ended(process, patience_s + 2)  # the process itself stops after `patience_s`
+        self._exchange(wait_s=0.0)  # prints its last warnings
+        self._leave()
+
+    def _wait_ended(self, process: "subprocess.Popen[bytes]", limit_s: float) -> None:
+        """Print the process's warnings until it has ended; kill it if it has not in `limit_s`. `self._process` becomes
+        None meanwhile if it takes no messages any more: `_exchange` has then given it up.
+        """
+        until = time.monotonic() + limit_s
+        while process.poll() is None and self._process is not None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
-        if is_finished and process.poll() is None:
+        if process.poll() is None:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             self._lose(tr("no answer"))
-        self._exchange(wait_s=0.0)
-        self._leave()
 
     def _send(self, kind: str, **values: Any) -> None:
         """Queue a message without secrets and send what the process takes; warn once if it takes nothing any more."""
@@ -156,7 +166,9 @@ class Trackers:
         self._exchange(wait_s=0.0)
 
     def _exchange(self, wait_s: float) -> None:
-        """Write what the process takes of the waiting messages, and print its warnings; wait up to `wait_s` for one."""
+        """Write what the process takes of the waiting messages, and print its warnings; wait up to `wait_s` for one.
+        Give the process up (`_lose`) if it has ended.
+        """
         process = self._process
         if process is None:
             return
@@ -165,7 +177,7 @@ class Trackers:
             while self._waiting:
                 written = os.write(process.stdin.fileno(), self._waiting[: 1 << 16])
                 del self._waiting[:written]
-        except BlockingIOError:
+        except BlockingIOError:  # the pipe is full: the rest waits
             pass
         except OSError:
             if process.poll() is None:
@@ -348,7 +360,7 @@ class BackendQueue:
         whether it did. After the last retry drop its `count` messages.
         """
         for pause_s in (*PAUSES_S, 0.0):
-            is_last = self.ending.is_set()
+            is_last = self.ending.is_set()  # which also ends a pause
             if self._attempt(deliver):
                 if steps:
                     self.record.steps |= steps
@@ -452,7 +464,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the end of stdin is what ends this process
     os.nice(5)
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the pipe to rank 0, for answers alone
     os.dup2(2, 1)  # whatever else is printed, by libraries and their processes, goes where stderr goes
     sys.stdout = sys.stderr = cast("TextIO", _Hiding(sys.stderr))
     queues = _serve(Path(sys.argv[1]), replies)
@@ -473,7 +485,7 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             replies.flush()
 
     queues: list[BackendQueue] = []
-    status, patience_s = FAILED, KILLED_PATIENCE_S
+    status, patience_s = FAILED, KILLED_PATIENCE_S  # if stdin ends without an "end": rank 0 was killed
     for line in sys.stdin:
         try:
             message = json.loads(line)
