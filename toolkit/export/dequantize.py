@@ -22,6 +22,7 @@ _NOT_COPIED = re.compile(
     r"\..*|config\.json|hf_quant_config\.json|quant(ize)?_config\.json|manifest\.json"
     r"|.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|py|index\.json)"
 )
+"""Hidden files, those that are made again or say how the weights are quantized, weights in any format, and code."""
 
 
 def write_dequantized(source: Path, folder: Path, options: ExportOptions) -> None:

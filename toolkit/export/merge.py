@@ -277,7 +277,7 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
         ValueError: a trained tensor is not finite.
         _MergeDiffersError: the merged layer gives other outputs than the layer with LoRA beside it.
     """
-    # The layer itself stays on the meta device; what it was built with may hold another one's tensors.
+    # A copy: the plan's layer stays on the meta device. Without its kwargs, which may hold another layer's tensors.
     layer = deepcopy(layer, {id(layer.kwargs): {}}).eval()
     layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _AddBias
     base, parameter_name = layer.get_base_layer(), parameter_of(layer)

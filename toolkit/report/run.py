@@ -390,7 +390,7 @@ def read_answers(folder: Path) -> Answers:
                         sample.answers[step] = _shown_text(output)
                         numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
                         sample.scores[step] = {name: numbers[name] for name in numbers if name != "output_tokens"}
-    # Those first that were answered most often: a file may have been cut off.
+    # Those first that were answered after most of the steps: a file may have been cut off.
     chosen = sorted(asked.values(), key=lambda sample: -len(sample.answers))[:SAMPLES]
     samples = [
         sample._replace(

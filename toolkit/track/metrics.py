@@ -68,7 +68,7 @@ class MetricsLog:
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        is_warned = bool(self._waiting)
+        is_warned = bool(self._waiting)  # when the first of the waiting rows could not be written
         self._waiting.append(json.dumps(clean, ensure_ascii=False) + "\n")
         try:
             self._write()

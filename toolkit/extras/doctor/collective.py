@@ -63,7 +63,7 @@ def _measure_all_reduce(device: torch.device, rank: int, size: int) -> dict[str,
         started = time.perf_counter()
         dist.all_reduce(values)
         seconds = torch.tensor(_seconds(device, started), device=device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # the same everywhere: all ranks stop at the same size
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # so that all ranks stop at the same size
         right = bool((values == size * (size - 1) / 2).all())
         if seconds.item() > _ENOUGH_S or nbytes >= _MOST_BYTES or not right:
             return {"bytes": nbytes, "seconds": seconds.item(), "right": right}
@@ -71,8 +71,8 @@ def _measure_all_reduce(device: torch.device, rank: int, size: int) -> dict[str,
 
 
 def _measure_ring_transfer(device: torch.device, rank: int, size: int, nbytes: int) -> float:
-    """Send `nbytes` from each rank to the next, even ones before odd ones, so that no rank sends and receives at once.
-    Return the seconds that this rank took to receive from the one before it.
+    """Send `nbytes` from each rank to the next, first from even ones, so that pairs share no network card. Return the
+    seconds that this rank took to receive from the one before it.
     """
     values, receive_s = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
     before, after = (rank - 1) % size, (rank + 1) % size

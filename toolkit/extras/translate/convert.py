@@ -119,7 +119,7 @@ def _write_recipe(
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
     of_json = {key for key in unread if loaded.layers.get(key) == JSON}
     loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in of_json})
-    groups = chosen_groups(loaded.cfg) | draft.groups
+    groups = chosen_groups(loaded.cfg) | draft.groups  # what the other program's keys have chosen counts more
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
         told_by = {key: location for key, location in loaded.where.items() if location.startswith(path)}

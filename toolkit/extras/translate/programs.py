@@ -562,7 +562,7 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.number("weight_decay"):
         draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
     if kind is schema.OptimizerName.adagrad:
-        draft.put("optim.eps", 1e-10)  # torch.optim.Adagrad's default: the Trainer's adam_epsilon is not Adagrad's
+        draft.put("optim.eps", 1e-10)  # PyTorch's default: the Trainer does not hand adam_epsilon to Adagrad
     elif "eps" not in rule_tables.OPTIMIZERS[kind].reads:
         draft.values.pop("optim.eps", None)
     if kind is schema.OptimizerName.adafactor:
