@@ -85,6 +85,7 @@ def _write_recipe(
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
     has_zero = "zero" in draft.groups
+    names_deepspeed = config.has("deepspeed") or not {"use_deepspeed", "config_file"}.isdisjoint(config.accelerate)
     path = deepspeed_json or _named_json(config, folder, draft)
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
@@ -104,12 +105,7 @@ def _write_recipe(
     if path:
         loaded, import_notes = ds_import.import_json(path, loaded, config.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in import_notes]
-    elif config.world_size > 1 and not (
-        has_zero
-        or config.has("deepspeed")
-        or "use_deepspeed" in config.accelerate
-        or "config_file" in config.accelerate
-    ):
+    elif config.world_size > 1 and not has_zero and not names_deepspeed:
         zero = draft.groups.get("zero", "stage2")
         notes += [tr("No DeepSpeed JSON is named; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
@@ -120,10 +116,11 @@ def _write_recipe(
     of_json = {key for key in unread if loaded.layers.get(key) == JSON}
     loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in of_json})
     groups = chosen_groups(loaded.cfg) | draft.groups  # what the other program's keys have chosen counts more
+    # Our key -> what the comment behind it in the recipe names: keys of the other program, or a line of the JSON.
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
-        told_by = {key: location for key, location in loaded.where.items() if location.startswith(path)}
-        origins |= {key: location.replace(f"{folder}/", "") for key, location in told_by.items()}
+        from_json = {key: location for key, location in loaded.where.items() if location.startswith(path)}
+        origins |= {key: location.replace(f"{folder}/", "") for key, location in from_json.items()}
     differing = _differing(loaded.cfg, _compose(folder, groups).cfg)
     text = recipe_text(groups, list(_lines(differing, "", "", origins)))
     final = _read_again(text, loaded.cfg, config.world_size, folder)
