@@ -132,12 +132,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
         yield Tile(tr("Tokens"), short(total), detail)
     if (pace := speed(run)) is not None:
-        detail = ""  # on a GPU its MFU; where its peak is not known, the share of the measured matmul speed
-        for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
-            if series := history.training.series(name):
-                mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
-                detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-        yield Tile(tr("Samples per second") if run.is_custom else tr("Tokens per second"), digits(pace), detail)
+        yield _speed_tile(run, pace)
     most, planned = peak(run)
     if most is not None:
         detail = tr("of {planned} GiB planned", planned=digits(planned / GIB)) if planned else ""
@@ -151,7 +146,25 @@ def tiles(run: Run) -> Iterator[Tile]:
                 "in training steps; {time} in all, from the start of the command", time=terminal.clock(round(total_s))
             )
         yield Tile(tr("Time"), terminal.clock(round(history.seconds)), detail)
-    bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
+    yield _bad_steps_tile(run)
+
+
+def _speed_tile(run: Run, pace: float) -> Tile:
+    """Return the tile of tokens (or samples) per second; on a GPU also the MFU, or where the GPU's peak is not known
+    the share of the matmul speed that was measured.
+    """
+    detail = ""
+    for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
+        if series := run.history.training.series(name):
+            mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
+            detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
+    return Tile(tr("Samples per second") if run.is_custom else tr("Tokens per second"), digits(pace), detail)
+
+
+def _bad_steps_tile(run: Run) -> Tile:
+    """Return the tile of bad steps, with restarts, skipped steps and rewinds."""
+    counts = (run.history.training.last(name) for name in ("bad_steps", "skipped_steps", "rewinds"))
+    bad, skipped, rewinds = (int(count or 0) for count in counts)
     restarts = max(len(run.starts) - 1, 0)
     parts = [
         tr("restarts: {count}", count=restarts) if restarts else "",
@@ -159,7 +172,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         tr("rewinds: {count}", count=rewinds) if rewinds else "",
     ]
     detail = messages.listed(*parts) or tr("no restarts")
-    yield Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
+    return Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
 
 
 def overview(runs: Sequence[Run]) -> Table:
