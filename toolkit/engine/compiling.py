@@ -64,7 +64,7 @@ def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: s
     as_a_whole = compiling.deepcompile or engine.zero_optimization_stage() == 3
     layers = [] if as_a_whole else outermost_layers(model)
     # PyTorch stops compiling a function that it has compiled eight times (torch 2.13, recompile_limit), and all layers
-    # are one function to it: each may be of a kind of its own, for one length and then for all.
+    # are one function to it: each may be of a kind of its own, and is compiled for one length and then for all.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers))
     for layer in layers:

@@ -148,7 +148,7 @@ class UpdateVeto:
         before, and divides gradients by the doubled one, which halves an update without clipping (0.19.8).
         """
         self._grow = None
-        result = real(*arguments, **options)
+        result = real(*arguments, **options)  # in which `_update_scale` is called
         if self._grow is not None:
             self._grow()
         return result
@@ -192,7 +192,7 @@ class UpdateVeto:
                     return norm
             elif not self.vetoed:  # judged by `update_unless_vetoed`
                 return real(*arguments)
-            infinity = torch.full((), math.inf)
+            infinity = torch.full((), math.inf)  # after a veto
             return [infinity] if is_stage3 else infinity
 
         def update_unless_vetoed(real: Callable[[], None]) -> None:

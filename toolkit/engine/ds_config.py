@@ -414,7 +414,7 @@ def _write_scheduler(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | Non
             "the file."
         )
         return
-    steps = warmup_steps(cfg, total_steps or 0)
+    steps = warmup_steps(cfg, total_steps or 0)  # of None only a constant rate comes here, without a ratio
     if steps == 0:
         if not constant:  # Without warm-up a constant rate needs no scheduler.
             ds.omit(

@@ -177,7 +177,7 @@ class DsImport:
                 names = ", ".join(members)
                 raise self.error(key, "{key} = {value} must be one of {names}.", key=key, value=value, names=names)
             return value
-        # The recipe may have "auto" in these two.
+        # The recipe may have "auto" in these two, whose type says nothing about the file's.
         kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(ours))
         return self.as_type(kind, value, key)
 
@@ -192,7 +192,7 @@ class DsImport:
         if type(value) is not kind:
             expected_type = type_name(kind)
             accepted = (int, float) if kind is float else (kind,)
-            with suppress(ValueError):  # a number, true or false in quotes
+            with suppress(ValueError):  # of a number, true or false in quotes, what to write: "3" -> 3, "True" -> true
                 if isinstance(value, str) and type(json.loads(value.lower())) in accepted:
                     expected_type = joined(expected_type, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
@@ -227,7 +227,8 @@ def import_json(
     _apply_deepspeed_defaults(ds)
     for key in ds.values:
         if ds.has(key) and key in ds_config.SAME and key not in (BATCH, MICRO):  # for these see `_import_batch`
-            ds.assign(ds_config.SAME[key], max(1, ds.values[key]) if key == AUTOTP else ds.values[key], key)
+            value = max(1, ds.values[key]) if key == AUTOTP else ds.values[key]
+            ds.assign(ds_config.SAME[key], value, key)
     for name, ours in tensor_split.partition_config().items():
         key = f"tensor_parallel.partition_config.{name}"
         if ds.has(key) and ds.values[key] != ours:
@@ -329,6 +330,7 @@ def _check_round_trip(ds: DsImport, result: load.LoadedConfig) -> None:
     AssertionError if anything else differs.
     """
     cfg = mesh.with_micro_batch(result.cfg)
+    # Of an unknown number of ranks, as many as compute the global batch without accumulation.
     ranks = ds.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
     ours = dict(dotted_keys.leaves(ds_config.build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # training determines both
@@ -397,7 +399,7 @@ def _import_batch(ds: DsImport) -> None:
         if ds.has(MICRO) and is_free[BATCH]:
             ds.assign("batch.global_size", rows * data_ranks, MICRO)  # as DeepSpeed, which then accumulates nothing
         elif ds.has(BATCH) and is_free[MICRO] and size % data_ranks == 0:
-            ds.assign("batch.micro_per_gpu", math.gcd(size // data_ranks, rows), BATCH)
+            ds.assign("batch.micro_per_gpu", math.gcd(size // data_ranks, rows), BATCH)  # a divisor of both
     if not ds.has(STEPS):
         return
     if ds.world_size is not None:
@@ -557,6 +559,7 @@ def _import_scheduler(ds: DsImport) -> None:
     ds.assign("schedule.name", SCHEDULES[name], key)
     is_cosine, rate = name == "WarmupCosineLR", ds.current("optim.lr")
     _check_peak_rate(ds, name, rate)
+    # Where the warm-up begins: the schema has it as a fraction of the peak rate, DeepSpeed only for the cosine.
     lowest, lowest_key = _scheduler_parameter(ds, "warmup_min_ratio" if is_cosine else "warmup_min_lr")
     if lowest is not None:
         ds.assign("schedule.warmup_min_ratio", float(lowest) if is_cosine else lowest / (rate or 1.0), lowest_key)
@@ -600,7 +603,7 @@ def _check_peak_rate(ds: DsImport, name: str, rate: float) -> None:
     file gives the peak alone, and `strict` is off, it becomes `optim.lr` instead.
     """
     key = "scheduler.params.warmup_max_lr"
-    peak = ds.values.get(key, 0.001 if name == "WarmupDecayLR" else rate)
+    peak = ds.values.get(key, 0.001 if name == "WarmupDecayLR" else rate)  # DeepSpeed's defaults
     if name == "WarmupCosineLR" or peak == "auto":
         return
     if ds.has(key) and "optimizer.params.lr" not in ds.values and not ds.strict:
@@ -733,16 +736,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _lines_of_keys(text: str, path: str) -> dict[str, str]:
-    """Return dotted key -> "file:line" for the keys of valid JSON, except in lists; ConfigError for a duplicate."""
+    """Return dotted key -> "file:line" for the keys of valid JSON, except in lists; ConfigError for a duplicate. The
+    text is split into strings and punctuation, as Python's parser tells no lines.
+    """
     where: dict[str, str] = {}
-    prefixes: list[str | None] = []  # of the keys in each open object; None inside a list
-    key = string = ""  # the last key; the last string, which is a key if ":" follows
+    prefixes: list[str | None] = []  # of the keys in each open object, such as "fp16."; None inside a list
+    key = string = ""  # the last key, with its prefix; the last string, which is a key if ":" follows
     for token in _TOKEN.finditer(text):
         mark = token.group()
         prefix = prefixes[-1] if prefixes else ""
-        if mark == "{":
-            prefixes.append(None if prefix is None else f"{key}." if key else "")  # "" in the outermost object
-        elif mark == "[":
+        if mark == "{" and prefix is not None:
+            prefixes.append(f"{key}." if key else "")  # "" in the outermost object
+        elif mark in "{[":
             prefixes.append(None)
         elif mark in "}]":
             prefixes.pop()
@@ -754,7 +759,7 @@ def _lines_of_keys(text: str, path: str) -> dict[str, str]:
                     "{place}: '{key}' stands twice, first at {first}.", place=position, key=key, first=where[key]
                 )
             where[key] = position
-        elif mark not in ":,":
+        elif mark not in ":,":  # a string, in its quotes
             string = mark
     return where
 
@@ -777,7 +782,7 @@ def _without_ignored(
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
         elif today and " or " not in today:  # with a choice of new names it is an error, see `key_problem`
             short, new, shown = today.removeprefix(prefix), value, today
-            for path, line in list(where.items()):
+            for path, line in list(where.items()):  # of the key, and of those below it
                 if path.startswith(key):
                     where.setdefault(today + path.removeprefix(key), line)
             if name.startswith("cpu_offload"):  # a switch, and a section today

@@ -49,7 +49,8 @@ def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, pref
     keys: dict[str, Any] = KEYS if tree is None else tree
     for name, value in section.items():
         key, below = prefix + name, keys.get(name)
-        if key == "data_efficiency" or name not in keys or (below and not isinstance(value, dict | None)):
+        is_no_section = below and not isinstance(value, dict | None)  # a value where DeepSpeed has a section
+        if key == "data_efficiency" or name not in keys or is_no_section:
             yield key
         elif below and value:
             yield from wrong_keys(value, below, f"{key}.")
@@ -82,6 +83,7 @@ def key_problem(key: str) -> str:
         return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
     if key in RENAMED:
         return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
+    # What was meant: the name in another section, a similar name in this section, or a key that is similar as a whole.
     places = [other for other in json_keys() if other.rpartition(".")[2] == name]
     close = nearest(name, siblings)
     guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
@@ -113,6 +115,7 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
     """
     values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_keys(extra))  # an ordered set
     for key, value in values.items():
+        # The key or a section above it that the schema owns: of a.b.c the first of a, a.b and a.b.c.
         ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
         if ours or value is None or value == "auto" or (key in NEEDED and value is False):
             wrong[ours or key] = None

@@ -92,7 +92,7 @@ class PeakMemory:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
             self._contexts.enter_context(self._live)
         self.restart()
-        self._before = 0  # the peak before the context does not count
+        self._before = 0  # `restart` has taken over the peak before the context, which does not count
         return self
 
     def __exit__(self, *raised: Any) -> None:

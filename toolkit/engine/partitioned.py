@@ -25,6 +25,7 @@ def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
         stack = parameter_offload.FWD_MODULE_STACK
         if status is ZeroParamStatus.NOT_AVAILABLE or not self._in_forward or torch.compiler.is_compiling():
             return parameter
+        # Never partitioned; read by a module that is being called, and gathered for it; or registered already.
         if parameter.ds_persist or self._parent_module in stack or id(parameter) in stack[-1]._external_params:
             return parameter
         if any(self._parent_module is part for part in stack[-1].modules()):

@@ -168,6 +168,7 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_
     for position in positions:
         leaves[position] = None  # no reference is kept, as they may be moved to host memory
     kinds = {name: type(value) for name, value in mappings.items()}
+    # A partial's positional arguments stay where they are; `inputs` follow them.
     layer = _FlatLayer(partial(call, *getattr(function, "args", ())), kinds, leaves, positions, form)
     checkpointing = deepspeed.checkpointing  # looked up at each call, so that tests can count the calls
     outputs = (checkpointing.checkpoint if reentrant else checkpointing.non_reentrant_checkpoint)(layer, *tensors)

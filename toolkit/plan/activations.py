@@ -67,8 +67,10 @@ def activation_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 
         trained = width * hidden if "model.norm.weight" in outline.trained else 0
         sizes["norms"] += tokens * (4 * hidden + 4 + trained)
     sizes["mask"] += 0 if rows.mask_per_layer else _mask_size(rows)
-    sizes["attention"] += 2 * tokens * width * rotary if rotary == outline.sizes["head_size"] else 0
-    sizes["attention"] += 8 * tokens if any("embed" in name for name in outline.trained) else 0
+    is_shared = rotary == outline.sizes["head_size"]  # cosines and sines; else each layer repeats them, see add_parts
+    sizes["attention"] += 2 * tokens * width * rotary if is_shared else 0
+    trains_embedding = any("embed" in name for name in outline.trained)
+    sizes["attention"] += 8 * tokens if trains_embedding else 0  # its gradient needs the ids, int64
     return dict(sizes)
 
 
@@ -103,8 +105,8 @@ def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, d
         if layer_of(name) != layer:
             continue
         rank, width_in = outline.shapes[f"{name}.lora_A.default.weight"]
-        times = 1.0  # how often a token comes
-        if is_routed(name):
+        times = 1.0  # how often a token comes: once for each expert that is chosen for it
+        if is_routed(name):  # the shape has the ranks of all experts together
             rank, times = rank // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
         outputs += int(rows.tokens * times * width * rank)
         drops = dropout > 0  # then each has its own input, and a mask
@@ -259,6 +261,7 @@ class _DecoderLayer(_Layer):
             self.save("attention", 2 * self.width * size["rotary"])
         saves_attention = self.has_gradient or bool(rows.prefix)
         if saves_attention:
+            # With a mask PyTorch's kernel gets keys repeated for every head of queries (transformers, use_gqa_in_sdpa).
             keys = wide if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(groups)
             self.attention(keys, keys)
         # With partial rotation the output of attention has another memory layout, so that it is copied.

@@ -64,9 +64,9 @@ def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict
             out = stack.enter_context(log.open("wb"))
             program = children.start(command, env=environ | ids, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
             stack.callback(program.wait)
-            stack.callback(program.kill)
+            stack.callback(program.kill)  # callbacks run in reverse: it is killed, then waited for
             programs.append(program)
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + _PATIENCE_S  # for all to end, or one of them to fail
         while None in (codes := [program.poll() for program in programs]) and not any(codes):
             if time.monotonic() > until:
                 raise ConfigError("calibrate=true: no answer within {seconds} s.", seconds=_PATIENCE_S)

@@ -52,6 +52,7 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
                 targets=frozenset(
                     _with_layer_number(key, num_before) for key in outline.targets if f"{key}.weight" in held
                 ),
+                # Of the parts the first is the embedding and the last what follows the layers.
                 sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
             )
         )
@@ -94,6 +95,7 @@ def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int
             stages=num_stages,
             layers=layers,
         )
+    # The first unit is the embedding and a layer, the last one a layer and the rest: unit n ends with part n + 1.
     units = [sizes[0] + sizes[1], *sizes[2:layers], sum(sizes[layers:])]
     return [0, *(bound + 1 for bound in balance_stages(units, num_stages)[1:-1]), len(sizes)]
 
@@ -184,7 +186,8 @@ def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomp
     if size == 1:
         return 0.0, 0
     kinds = {name: tensor_split.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
-    # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank.
+    # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank. In a ring a rank
+    # sends 2 (size - 1) / size of each.
     columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is tensor_split.Split.columns]
     others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, tensor_split.Split.columns)]
     widths = [*columns, *others, *(columns if recomputes else ())]

@@ -116,7 +116,7 @@ def formula(
     costs = {
         name: 2 * elements_used_by_token(name, math.prod(shape), sizes)
         for name, shape in shapes.items()
-        if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)
+        if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)  # LoRA's first factors lie on top of each other
         and not name.startswith(("prefix_encoder.", "soft_prompt."))
         and "original_module" not in name
         and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
@@ -139,7 +139,9 @@ def formula(
         return FlopRates(per_token + prefix_tokens * per_pair, per_pair, per_trained_token)
 
     def backward(parts: list[tuple[int, bool, Position]]) -> int:
-        """A product for the weight's gradient if it is trained, and one for the input's if something before is."""
+        """Return FLOPs: of a product for a weight's gradient if it is trained, and of one for its input's if something
+        before it is.
+        """
         return sum(cost * (is_trained + (position > first)) for cost, is_trained, position in parts)
 
     # A recomputed layer's input gets a gradient even if nothing before it is trained.

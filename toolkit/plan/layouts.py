@@ -64,7 +64,8 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
     memory = plan_rank(outline, cfg, machine.world_size, machine.on_cpu)
     host = plan_host(outline, cfg, machine, memory)
     host_peak = max(sum(parts.values()) for parts in host.values())
-    fits = memory.peak(memory.worst) <= machine.usable_bytes and host_peak <= (machine.host_bytes or host_peak)
+    fits_host = machine.host_bytes == 0 or host_peak <= machine.host_bytes  # 0: unknown
+    fits = memory.peak(memory.worst) <= machine.usable_bytes and fits_host
     return Layout(cfg, memory, host, host_peak, step_time(outline, cfg, machine, rates), machine.usable_bytes, fits)
 
 

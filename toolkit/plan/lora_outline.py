@@ -39,7 +39,7 @@ def with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets
     added: Shapes = {}
     frozen: Shapes = {}
     for name in dict.fromkeys(targets):
-        if name in experts:
+        if name in experts:  # peft has the factors of all experts of a matrix in two parameters
             number, out, width = experts[name]
             added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
             added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)

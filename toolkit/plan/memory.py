@@ -209,7 +209,7 @@ class RankPlanner:
             ahead = max(zero.stage3_prefetch_bucket_size, other.largest_layer())
             gathered = min(size, min(size, zero.stage3_max_live_parameters) + min(size, ahead))
             size = gathered + (self.part(size) if zero.offload_param.device is schema.Device.none else 0)
-        layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]
+        layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]  # elements of a token's states in one layer
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def update(self) -> Parts:
@@ -255,9 +255,9 @@ class RankPlanner:
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
         routed = expert_activation_bytes(self.outline, rows, self.weight)[1]
-        # Of a piece also what it keeps.
-        norms = dora_temporary_bytes(self.outline, self.weight)
-        computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed, norms)}
+        dora_norms = dora_temporary_bytes(self.outline, self.weight)
+        num_inner = 4 if rows.mlp_pieces == 1 else 7  # of a piece also the three that it saves (activations.py, SwiGLU)
+        computed = {"backward": max(num_inner * inner, routed, dora_norms)}
         if self.cfg.precision.fp8 is not schema.Fp8.none:
             computed["fp8"] = self.scaled()
         if not self.cfg.train.activation_checkpointing.enabled:
@@ -279,11 +279,12 @@ class RankPlanner:
         matrices = [shape for name, shape in self.outline.shapes.items() if layer_of(name) >= 0 and len(shape) == 2]
         rows, columns = max(matrices, key=math.prod)
         sizes = rows * columns, self.rows.tokens * max(rows, columns)
-        return 5 * max(sizes) + min(sizes)
+        return 5 * max(sizes) + min(sizes)  # 1 + 4 bytes, and 1
 
     def loss(self, with_gradients: bool = True) -> int:
         """Return the bytes of output layer and loss, with chunks where models/loss.py uses them."""
         rows, (vocab, hidden) = self.rows, self.outline.vocabulary
+        # The loss in chunks multiplies with the head's plain weight alone.
         added = "lm_head.lora_A", "lm_head.modules_to_save", TRAINED_ROWS
         has_more = any(part in name for name in self.outline.shapes for part in added)
         if self.cfg.kernels.loss is schema.LossKernel.full or has_more or self.outline.sizes.get("logits_change"):

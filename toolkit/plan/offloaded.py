@@ -15,7 +15,7 @@ def offloaded_bytes(rank: RankPlanner) -> Parts:
         parts["optimizer"] = int((rank.master + rank.states) * part)
     elif zero.offload_optimizer.device is schema.Device.nvme:
         parts["optimizer"] = 4 * rank.tile * zero.offload_optimizer.buffer_count
-    if rank.offloads:
+    if rank.offloads:  # see `_page_locked`: gradients in float32, accumulated ones, and below stage 3 a copy of weights
         parts["gradients"] = (4 + rank.grad) * part if zero.stage == 3 else (4 + 2 * rank.weight) * part
         if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
             chosen = 2 * rank.weight * int(rank.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
@@ -49,7 +49,7 @@ def _page_locked(rank: RankPlanner) -> Parts:
         accumulated = _rounding_bytes(weight, *trained) * own_numbers // max(rank.trained, 1)
         parts["gradients"] = parts["optimizer"] + _rounding_bytes(weight, *rank.own_groups) + accumulated
     elif rank.offloads and zero.offload_optimizer.pin_memory:
-        tiles = [0]
+        tiles = [0]  # a tile is closed by the parameter with which it reaches its size
         for size in map(rank.part, trained):
             if tiles[-1] >= zero.sub_group_size:
                 tiles.append(0)

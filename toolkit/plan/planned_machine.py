@@ -31,7 +31,8 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     counted = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
     ranks, gpu_name = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
     card = find_gpu(gpu_name)
-    if not ranks or not (card or counted) or (gpu_name.isdecimal() and not card):
+    has_no_unit = gpu_name.isdecimal() and not card  # 8x80
+    if not ranks or not (card or counted) or has_no_unit:
         size = re.fullmatch(r"(\d+)" if counted else r"(\d+)GB?", gpu_name, re.IGNORECASE)
         form = tr("gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus)
         guess = tr("Did you mean '{name}'?", name=f"{ranks}x{size[1]}GB") if size and ranks else ""

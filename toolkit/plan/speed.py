@@ -160,6 +160,7 @@ def _all_to_all(rates: Rates, machine: Machine, span: int) -> float:
     """Return the bytes/s that a rank sends in an all-to-all of `span` neighbouring ranks, which share a node's link."""
     if not rates.node_link or span <= machine.ranks:
         return rates.node_link or rates.link
+    # A rank has 1 / machine.ranks of its node's link, over which (span - machine.ranks) / span of its bytes go.
     return rates.link / machine.ranks * span / (span - machine.ranks)
 
 
