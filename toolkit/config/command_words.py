@@ -117,7 +117,7 @@ class CommandLine:
     keys: set[str] = field(default_factory=set)
     """Keys that are set, those in sections too."""
     source: dict[str, Any] = field(default_factory=dict)
-    """What is said of the only source, by the name of its key."""
+    """Keys of a config's only source that are set without `data.sources`, such as data.path: name -> value."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
         """Check one argument and add it: a short form (data=FILE, zero=3), the choice of a group, a key of the only
@@ -134,12 +134,14 @@ class CommandLine:
             self.values += [(f"data.{name}", setting) for name, setting in split.items()]
             self.keys.update(f"data.{name}" for name in split)
             return
-        is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
-        if key == "data" and (is_list or (data_forms.is_path(value) and value not in groups["data"])):
-            key = "data.sources"
+        if key == "data":  # a name alone, data=examples, is a choice of the group
+            is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
+            if is_list or (data_forms.is_path(value) and value not in groups["data"]):
+                key = "data.sources"
         is_source_list = key in ("data.sources", "data.validation")
         value = data_forms.as_sources(value) if is_source_list else zero_stage_choice(key, value)
-        if is_choice(key, str(value) if isinstance(value, (int, float)) else value, groups, location):
+        name = str(value) if isinstance(value, (int, float)) else value  # Hydra has made a number of a name of digits
+        if is_choice(key, name, groups, location):
             self.choices[key] = value
             return
         typed = str(override.input_line).partition("=")[2].strip()
@@ -183,9 +185,11 @@ class CommandLine:
         """Add a key of the only source to `source`: data.path, columns or data.columns.prompt, `columns` with or
         without `data.` before it; return False, and do nothing, if `key` is no such key.
         """
-        section, _, rest = (f"data.{key}" if key.partition(".")[0] == "columns" else key).partition(".")
+        whole_key = f"data.{key}" if key.partition(".")[0] == "columns" else key
+        section, _, rest = whole_key.partition(".")
         name, *fields = rest.split(".")
-        if section != "data" or name not in data_forms.SOURCE_KEYS or len(fields) > (1 if name == "columns" else 0):
+        most_fields = 1 if name == "columns" else 0  # data.columns.prompt
+        if section != "data" or name not in data_forms.SOURCE_KEYS or len(fields) > most_fields:
             return False
         setting = {name: {fields[0]: value} if fields else value}
         merge(self.source, data_forms.read_source(setting, partial(same_location, location), problems))
@@ -195,7 +199,7 @@ class CommandLine:
 
 
 def same_location(location: str, path: str) -> str:
-    """Return `location` for any key: with `partial` a `Locator` of an argument."""
+    """Return `location` for any key: `partial(same_location, "command line")` is the `Locator` of an argument."""
     return location
 
 

@@ -24,14 +24,14 @@ _EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": %.1f, "original_max_
 
 def position_limit(config: Mapping[str, Any]) -> int | None:
     """Return the most tokens that a config.json's model has positions for, scaled ones too; None without a limit."""
-    if "position_encoding_2d" in config:
+    if "position_encoding_2d" in config:  # official ChatGLM-6B
         return _number(config, "max_sequence_length")
     if "padded_vocab_size" in config:  # official ChatGLM2 and later: rope_ratio is counted in
         return _number(config, "seq_length")
     of_text_model = config.get("text_config")
     config = {**config, **of_text_model} if isinstance(of_text_model, Mapping) else config
     unscaled = next((number for key in _KEYS if (number := _number(config, key))), None)
-    if unscaled is None or config.get("alibi"):
+    if unscaled is None or config.get("alibi"):  # ALiBi has biases by distance, for any length
         return None
     if config.get("model_type") in _AFTER_PADDING:
         unscaled -= 1 + (_number(config, "pad_token_id") or 0)
@@ -42,8 +42,9 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
             if isinstance(scaling, Mapping):
                 kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
                 is_scaled = kind == "linear" and config.get("model_type") in _SCALED_ALREADY
-                if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_scaled:
-                    limits.append(int((_number(scaling, "original_max_position_embeddings") or unscaled) * factor))
+                if kind in _SCALES and not is_scaled and isinstance(factor, (int, float)) and 0 < factor < 2**20:
+                    before_scaling = _number(scaling, "original_max_position_embeddings") or unscaled
+                    limits.append(int(before_scaling * factor))
     return max(limits)
 
 

@@ -25,7 +25,8 @@ def as_sources(value: Any) -> Any:
     """Return a source, or a list of sources, as a list of sections: "a.jsonl" becomes [{"path": "a.jsonl"}]. What is no
     source is returned as it is, for the schema to judge; so is a reference to another key, `${…}`.
     """
-    listed = [value] if isinstance(value, dict) or (isinstance(value, str) and "${" not in value) else value
+    is_one_source = isinstance(value, dict) or (isinstance(value, str) and "${" not in value)
+    listed = [value] if is_one_source else value
     if not isinstance(listed, list):
         return value
     return [files.source_of(item) if isinstance(item, str) and "${" not in item else item for item in listed]
@@ -54,7 +55,7 @@ def validation_split(value: Any, location: str) -> dict[str, Any]:
             ),
             "data.validation",
         )
-    fraction = schema.DataConfig().validation_fraction if is_count else number
+    fraction = schema.DataConfig().validation_fraction if is_count else number  # not read next to a count
     return {"validation": [], "validation_rows": number if is_count else 0, "validation_fraction": float(fraction)}
 
 

@@ -23,17 +23,19 @@ _VISIBLE |= {"sdaa": "SDAA_VISIBLE_DEVICES", "supa": "SUPA_VISIBLE_DEVICES"}
 
 
 def device_here(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of DeepSpeed's accelerator here, found without torch: DS_ACCELERATOR, or what is installed."""
+    """Return the name of DeepSpeed's accelerator here (cuda, cpu, xpu, npu …): DS_ACCELERATOR, else by what is
+    installed, in DeepSpeed's order. Neither torch nor deepspeed is imported.
+    """
     if named := environ.get("DS_ACCELERATOR"):
         return named
-    if torch_build("xpu") and any(Path("/dev/dri").glob("renderD*")):
+    if torch_build("xpu") and any(Path("/dev/dri").glob("renderD*")):  # a GPU that renders, as Intel's do
         return "xpu"
     for name, package in _PACKAGES.items():
         if importlib.util.find_spec(package):
             return name
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     has_gpu = bool(shutil.which("nvidia-smi")) or any(Path("/dev").glob("nvidia[0-9]*"))
-    has_gpu |= is_rocm() and Path("/dev/kfd").exists()
+    has_gpu |= is_rocm() and Path("/dev/kfd").exists()  # the device file of AMD's driver
     return CUDA if has_gpu and not is_hidden else "cpu"
 
 

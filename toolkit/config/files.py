@@ -85,7 +85,9 @@ class YamlDocument:
 
 
 def shipped_folder(name: str, installed: str = "") -> Path:
-    """Return the directory conf, recipes or examples/data: that of the checkout, else the copy in the wheel."""
+    """Return the directory conf, recipes or examples/data: that of the checkout, else the copy in the wheel, whose name
+    in the package is `installed` ("": _ and the same name).
+    """
     in_checkout = PACKAGE.parent / name
     is_checkout = (PACKAGE.parent / "run.py").is_file() and in_checkout.is_dir()
     return in_checkout if is_checkout else PACKAGE / (installed or f"_{name}")
@@ -128,6 +130,7 @@ def language_of(recipe: str) -> str:
             continue
         if match := re.search(r"""^language *: *["']?(en|zh)\b""", text, re.MULTILINE):
             return match[1]
+        # Items of lists that are one word, as recipes in `defaults`; what is no recipe is skipped above.
         waiting += re.findall(r"^ *- +([\w.-]+) *(?:#.*)?$", text, re.MULTILINE)
     return ""
 
@@ -217,7 +220,7 @@ def _fast_loader() -> Any:
         return Loader
 
     class Fast(parser, Loader):
-        def __init__(self, text: str) -> None:
+        def __init__(self, text: str) -> None:  # not SafeLoader's, which would set up the parser in Python, too
             parser.__init__(self, text)
             yaml.constructor.SafeConstructor.__init__(self)
             yaml.resolver.Resolver.__init__(self)
@@ -233,7 +236,7 @@ def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -
     if isinstance(node, yaml.MappingNode):
         fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}
         value_kind = type_arguments[1] if typing.get_origin(kind) is dict else None  # the same for all values
-        value_kind = str if path == "launch.env" else value_kind
+        value_kind = str if path == "launch.env" else value_kind  # the schema has Any, as a value may be null
         for key, value in node.value:
             if value_kind is str:
                 key.tag = _TEXT
@@ -331,10 +334,11 @@ def is_url(path: str) -> bool:
 
 def is_remote(path: str) -> bool:
     """Return whether a source's path is a URL, or a text file with a list of them."""
-    if is_url(path) or not path.endswith(".txt") or not os.path.isfile(path):
+    is_text_file = path.endswith(".txt") and os.path.isfile(path)
+    if is_url(path) or not is_text_file:
         return is_url(path)
     with reading(path, ConfigError), open(path, "rb") as file:
-        return is_url(file.read(8).decode(errors="replace"))
+        return is_url(file.read(len("https://")).decode(errors="replace"))
 
 
 def source_of(text: str) -> dict[str, str]:

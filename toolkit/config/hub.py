@@ -37,6 +37,7 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
     resolved = _resolve(loaded, "model.path", "model.revision", config_only)
     if not resolved.cfg.model.add_tokens:
         return resolved
+    # By its name: config/ imports nothing of models/.
     with_tokens: LoadedConfig = import_module(ADDING).resolve(resolved, config_only=config_only)
     return with_tokens
 
@@ -57,6 +58,7 @@ def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: boo
     try:
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
     except Exception as error:
+        # The sentences name the model's keys: of a teacher they become the teacher's.
         reason = _reason(name, revision, error).replace("model.path", key).replace("model.revision", revision_key)
         if is_model and modelscope_id and name == loaded.cfg.model.hub_id:
             ways = tr(
@@ -90,7 +92,9 @@ def _config_folder(name: str, revision: str) -> str:
 
 
 def _once_per_machine(name: str, revision: str) -> str:
-    """Return a snapshot's directory: processes take it one after another; the first of a launch alone downloads."""
+    """Return a snapshot's directory. The ranks of a machine take it one after another, by a lock on a file in the
+    cache: the first of a launch downloads, and the others find all of it in the cache.
+    """
     from huggingface_hub import constants, snapshot_download
 
     def snapshot(is_first: bool) -> str:
@@ -116,7 +120,8 @@ def _once_per_machine(name: str, revision: str) -> str:
         while not try_lock(lock)[0]:
             time.sleep(_POLL_S)
         lock.seek(0)
-        folder = snapshot(lock.read() != launch)  # the file names the last launch that has taken one
+        is_first = lock.read() != launch  # the file names the launch whose rank was the last to hold the lock
+        folder = snapshot(is_first)
         lock.truncate(0)
         lock.write(launch)
     return folder

@@ -81,7 +81,7 @@ def field_default(item: "dataclasses.Field[Any]") -> Any:
 def section_classes(kind: type, prefix: str) -> Iterator[tuple[str, str, type]]:
     """Yield each section with own fields: dotted name (`prefix`: that of `kind`), purpose by its docstring, class."""
     if list(own_fields(kind)):
-        docstring = inspect.getdoc(kind) or ""
+        docstring = inspect.getdoc(kind) or ""  # such as "`distributed`: communication between ranks."
         purpose = docstring.partition(": ")[2] or docstring
         yield prefix, purpose[:1].upper() + purpose[1:] if prefix else "Keys outside of any section.", kind
     for name, inner in typing.get_type_hints(kind).items():

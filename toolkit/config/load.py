@@ -182,12 +182,14 @@ def _let_the_later_setting_count(loaded: LoadedConfig) -> None:
 def _apply_default_rate(loaded: LoadedConfig) -> None:
     """Set the learning rate, unless it is set, to its method's default; note if a recipe's is high for a later loss."""
     cfg, method = loaded.cfg, loaded.cfg.tuning.method
-    rate = float(f"{schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
+    usual_rate = schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1)
+    rate = float(f"{usual_rate:.6g}")  # without the digits that a division adds: 5e-07, not 4.9999999999999996e-07
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
     loss_layer = max(loaded.layers.get(key, 0) for key in ("preference", "preference.loss"))
-    if cfg.preference.is_on and cfg.optim.lr > rate and 0 < loaded.layers.get("optim.lr", 0) < loss_layer:
+    is_of_earlier_layer = 0 < loaded.layers.get("optim.lr", 0) < loss_layer
+    if cfg.preference.is_on and cfg.optim.lr > rate and is_of_earlier_layer:
         text = tr(
             "optim.lr = {lr} is the recipe's, for its own task: {usual} is usual with preference.loss = {loss}.",
             lr=cfg.optim.lr,
@@ -216,7 +218,8 @@ def _apply_defaults_of_task(loaded: LoadedConfig) -> None:
 def _drop_questions_about_other_data(loaded: LoadedConfig) -> None:
     """Drop `evaluate.prompts` of a recipe that chose a group of data, if a later layer replaces these data."""
     key, layers = "evaluate.prompts", loaded.layers
-    if not loaded.cfg.evaluate.prompts or layers.get(key) != layers.get("data", -1):
+    chose_data_too = layers.get(key) == layers.get("data", -1)  # the layer that set the questions; -1: none chose data
+    if not loaded.cfg.evaluate.prompts or not chose_data_too:
         return
     if layers.get("data.sources", 0) > layers[key]:
         loaded.cfg.evaluate.prompts = []
@@ -342,10 +345,10 @@ def _take_defaults(
         for key in item if isinstance(item, dict) else ():
             item[key] = zero_stage_choice(str(key).rpartition("/")[2], item[key])
         location = document.location(f"defaults[{index}]")
-        base = problems.attempt(_check_default, item, location, recipes, groups)
+        base = problems.attempt(_check_default, item, location, recipes, groups)  # None if the item is wrong
         if base is not None:
             document.defaults.append(item)
-        if not base:
+        if not base:  # _self_, or the choice of a group
             continue
         if "_self_" in defaults[:index]:
             raise ConfigError(
@@ -393,7 +396,9 @@ def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> Non
 
 
 def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
-    """Check an item of a recipe's defaults list; return the recipe that it builds on, "" for _self_ or a group."""
+    """Check an item of a recipe's defaults list; return the recipe that it builds on, "" for _self_ or the choice of a
+    group, {"override /zero": "stage3"}. ConfigError for anything else.
+    """
     if isinstance(item, str) and item != "_self_":
         if item not in recipes:
             sentence = tr("{place}: unknown recipe '{name}'.", place=location, name=item)
@@ -426,19 +431,23 @@ def _defaults_list(
     recipes: dict[str, _CheckedFile], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
     """Return Hydra's list of the files of a config, in the order of merging. `recipes`: the chosen one and those that
-    it builds on; `choices`: group -> name, or names, chosen on the command line.
+    it builds on; `choices`: group -> name, or names, chosen on the command line; `config_dir`: as of `load`.
+
+    Hydra reads conf/config.yaml, which lists every group of conf/ and ends with `recipe: null`. What replaces these
+    choices is given to it as overrides, as if they were typed: recipe=chosen, zero=stage3, track=[csv,wandb].
     """
     overrides = [f"recipe={_CHOSEN_RECIPE}"]
     for group, value in choices.items():
-        # Hydra needs a + for a group that conf/config.yaml does not list, and forbids it for others.
-        plus = "" if group in _groups("") else "+"
+        is_in_conf = group in _groups("")  # "": without `config_dir`, whose groups conf/config.yaml does not list
+        plus = "" if is_in_conf else "+"  # Hydra needs a + for a group that is not listed, and forbids it for others
         choice = _quoted(value) if isinstance(value, str) else f"[{','.join(map(_quoted, value))}]"
         overrides.append(f"{plus}{group}={choice}")
     if config_dir:
         folder = str(Path(config_dir).absolute()).replace("'", "\\'")
         overrides.append(f"hydra.searchpath=['file://{folder}']")
+    # As text: the arguments of a cached function must be hashable.
     defaults = json.dumps({name: recipe.document.defaults for name, recipe in recipes.items()})
-    # Without the cache for a user's groups, which may change while this process runs (the board).
+    # A user's groups may change while this process runs (the board), so they go past the cache: to the function in it.
     compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
     return compose(str(files.conf_folder()), defaults, tuple(overrides))
 
@@ -457,6 +466,7 @@ def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequen
         recipes: JSON, each recipe's defaults list by its name.
         words: overrides of groups.
     """
+    # Hydra gets recipes as their defaults lists alone, from memory: their files have been read and checked already.
     store = ConfigStore.instance()
     for name, defaults in json.loads(recipes).items():
         node = {"defaults": defaults} if defaults else {}
@@ -505,7 +515,8 @@ def _layers(
     for default in sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed):
         path, package = default.config_path or "", default.package or ""
         group, _, name = path.rpartition("/")
-        if group == "recipe":  # a run's config.yaml lists every key, which does not make it a choice
+        if group == "recipe":
+            # A run's config.yaml, which has the key `recipe`, lists every key: that makes none of them a user's choice.
             is_run = "recipe" in recipes[name].document.values
             yield recipes[name], "", 0 if is_run else names.index(name) + 1
         elif group in groups:

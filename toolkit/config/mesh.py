@@ -41,7 +41,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's part of the global batch, from 0."""
-        if self.pipeline > 1:
+        if self.pipeline > 1:  # (stage, data, tensor), the last one changing fastest; never with `sequence`
             return self.rank // self.tensor % self.data_ranks
         return self.rank // self.model_ranks
 

@@ -57,6 +57,7 @@ def resolve_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.env
 
 
 def _optimizer_op(cfg: schema.RunConfig, kind: str) -> str:
+    """Return the op of DeepSpeed's optimizer on an accelerator: "fused_adam", or "cpu_adam" if it is offloaded."""
     on_gpu = cfg.zero.offload_optimizer.device is schema.Device.none and kind != "cpu"
     return f"{'fused' if on_gpu else 'cpu'}_{_KINDS[cfg.optim.name]}"
 

@@ -32,14 +32,16 @@ _table = cache(partial(read_table, "config/program_keys.yaml"))
 
 @cache
 def keys_of(program: str) -> dict[str, Key]:
-    """Return a program's keys by name, and the Trainer's; one that is `same_as` another means that, by both names."""
+    """Return a program's keys by name, and those of transformers' Trainer, on which others are built. A key that is
+    `same_as` one of the Trainer's or TRL's (table "hf") means the same, with its own default, and both names are keys.
+    """
     keys = {name: Key(**row) for name, row in _table()[program].items()}
     for name, key in [*keys.items()]:
         if key.same_as:
             theirs = keys_of("hf")[key.same_as]
             meaning = replace(theirs, default=key.default, says=key.says or theirs.says, same_as="")
             keys[key.same_as] = meaning
-            keys[name] = replace(meaning, same_as=key.same_as)
+            keys[name] = replace(meaning, same_as=key.same_as)  # by which import-config reads it under that name
     return keys if program == "trainer" else keys_of("trainer") | keys
 
 

@@ -135,7 +135,7 @@ def check_tracker_packages(loaded: LoadedConfig) -> None:
             package=package,
         )
         for section, (name, package) in wanted.items()
-        if not getattr(importlib.util.find_spec(name), "origin", None)  # wandb leaves a directory
+        if not getattr(importlib.util.find_spec(name), "origin", None)  # the directory wandb/ of a run has no origin
     )
 
 

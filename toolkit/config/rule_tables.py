@@ -68,7 +68,7 @@ def has_bf16_states(cfg: schema.RunConfig) -> bool:
 
 
 def state_bytes(cfg: schema.RunConfig) -> tuple[int, float]:
-    """Return the bytes of a trained parameter's master weight, and those of the optimizer's states."""
+    """Return the bytes of a trained parameter's master weight (4, or 2 in bf16), and of the optimizer's states."""
     size = OPTIMIZERS[cfg.optim.name].state_bytes
     return (2, size / 2) if has_bf16_states(cfg) else (4, size)
 
@@ -94,12 +94,18 @@ def _test_of_word(word: str) -> Test:
     negation, key, sign, text = _WORD.findall(word)[0]
     get: Callable[[schema.RunConfig], Any] = attrgetter(key)
     default = get(_DEFAULTS)  # raises at import for an unknown key
+
+    def is_set(cfg: schema.RunConfig) -> bool:
+        value = get(cfg)
+        return bool(value.strip() if isinstance(value, str) else value)
+
     if not sign:
-        return lambda cfg: bool(value.strip() if isinstance(value := get(cfg), str) else value) != bool(negation)
+        return lambda cfg: is_set(cfg) != bool(negation)
     if sign.startswith(">"):
         compare = operator.gt if sign == ">" else operator.ge
+        # Of another key, or a number; tried once, so that a wrong one raises at import, too.
         limit: Callable[[schema.RunConfig], Any] = attrgetter(text) if text[0].isalpha() else lambda cfg: float(text)
-        limit(_DEFAULTS)  # raises at import, too
+        limit(_DEFAULTS)
         return lambda cfg: compare(get(cfg), limit(cfg))
     options = [
         type(default)[option] if isinstance(default, Enum) else yaml.safe_load(option) if option else ""
@@ -113,7 +119,7 @@ def keys_in(condition: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(word)[0][1] for word in condition.split() if word != "or")
 
 
-_WORD = re.compile(r"(!?)([\w.]+)(?:(!?=|>=?)(.*))?")
+_WORD = re.compile(r"(!?)([\w.]+)(?:(!?=|>=?)(.*))?")  # "zero.stage>=2" -> "", "zero.stage", ">=", "2"
 _DEFAULTS = schema.RunConfig()
 
 

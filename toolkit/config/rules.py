@@ -31,7 +31,7 @@ def check_rules(
         custom: for a program that trains a custom model on its own dataset.
     """
     all_problems = Problems() if problems is None else problems
-    all_problems.settle()
+    all_problems.settle()  # rules skip keys that are wrong already; and below, those that are out of their bounds
     all_problems.apply((_check_bounds,), loaded)
     all_problems.apply((_check_table,), loaded, rule_tables.RANGES)
     all_problems.settle()
@@ -87,7 +87,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
             if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
             reported.add(key)
-            # What decides whether it is read: of zero.stage itself and the section zero, whose group may be chosen.
+            # What decides whether it is read: zero.stage -> zero.stage and zero, whose group may be chosen.
             deciding = [owner[: end.start()] for owner in row.owners for end in re.finditer(r"\.|$", owner)]
             is_overruled = not layer or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
@@ -351,7 +351,7 @@ def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if changed or is_muon or cfg.optim.name is schema.OptimizerName.adamw_8bit:
         for condition in rule_tables.UNTESTED + (rule_tables.UNTESTED_WITH_MUON if is_muon else ()):
             if rule_tables.when(condition)(cfg):
-                [other] = rule_tables.keys_in(condition)
+                [other] = rule_tables.keys_in(condition)  # each of these conditions has one key
                 yield loaded.error(
                     changed[0] if changed else "optim.name",
                     "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
@@ -444,7 +444,8 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     figures = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     kind, preference = loaded.cfg.task.kind, loaded.cfg.preference
-    figures += {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}.get(kind, ())
+    of_tasks = {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}
+    figures += of_tasks.get(kind, ())
     if kind is schema.TaskKind.distill and _has_teacher(loaded.cfg):
         figures += schema.EVAL_TAUGHT[:1] if loaded.cfg.distill.teacher else schema.EVAL_TAUGHT
     # Accuracies for all of these; margins only where a preference loss has both answers of a pair.

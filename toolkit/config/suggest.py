@@ -66,7 +66,7 @@ def option_meant(name: str, value: str) -> str:
     that the name means take its value as it is.
     """
     patterns = read_table("config/other_options.yaml").get(name, {})
-    row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)
+    row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)  # of its value
     if row is not None:
         # What to write ("": nothing), alone or with the name of a sentence that gives the reason.
         words, reason_name = (row, "") if isinstance(row, str) else row
@@ -76,6 +76,7 @@ def option_meant(name: str, value: str) -> str:
         if words:
             return tr("Write {words}: {says}.", words=written, says=reason)
         return tr("Leave it out: {says}.", says=reason)
+    # Without a row of its own it is known by the keys that it means, or by a reason why there are none.
     keys = foreign_names().get(name, ())
     if not keys and (reason := _why_there_is_none(name)):
         return tr("Leave it out: {says}.", says=reason)
@@ -164,7 +165,8 @@ def check_word(word: str, value: str, names: Sequence[str]) -> None:
     if "＝" in word:
         raise unreadable(word)
     is_key = field_type(word) is not None or word in foreign_names()
-    if keys := keys_meant(word) if is_key or ("." in word and not nearest(word, files.known_recipes())) else ():
+    is_like_a_key = "." in word and not nearest(word, files.known_recipes())
+    if keys := keys_meant(word) if is_key or is_like_a_key else ():
         written = tr(" or ").join(f"{key}={value}" for key in keys)
         raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
 
@@ -263,7 +265,7 @@ def keys_meant(path: str) -> tuple[str, ...]:
     prefix, _, name = path.rpartition(".")
     section, _, rest = shown.partition(".")
     ours_of = foreign_names()
-    instead = ours_of.get(prefix, ()) if shown in REMOVED else ()
+    instead = ours_of.get(prefix, ()) if shown in REMOVED else ()  # other_names.yaml has the whole removed section
     # The same key in the section of ours for which another program has this one: scheduler.name is schedule.name.
     candidates = [f"{our_section}.{rest}" for our_section in ours_of.get(section, ()) if rest]
     in_section = tuple(key for key in candidates if field_type(key) is not None)
@@ -294,11 +296,12 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         for foreign, keys in foreign_names().items()
         if not any(f"{key}.".startswith(foreign) for key in REMOVED)
     }
+    # In the typed section: a similar name, one of its words (save_every: every), or letters swapped (stpes: max_steps).
     if close := _most_similar(name, here, _LEAST_NAME) or (prefix and _with_words_of(name, here)):
         return here[close]
     if prefix and (close := _with_a_word_like(name, here)):
         return here[close]
-    if name in ours and not prefix:
+    if name in ours and not prefix:  # a key of ours whose section was left out
         return ours[name]
     # The right name in a section that is nearly right: of several sections the one that is most like the typed one.
     section_of = partial(_likeness, prefix)
@@ -307,10 +310,11 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         return (best,)
     if close := _most_similar(shown, (path for path in theirs if "." in path), _LEAST_PATH):
         return theirs[close]
-    if name == "enabled" and prefix:
+    if name == "enabled" and prefix:  # others switch on what is a key, or a section, here
         return keys_meant(prefix)
     if prefix and (close := _with_the_words(name, here)):
         return here[close]
+    # In any section, and by other programs' names; last parts that several keys share say too little.
     everywhere = theirs | {leaf: keys for leaf, keys in ours.items() if len(keys) == 1}
     least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT  # of the many names, short ones are like each other
     if close := _most_similar(name, everywhere, least) or _with_the_words(name, everywhere):

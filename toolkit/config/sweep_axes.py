@@ -34,7 +34,9 @@ class Axis:
 
     def typed(self, value: Any) -> str:
         """Return one of its values in the form of the command line."""
-        return str(value) if self.values else str(round(value)) if self.is_whole else f"{value:.6g}"
+        if self.values:
+            return str(value)
+        return str(round(value)) if self.is_whole else f"{value:.6g}"
 
     def ends(self) -> list[str]:
         """Return the first and the last value in the form of the command line."""

@@ -164,7 +164,7 @@ def _check_free_section(value: Any, path: str, locate: Locator) -> None:
 
 
 def _check_calls_no_resolver(value: str, path: str, locate: Locator) -> None:
-    """Raise ConfigError for `${resolver:…}`, which could read the environment."""
+    """Raise ConfigError for `${resolver:…}`, OmegaConf's functions, of which one reads the environment."""
     # Without every plain ${other.key} the text may have no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
@@ -200,7 +200,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
     try:
         if value is None or isinstance(value, (dict, list)) or (kind in _OR_AUTO and isinstance(value, str)):
             raise ValidationError
-        result = node(value=value)._value()
+        result = node(value=value)._value()  # converted: "5e-5" is 5e-05 for a FloatNode
     except ValidationError as error:
         wanted = describe()
         if kind is int and isinstance(value, float) and value.is_integer():
