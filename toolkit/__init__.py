@@ -23,7 +23,7 @@ class _NoMlflowForAutotuning(MetaPathFinder):
         """Raise ModuleNotFoundError for that one module in that one importer; None lets the other finders look."""
         if name == "mlflow":
             spec = getattr(sys.modules.get("deepspeed.autotuning.autotuner"), "__spec__", None)
-            if getattr(spec, "_initializing", False):
+            if getattr(spec, "_initializing", False):  # the autotuner is being imported right now: it is the importer
                 raise ModuleNotFoundError(f"not needed here: {name}", name=name)
 
 

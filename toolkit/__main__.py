@@ -11,7 +11,7 @@ def start(words: Sequence[str]) -> int:
 
         return main(words)
     except ModuleNotFoundError as error:
-        if (error.name or "toolkit").startswith("toolkit"):
+        if (error.name or "toolkit").startswith("toolkit"):  # a module of ours: a defect, which keeps its traceback
             raise
         # Without its packages the toolkit has no catalog of translations.
         sys.stderr.write(

@@ -47,10 +47,12 @@ def parse(
     is no argument of the command always is.
     """
     errors = Problems() if problems is None else problems
+    # Errors of the config itself are in the chosen language, too, so it is found before the config is read.
     languages = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
     if languages:
-        set_language(languages[-1])  # errors of the config itself are in the chosen language too
+        set_language(languages[-1])
     overrides, config_dir, values, own_flags = _separate(words, names, flags, options)
+    # Without the quotes of Hydra's grammar: recipe='my run.yaml'.
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not languages and (language := language_of(recipes[-1])):
         set_language(language)
@@ -92,7 +94,7 @@ def _separate(
         elif equals and name in names:
             values[name] = value
         elif word.startswith("-"):
-            # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
+            # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are values.
             has_value = bool(rest) and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0])
             following = rest.pop(0) if has_value else ""
             from toolkit.command_line import unknown_option
@@ -121,19 +123,24 @@ def named_recipe(word: str, following: str = "", names: Sequence[str] = ()) -> s
         ConfigError: the word is a key whose `=` is missing, there are spaces around its `=`, or it is one of the
             command's own `names` misspelt; `following` is the next word, its value perhaps.
     """
-    is_file = "=" not in word and word.endswith((".yaml", ".yml"))
-    if not is_file and ("=" in word or word not in known_recipes()):
+    is_yaml_file = "=" not in word and word.endswith((".yaml", ".yml"))
+    is_recipe = is_yaml_file or ("=" not in word and word in known_recipes())
+    if not is_recipe:
         _check_equals(word, following, names)
-    return f"recipe={word}" if is_file or re.fullmatch(_ALONE, word) else word
+    # An unknown name becomes a recipe too: the error about it lists those that there are.
+    return f"recipe={word}" if is_yaml_file or re.fullmatch(_ALONE, word) else word
 
 
 def _check_equals(word: str, following: str, names: Sequence[str]) -> None:
     """Raise a ConfigError for a key without `=`, spaces around `=`, a misspelt one of `names`; see `named_recipe`."""
     has_value = bool(following) and "=" not in following and not following.startswith("--")
     is_recipe = following in known_recipes() or following.endswith((".yaml", ".yml"))
-    if following.startswith("=") or (word.endswith("=") and has_value and (not is_recipe or word == "recipe=")):
+    # "key= value" has a space after its =, but "run.name= quickstart" is an empty value and a recipe.
+    has_space_after = word.endswith("=") and has_value and (not is_recipe or word == "recipe=")
+    if following.startswith("=") or has_space_after:
         raise ConfigError("'{words}': write key=value without spaces around the =.", words=f"{word} {following}")
-    if os.sep not in word and not ("=" in word and field_type(word.partition("=")[0])):
+    is_known_key = "=" in word and field_type(word.partition("=")[0])
+    if os.sep not in word and not is_known_key:  # a path is a recipe's
         from toolkit.config.suggest import check_word  # its tables are read in errors alone
 
         check_word(word, following if has_value else "VALUE", names)

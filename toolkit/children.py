@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # imported where they are used: this file is run for each chi
 
 _PR_SET_PDEATHSIG = 1
 _AHEAD = 2
+"""Items that `in_order` hands to each process before it waits for the oldest result."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -42,8 +43,8 @@ def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
 
 
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
-    """Start a command that is ended with this process; options as of `subprocess.Popen`.
-    `ends_with_input`: it is not, as it ends by itself when its standard input, a pipe from here, does, and needs time.
+    """Start a command that is ended with this process; options as of `subprocess.Popen`. `ends_with_input`: it gets no
+    signal: it ends by itself when its standard input, a pipe from this process, is closed, and needs time for that.
     """
     return subprocess.Popen(command if ends_with_input else _tied_to_this(command, options), **options)  # noqa: S603
 
@@ -61,7 +62,9 @@ def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[
 
 
 def _tied_to_this(command: Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Return the command line by which this file becomes a command. `options` are those of `subprocess.Popen`."""
+    """Return the command line by which this file becomes a command. `options` are those of `subprocess.Popen`. With
+    -I and -S Python reads no settings of the user's and no installed packages: the file needs neither.
+    """
     _check_program(command, options)
     return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()), *command]
 
@@ -107,8 +110,8 @@ def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item
 
 
 def keep_function(function: Callable[..., Any], language: str) -> None:
-    """Prepare a worker process: keep the function that `call_function` calls, and one thread, as there may be a process
-    for every core.
+    """Prepare a worker process: keep the function that `call_function` calls, and let tokenizers use one thread, as
+    there may be a process for every core.
     """
     from toolkit.messages import set_language
 
@@ -151,9 +154,9 @@ def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) ->
 
 
 def ending_with_this(module: str, name: str) -> Callable[..., None]:
-    """Return a function for a process that this one is to start: it calls the function `name` of a module there, and
-    lets that process end with this one. The name is looked up only there, so that here the result may replace what has
-    this name.
+    """Return a target for a process that this one is to start: it calls the function `name` of a module there, and lets
+    that process end with this one. The module is searched for it only in the new process, so that in this one the
+    result may replace the function itself (engine/deepspeed_patches.py).
     """
     return partial(_tied, os.getpid(), _imported, module, name)
 

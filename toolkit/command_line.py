@@ -58,8 +58,11 @@ def unknown_option(
 
     name, _, value = word.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), value or following
-    of_launcher = OTHER_NAMES.get(name, f"--{name}")
-    keys = [name] if name in names else [] if of_launcher in options else meant(name)
+    of_launcher = OTHER_NAMES.get(name, f"--{name}")  # torchrun's --nproc_per_node is --num_gpus
+    if name in names:
+        keys: Sequence[str] = [name]
+    else:
+        keys = [] if of_launcher in options else meant(name)
     # Name -> option as it is typed: config_dir -> "--config-dir DIR".
     spelled = {re.sub(r"\W.*", "", option.lstrip("-").replace("-", "_")): option for option in (*options, "--help")}
     is_own = name in names or of_launcher in (*options, *OPTIONS)

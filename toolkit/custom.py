@@ -81,7 +81,7 @@ def train(
         "shards_itself": shards_itself,
     }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
-    folders: list[Path] = []
+    folders: list[Path] = []  # gets the run directory: `run_guarded` returns an exit code alone
     settings = [*overrides, *typed]
     base = [] if any(map(_names_recipe, settings)) else [f"recipe={recipe or _BASE}"]
     code = exits.run_guarded(lambda: _run(parts, base + settings, folders))
@@ -115,7 +115,8 @@ def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
     spec = CustomSpec(**parts)
     if ranks.rank == 0:
         greet(arguments, ranks, spec.model_name)
-    folders.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - ancestors.age_s()).train())
+    task, started = CustomTask(spec), time.monotonic() - ancestors.age_s()  # when the launcher was started
+    folders.append(Trainer(task, arguments.loaded.cfg, ranks, started).train())
     return 0
 
 

@@ -45,11 +45,12 @@ def pickled_code(file: Path, error: pickle.UnpicklingError) -> str:
     # Of torch's long advice, which suggests the very thing that must not be done, the sentence that names the code.
     lines = str(error).strip().splitlines()
     reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
+    sentence = reason[max(reason.find("Unsupported"), 0) :].strip().split(". ")[0]  # without what stands around it
     return tr(
         "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the weights "
         "from a source you trust, as safetensors if there are any.",
         file=file,
-        reason=reason[max(reason.find("Unsupported"), 0) :].strip().split(". ")[0].rstrip("."),
+        reason=sentence.rstrip("."),
     )
 
 

@@ -24,7 +24,7 @@ def encoding_of(content: bytes) -> str:
     """
     if content[:2] in UTF16_MARKS:
         return "UTF-16"
-    if 0 in content[:2]:
+    if 0 in content[:2]:  # without a mark: in UTF-16 one byte of an ASCII character is 0
         return "UTF-16LE" if content[1] == 0 else "UTF-16BE"
     try:
         codecs.getincrementaldecoder("gb18030")().decode(content)

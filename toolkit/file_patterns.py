@@ -17,8 +17,9 @@ def walk(
     folder: Path, shown: str, enter: Callable[[Path], bool], onerror: Callable[[OSError], object] | None = None
 ) -> Iterator[tuple[Path, list[str]]]:
     """Yield a directory and each one below it that `enter` accepts, with the names of the files in it. Links are
-    followed, but each directory comes once, as links to one above would never end. DataError if there are too many
-    entries: a link may lead to the whole disk. `shown`: the path as the user wrote it; `onerror`: as of `os.walk`.
+    followed, but each directory comes once, as links to one above would never end. DataError for more entries than
+    `_MOST_ENTRIES`: a link may lead to the whole disk. `shown`: the path as the user wrote it; `onerror`: as of
+    `os.walk`.
     """
     seen: set[str] = set()
     count = 0
@@ -42,32 +43,37 @@ def walk(
 
 
 def matching(pattern: str) -> list[Path]:
-    """Return the files that a pattern with `*`, `?`, `[…]` and `**` means; as the module glob, but within bounds."""
+    """Return the files that match a pattern with `*`, `?`, `[…]` and `**`; [] for a path without any of these. As the
+    module glob, which never ends where links lead to directories above: here `walk` reads directories, within bounds.
+    """
     parts = Path(pattern).parts
-    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), None)
-    if first is None:
+    num_plain = next((index for index, part in enumerate(parts) if glob.has_magic(part)), None)
+    if num_plain is None:
         return []
-    folder, wanted = Path(*parts[:first]), parts[first:]
-    # Of several ** in a row, which mean the same as one, the last.
-    wanted = tuple(part for index, part in enumerate(wanted) if wanted[index : index + 2] != ("**", "**"))
+    base, globs = Path(*parts[:num_plain]), parts[num_plain:]  # "data/*/a?.csv" -> "data", ("*", "a?.csv")
+    # Several ** in a row mean the same as one: the last is kept.
+    globs = tuple(part for index, part in enumerate(globs) if globs[index : index + 2] != ("**", "**"))
 
     @cache
-    def fits(pattern_parts: tuple[str, ...], names: tuple[str, ...], is_folder: bool) -> bool:
-        """Whether a path with these names is what parts of the pattern mean; of a folder, whether one in it may be."""
+    def matches(globs: tuple[str, ...], names: tuple[str, ...], is_prefix: bool = False) -> bool:
+        """Whether the names of a path match the globs, one by one: ("a", "b.txt") matches ("**", "*.txt").
+        `is_prefix`: names that match the first globs alone are enough, as more names may follow.
+        """
         if not names:
-            return set(pattern_parts) <= {"**"} or is_folder
-        if not pattern_parts:
+            return is_prefix or set(globs) <= {"**"}  # ** matches no name, too
+        if not globs:
             return False
-        first, is_shown = pattern_parts[0], names[0][0] != "."
-        if first == "**":  # no name, or this one and those that follow
-            without = fits(pattern_parts[1:], names, is_folder)
-            return without or (is_shown and fits(pattern_parts, names[1:], is_folder))
-        is_same = fnmatch.fnmatchcase(names[0], first) and (is_shown or first[0] == ".")
-        return is_same and fits(pattern_parts[1:], names[1:], is_folder)
+        is_hidden = names[0].startswith(".")
+        if globs[0] == "**":  # either it ends before this name, or it takes the name, unless that is hidden
+            return matches(globs[1:], names, is_prefix) or (not is_hidden and matches(globs, names[1:], is_prefix))
+        # As in a shell, a hidden name is matched by a glob that begins with a dot alone.
+        is_match = fnmatch.fnmatchcase(names[0], globs[0]) and (not is_hidden or globs[0].startswith("."))
+        return is_match and matches(globs[1:], names[1:], is_prefix)
 
-    walked = walk(folder, pattern, lambda path: fits(wanted, path.parts[len(folder.parts) :], True))
-    files: list[Path] = []
-    for directory, names in list(walked):  # first whether there are too many
-        above = directory.parts[len(folder.parts) :]
-        files += [directory / name for name in names if fits(wanted, (*above, name), False)]
-    return [path for path in files if os.path.isfile(path)]
+    def below_base(path: Path) -> tuple[str, ...]:
+        return path.parts[len(base.parts) :]
+
+    # A directory is entered if files below it can match. All are walked first: too many of them are a DataError.
+    walked = list(walk(base, pattern, lambda directory: matches(globs, below_base(directory), is_prefix=True)))
+    paths = [directory / name for directory, names in walked for name in names]
+    return [path for path in paths if matches(globs, below_base(path)) and os.path.isfile(path)]

@@ -22,7 +22,7 @@ def _write_above(line: str) -> None:
     if live is None:  # it has just ended, in another thread
         write_to_stdout(line)
         return
-    with live._lock:  # else its thread may draw between what erases a view and what draws it anew (rich 15.0)
+    with live._lock:  # else its thread may draw between what erases a view and what draws it again (rich 15.0)
         live.console.print(Text(line), soft_wrap=True)
 
 
@@ -75,6 +75,7 @@ def progress_bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], 
     counted = (parts.BarColumn(), *count, parts.TimeRemainingColumn()) if total else ()
     title_column = parts.TextColumn("{task.description}")
     progress = parts.Progress(parts.SpinnerColumn(), title_column, *counted, parts.TimeElapsedColumn())
+    # As markup, as rich would take brackets in a title for styles; None: how much there is, is unknown.
     task = progress.add_task(Text(title).markup, total=total or None)
     with showing(progress.get_renderable):
         yield lambda more: progress.update(task, advance=more)

@@ -73,11 +73,12 @@ _COUNTED = re.compile(
     r"(?<!of )\{(\w+)\} (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|sequence|"
     r"stage|step|token|turn)s\b( are| have| were)?"
 )
+"""A number and its noun, "{count} files are", but not the total of "1 of {count} files"."""
 _SINGULAR = {None: "", " are": " is", " have": " has", " were": " was"}
 
 
 def _fill(english: str, values: dict[str, object]) -> str:
-    """Return a message in the user's language with its values, without secrets and control characters."""
+    """Return a message in the user's language with its values: "1 file", but no secrets and control characters."""
     names_of_one = [name for name, value in values.items() if str(value) == "1"]
 
     def counted(match: re.Match[str]) -> str:  # "{count} files are" becomes "{count} file is"
@@ -419,10 +420,12 @@ class Problems:
             text = str(part)
             if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
                 continue
+            # The same error may have been found before where its line was not known: this one takes its place.
             unplaced = _PLACE.sub("", text)
-            earlier = [index for index, known in enumerate(self.errors) if str(known) == unplaced != text]
+            is_placed = unplaced != text
+            earlier = [index for index, known in enumerate(self.errors) if is_placed and str(known) == unplaced]
             self._texts |= {text, unplaced}
-            if earlier:  # the same error, found where its line was not known
+            if earlier:
                 self.errors[earlier[0]] = part
             elif len(self.errors) < MOST:
                 self.errors.append(part)
@@ -439,7 +442,7 @@ class Problems:
             return
         if self.count == 1:
             raise self.errors[0]
-        kinds = {type(error) for error in self.errors}
+        kinds = {type(error) for error in self.errors}  # the one error has their class if they share one
         lines = [f"{number}. " + str(error).replace("\n", "\n   ") for number, error in enumerate(self.errors, start=1)]
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
         lines += [tr("… and {count} more.", count=f"{self.more:,}")] if self.more else []
@@ -458,6 +461,7 @@ def raise_all(errors: Iterable[ToolkitError]) -> None:
 
 def _mentions(text: str, key: str) -> bool:
     """Return whether a message is about a key; a section's name may also be an ordinary word."""
+    # So "data" counts only in data.path, data=x, data = x and data[0].
     end = r"(?!\w)" if "." in key else r"(?=\.\w|=| = |\[)"
     return re.search(rf"(?<![\w.]){re.escape(key)}{end}", text) is not None
 
@@ -524,7 +528,7 @@ def system_text(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         path = Path(file).absolute()
         for directory in (path, *path.parents):
-            with suppress(OSError):  # hidden by a directory above
+            with suppress(OSError):  # hidden by a directory above: that is tried next
                 status = directory.stat()
                 return tr(
                     "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user "

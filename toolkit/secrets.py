@@ -133,7 +133,7 @@ def _says_secret_key(name: Any) -> bool:
 
 
 def are_same(left: Any, right: Any) -> bool:
-    """Whether two values, of which either may have its secrets hidden, can be the same."""
+    """Whether two values, of which either may have its secrets hidden, can be the same: MASK stands for any text."""
     for hidden, text in ((str(left), str(right)), (str(right), str(left))):
         pattern = re.escape(hidden).replace(re.escape(MASK), ".+")
         if MASK in hidden and re.fullmatch(pattern, text, re.DOTALL):
@@ -145,6 +145,7 @@ def _secrets() -> list[str]:
     """Return the known secrets, in each form in which they may be written, the longest first."""
     # Each message comes by here: of a large environment only the values are read whose names say so.
     named = {value for name in filter(_says_secret, os.environ) if _is_secret(value := os.environ.get(name, ""))}
+    # As they are, and as JSON and Python escape them (a quote, a backslash), without the quotes around.
     forms = {form for value in named | _learned for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
     return sorted(forms, key=len, reverse=True)
 

@@ -21,8 +21,10 @@ _POLL_S = 0.05
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run a command and return its exit code. When it has ended, or this process is asked to end, end all processes
-    that are left below.
+    """Run a command and return its exit code, or 128 + the signal that ended it or asked this process to end. When it
+    has ended, or this process is asked to, all processes that are left below are ended.
+
+    As a subreaper this process becomes the parent of those below whose own parent has ended, so that none gets away.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -33,6 +35,7 @@ def _run(command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
+    # By way of children.py the command gets a signal even if this process is killed.
     tie = [sys.executable, "-I", "-S", str(Path(__file__).resolve().with_name("children.py")), str(os.getpid())]
     child = subprocess.Popen([*tie, *command])  # noqa: S603
     while child.poll() is None and not signals:
@@ -44,11 +47,11 @@ def _run(command: Sequence[str]) -> int:
 
 
 def _end_all(child: "subprocess.Popen[Any]") -> None:
-    """Ask all processes below this one to end, then kill those that do not, until none is left: the children of those
-    that end become children of this process.
+    """Ask all processes below this one to end, then kill those that do not within _GRACE_S, until none is left: the
+    children of those that end become children of this process. `child`: the one that it has started itself.
     """
     until, number = time.monotonic() + _GRACE_S, signal.SIGTERM
-    signalled: set[int] = set()
+    signalled: set[int] = set()  # each gets SIGTERM once
     while True:
         child.poll()
         left = _below(os.getpid())
@@ -60,7 +63,7 @@ def _end_all(child: "subprocess.Popen[Any]") -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         signalled |= left
-        for pid in left - {child.pid}:
+        for pid in left - {child.pid}:  # so that ended ones disappear; `child.poll` does it for the child
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_POLL_S)

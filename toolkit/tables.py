@@ -21,7 +21,8 @@ def text_table(
     all_rows = [list(heads), *map(list, rows)]
     widths = [max(text_width(row[column]) for row in all_rows) for column in range(len(heads))]
     room = shutil.get_terminal_size().columns if texts and sys.stdout.isatty() else 0
-    if room and len(indent) + sum(widths) + 2 * len(widths) - 2 > room:
+    num_gaps = len(widths) - 1  # of two spaces each
+    if room and len(indent) + sum(widths) + 2 * num_gaps > room:
         return _wrapped_table(all_rows, widths, indent, room)
     lines = []
     for row in all_rows:
@@ -46,7 +47,8 @@ def _wrapped_table(rows: Sequence[Sequence[str]], widths: Sequence[int], indent:
     """Return the lines of a table of texts: the columns that fit stand side by side, the last wrapped if there is room
     for it; what does not fit follows on lines of its own, indented. `room`: the terminal's columns.
     """
-    taken, count = len(indent), 0  # columns of the terminal; columns of the table that stand side by side
+    # `taken`: columns of the terminal, from the left, that `count` columns of the table take side by side.
+    taken, count = len(indent), 0
     for width in widths[:-1]:
         if taken + width + 2 > room:
             break
@@ -56,7 +58,7 @@ def _wrapped_table(rows: Sequence[Sequence[str]], widths: Sequence[int], indent:
     for row in rows:
         first = indent + "".join(_padded(cell, width + 2) for cell, width in zip(row[:count], widths, strict=False))
         if is_beside:
-            head, *more = _wrapped(row[-1], room - taken)
+            head, *more = _wrapped(row[-1], room - taken)  # its further lines stand below its first one
             lines += [(first + head).rstrip(), *(" " * taken + line for line in more)]
             continue
         below = indent

@@ -41,7 +41,9 @@ def set_display(display: str) -> None:
 
 
 def is_live() -> bool:
-    """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads."""
+    """Return whether there is a live view: `run.display` asks for it, or `stream` is a terminal, and no scheduler's log
+    or CI records it.
+    """
     if _display != "auto":
         return _display == "live"
     is_watched = stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")
