@@ -447,7 +447,7 @@ def _defaults_list(
         overrides.append(f"hydra.searchpath=['file://{folder}']")
     # As text: the arguments of a cached function must be hashable.
     defaults = json.dumps({name: recipe.document.defaults for name, recipe in recipes.items()})
-    # A user's groups may change while this process runs (the board), so they go past the cache: to the function in it.
+    # A user's groups may change while this process runs (the board): then the function without its cache is called.
     compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
     return compose(str(files.conf_folder()), defaults, tuple(overrides))
 

@@ -190,7 +190,7 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
 
 def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
     """Yield the build locks that no process holds and PyTorch waits for, and seconds since their folders changed."""
-    if "FileBaton(" not in torch_file("torch/utils/cpp_extension.py"):
+    if "FileBaton(" not in torch_file("torch/utils/cpp_extension.py"):  # newer ones lock by the system, see above
         return
     for lock in (extensions_dir(environ) / name / "lock" for name in OPS):
         try:

@@ -22,7 +22,7 @@ def warn_of_another_model(model: schema.ModelConfig) -> None:
         return
     if not isinstance(config, Mapping):
         return
-    here, expected = _sizes(config), _sizes(model.published)
+    here, expected = _sizes(config), _sizes(model.published)  # a key that only one of them has is no difference
     if differing := next((key for key in _KEYS if key in here and here[key] != expected.get(key, here[key])), None):
         warn(
             "model.path = {path} is another model than {name}, for which the recipe's settings are: {key} is {value} "

@@ -65,8 +65,8 @@ def option_meant(name: str, value: str) -> str:
     """Return what to write for another program's option `--name value`, or that it is to be left out; "" where the keys
     that the name means take its value as it is.
     """
-    patterns = read_table("config/other_options.yaml").get(name, {})
-    row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)  # of its value
+    patterns = read_table("config/other_options.yaml").get(name, {})  # pattern of its value -> row
+    row = next((row for pattern, row in patterns.items() if fnmatch(value.lower(), pattern)), None)
     if row is not None:
         # What to write ("": nothing), alone or with the name of a sentence that gives the reason.
         words, reason_name = (row, "") if isinstance(row, str) else row
@@ -310,7 +310,7 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         return (best,)
     if close := _most_similar(shown, (path for path in theirs if "." in path), _LEAST_PATH):
         return theirs[close]
-    if name == "enabled" and prefix:  # others switch on what is a key, or a section, here
+    if name == "enabled" and prefix:  # it means what is meant by the section
         return keys_meant(prefix)
     if prefix and (close := _with_the_words(name, here)):
         return here[close]

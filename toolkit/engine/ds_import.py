@@ -295,7 +295,7 @@ def _apply_deepspeed_defaults(ds: DsImport) -> None:
         for key, ours in ds_config.SAME.items()
         if ours.startswith(("zero.", "precision."))
     }
-    defaults |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}
+    defaults |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}  # not as the schema's
     if ds.has_section("optimizer"):
         name = str(ds.values.get("optimizer.type", "adam")).lower()
         params = {**OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"]), "weight_decay": 0.0}

@@ -55,5 +55,6 @@ def _update_model_bit16_weights(self: Any, group_index: int) -> None:
     for parameter, meta, offset in zip(reordered, metas, offsets, strict=True):
         piece = flat.narrow(0, offset, meta.numel()).data
         parameter.data = piece.view(meta.shape[::-1]).t() if meta.dim() == 2 else piece.view(meta.shape)
+    # DeepSpeed has put the parameters into another order: each gets the data of its place in that.
     for index, parameter in enumerate(self.bit16_groups[group_index]):
         parameter.data = reordered[self.round_robin_bit16_indices[group_index][index]].data

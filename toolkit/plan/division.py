@@ -111,6 +111,7 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
     for _ in range(num_parts):
         longer = {}
         for end in range(1, len(ends)):
+            # The best division of the sizes before `begin`, and the next part from there to `end`.
             ways = [
                 (max(largest, ends[end] - ends[begin]), min(smallest, ends[end] - ends[begin]), [*bounds, end])
                 for begin, (largest, smallest, bounds) in divisions.items()
@@ -150,6 +151,7 @@ def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
             size=size,
             count=uneven[0],
         )
+    # The axis of experts is the last one of LoRA's second factors, and the first one of all others.
     parts = {
         name: (*shape[:-1], shape[-1] // size) if "lora_B" in name else (shape[0] // size, *shape[1:])
         for name, shape in routed.items()

@@ -131,6 +131,7 @@ def formula(
     attending = sizes.get("attending", layers)
     # Per pair of tokens and layer: scores and weighted values.
     pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
+    # Layers whose attention comes after the first trained parameter, and those with any gradient.
     attending_with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))
     recomputed_layers = sum(layer >= first[0] for layer in range(layers))
 

@@ -513,7 +513,7 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
         model_of_rank = expert_part(outline, cfg.parallel.expert)
     weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
-        in_4_bits = quantized_sizes(model_of_rank)  # which are moved one after another
+        in_4_bits = quantized_sizes(model_of_rank)  # moved one after another; on CPUs they stay, half a byte each
         weights -= width * (sum(in_4_bits) - max(in_4_bits)) - (sum(in_4_bits) // 2 if machine.on_cpu else 0)
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary

@@ -162,7 +162,7 @@ class Outline:
         matrices = [shape for name, shape in self.shapes.items() if name in OUTPUT]
         if not matrices:
             matrices = [shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0]
-        rows, columns = max(matrices)
+        rows, columns = max(matrices)  # with the most rows
         return rows, columns
 
     @property

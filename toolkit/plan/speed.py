@@ -190,7 +190,8 @@ def _communication(
     copies = zero.zero_hpz_partition_size
     if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
         gathers += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - weights
-    # Below stage 3, updated weights are gathered once per step, as many bytes as their gradients.
+    # Of stages 0 to 3. An all-reduce sends twice what a reduction to owners does; in stages 1 and 2 updated weights are
+    # gathered once per step, as many bytes as their gradients.
     by_stage = (2 * gradients, 3 * gradients, (2 * num_micro + 1) * gradients, num_micro * (gathers + gradients))
     sent = by_stage[zero.stage]
     if world > 1 and not is_gathered:
