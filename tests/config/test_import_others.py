@@ -259,6 +259,11 @@ def test_pairs_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert (intel.format, intel.columns) == (RowFormat.preference, {"prompt": "question"})
 
 
+def test_no_loss_type_is_the_usual_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, _ = imported(capsys, axolotl(**DPO, loss_type=[]), "world_size=2")
+    assert cfg.preference.loss.value == "sigmoid"
+
+
 def test_rated_answers_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     types = ("chatml.argilla", "llama3.intel", {"field_prompt": "q", "field_completion": "a", "field_label": "good"})
     rated = {"rl": "kto", "sample_packing": False, "datasets": [{"path": "o/x", "type": each} for each in types]}
@@ -309,6 +314,7 @@ def test_ms_swift(capsys: pytest.CaptureFixture[str]) -> None:
             [("$(expr 16 / $nproc_per_node)", "$((8 / nproc_per_node))".replace("nproc", "$nproc"))],
             {"batch.global_size": 8},
         ),
+        ([("$(expr 16 / $nproc_per_node)", "$((8 / nproc_per_node))")], {"batch.global_size": 8}),
         ([("--gradient_accumulation_steps $(expr 16 / $nproc_per_node)", "")], {"batch.global_size": 16}),
         ([("swift sft", "swift pt"), ("--loss_scale last_round", "--packing true")], {"data.packing": "packed"}),
         (

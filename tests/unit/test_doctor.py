@@ -279,6 +279,7 @@ def test_clocks() -> None:
     [
         ({}, "", "gloo", "eth0"),
         ({}, "", "nccl", "eth0"),
+        ({}, "", "hccl", "eth0"),
         ({}, "docker0", "gloo", "docker0"),
         ({}, "eth1", "gloo", ""),
         ({"own_name": "127.0.1.1"}, "", "gloo", "lo"),

@@ -62,11 +62,13 @@ def _measure_all_reduce(device: torch.device, rank: int, size: int) -> dict[str,
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(values)
-        seconds = torch.tensor(_seconds(device, started), device=device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # so that all ranks stop at the same size
+        taken_s = _seconds(device, started)
         right = bool((values == size * (size - 1) / 2).all())
-        if seconds.item() > _ENOUGH_S or nbytes >= _MOST_BYTES or not right:
-            return {"bytes": nbytes, "seconds": seconds.item(), "right": right}
+        slowest = torch.tensor([taken_s, float(not right)], device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # so that all ranks stop at the same size
+        seconds, any_wrong = slowest.tolist()
+        if seconds > _ENOUGH_S or nbytes >= _MOST_BYTES or any_wrong:
+            return {"bytes": nbytes, "seconds": seconds, "right": right}
         nbytes *= 4
 
 

@@ -482,7 +482,7 @@ def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tup
     loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
     """
     cards: Mapping[str, dict[str, Any]] = network["cards"]
-    asked = interface or network["asked"][backend]
+    asked = interface or network["asked"].get(backend, "")  # no variable of HCCL is read
     if asked:
         names = [name for name in cards if _matches(name, asked, backend)]
     elif backend == "gloo":

@@ -293,7 +293,7 @@ def interfaces(
     for host, (name, card) in chosen.items():
         own_address = facts[host]["network"]["own_name"]
         names = ", ".join(card_name for card_name in facts[host]["network"]["cards"] if card_name != "lo")
-        asked = interface or facts[host]["network"]["asked"][backend]
+        asked = interface or facts[host]["network"]["asked"].get(backend, "")
         if not name and not names:
             problems.append(finding("no IPv4 address", host=host))
         elif not name and asked:

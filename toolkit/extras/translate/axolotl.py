@@ -199,8 +199,8 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     `loss_type` may choose another loss of its DPOTrainer; TRL can add several up, which has no counterpart.
     """
     loss, loss_key = _LOSSES[kind], "rl"
-    if kind == "dpo" and config.has("loss_type"):
-        [loss, *more], loss_key = config.names("loss_type"), "loss_type"
+    if kind == "dpo" and (losses := config.names("loss_type")):
+        [loss, *more], loss_key = losses, "loss_type"
         if more or loss not in ("sigmoid", "robust", "hinge", "ipo"):
             raise config.without_counterpart("loss_type", ("sigmoid", "robust", "hinge", "ipo"))
     terms = {"cpo_alpha": config.number("cpo_alpha")} if kind == "simpo" else {}

@@ -304,7 +304,10 @@ def _words_of_command(line: str, variables: dict[str, str], location: str) -> li
 
     def computed(match: "re.Match[str]") -> str:
         """Return the result of an arithmetic substitution of two numbers, _UNKNOWN for any other."""
-        terms = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
+        text = _VARIABLE.sub(value, match[0])
+        if text.startswith("$(("):  # where names need no $
+            text = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: variables.get(name[0], name[0]), text)
+        terms = _ARITHMETIC.fullmatch(text)
         if terms is None or (terms[2] in "/%" and not int(terms[3])):  # division by 0
             return _UNKNOWN
         return str(_OPERATORS[terms[2]](int(terms[1]), int(terms[3])))
