@@ -135,14 +135,10 @@ IN_A_FILE = {
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."
     ),
     "zero:\n  stage: 3\nzero:\n  stage: 2\n": ":3: found duplicate key zero",
-    "zero:\n\tstage: 3\n": (
-        ":2: found character '\\t' that cannot start any token (Indent with spaces: YAML takes no tabs.)"
-    ),
-    "optim:\n lr: 1\n  eps: 1\n": (
-        ":3: mapping values are not allowed here (Check the indentation: keys of a section begin in one column.)"
-    ),
+    "zero:\n\tstage: 3\n": ":2: Indent with spaces: YAML takes no tabs.",
+    "optim:\n lr: 1\n  eps: 1\n": ":3: Check the indentation: keys of a section begin in one column.",
     "defaults: quickstart\n": ":1: 'defaults' must be a list, such as [quickstart, _self_].",
-    "zero: {stage: 3\n": ":2: expected ',' or '}', but got '<stream end>'",
+    "zero: {stage: 3\n": ":2: A quote or a bracket above is not closed.",
     "- a\n- b\n": " must hold `key: value` lines, not a list or a single value.",
 }
 

@@ -323,7 +323,7 @@ def test_what_is_no_directory_is_explained(path: str, capsys: pytest.CaptureFixt
 def test_where_there_is_no_run_the_first_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "runs/nothing"]) == 2
     assert capsys.readouterr().err.endswith(
-        "There is no run yet: train one, `toolkit train quickstart`, then type runs/quickstart.\n"
+        "There is no run yet: train one, `toolkit train quickstart run.name=first`, then type runs/first.\n"
     )
     assert main(["chat", "runs/nothing", "language=zh"]) == 2
     assert "没有任何训练" in capsys.readouterr().err

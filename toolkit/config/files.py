@@ -172,8 +172,8 @@ def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
             values, lines = _parsed(text, shown, Loader, kind)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        text = tr("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem)
-        raise ConfigError(joined(text, _yaml_advice(str(error.problem)))) from error
+        reason = _yaml_advice(str(error.problem)) or error.problem
+        raise ConfigError("{file}:{line}: {reason}", file=shown, line=line, reason=reason) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a date that is none
         raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     if not isinstance(values, dict):
@@ -183,12 +183,12 @@ def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
 
 def _yaml_advice(problem: str) -> str:
     """Return what to do about mistakes that PyYAML names in the words of a parser; "" for others."""
-    if "unexpected end of stream" in problem:
-        return tr("(A quote or a bracket above is not closed.)")
+    if "unexpected end of stream" in problem or "<stream end>" in problem:
+        return tr("A quote or a bracket above is not closed.")
     if "\\t" in problem:
-        return tr("(Indent with spaces: YAML takes no tabs.)")
+        return tr("Indent with spaces: YAML takes no tabs.")
     if "mapping values are not allowed" in problem or "expected <block end>" in problem:
-        return tr("(Check the indentation: keys of a section begin in one column.)")
+        return tr("Check the indentation: keys of a section begin in one column.")
     return ""
 
 

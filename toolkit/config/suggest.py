@@ -102,7 +102,7 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     """Return the error for an unknown key, with its place, what was probably meant, or why there is no such key."""
     shown = _without_indices(path)
     meant, siblings = keys_meant(path), members(shown.rpartition(".")[0])
-    text = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
+    text = joined(tr("{place}: unknown key '{key}'.", place=locate(path), key=path), wide_advice(path))
     if elsewhere := _ELSEWHERE.get(path):
         text = joined(text, tr("Other commands take it: {commands}", commands=elsewhere))
         meant = ()
@@ -117,10 +117,20 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
     elif reason := _why_there_is_none(shown.rpartition(".")[2]):
         text = joined(text, tr("There is none here: {says}.", says=reason))
     elif siblings:
-        text = joined(text, tr("Known here: {keys}.", keys=shortlist(siblings, "docs/config.md")))
+        text = joined(text, tr("Known here: {keys}.", keys=shortlist(siblings, tr("docs/config.md"))))
     # Without sections among the meant keys, so that errors in these are still reported.
     keys = (path, *(key for key in meant if not members(key)))
     return error_about(text, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+
+
+def wide_advice(text: str) -> str:
+    """Return what to do about a full-width sign or a typographic quote in a key or value; "" if there is none."""
+    wide = _WIDE.search(text)
+    if wide is None:
+        return ""
+    return tr(
+        "'{character}' is full-width or a typographic quote: write = : , {{ }} [ ] \" ' as in code.", character=wide[0]
+    )
 
 
 def unreadable(word: str) -> ConfigError:
@@ -218,7 +228,7 @@ def directory_meant(path: Path) -> str:
     if path.parent != Path() and (runs := _newest_runs(path.parent)):
         return tr("The newest runs there: {names}", names=", ".join(map(str, runs[:_MOST_RUNS])))
     if path.parts[:-1] == ("runs",):
-        return tr("There is no run yet: train one, `toolkit train quickstart`, then type runs/quickstart.")
+        return tr("There is no run yet: train one, `toolkit train quickstart run.name=first`, then type runs/first.")
     if files.is_hub_name(str(path)):
         return tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
     return ""

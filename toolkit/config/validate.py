@@ -181,7 +181,7 @@ def _enum_member(value: Any, kind: type[Enum], path: str, locate: Locator) -> En
         place=locate(path),
         key=path,
         value=value,
-        choices=shortlist(kind.__members__, "docs/config.md"),
+        choices=shortlist(kind.__members__, tr("docs/config.md")),
     )
     from toolkit.config.suggest import choice_meant  # read in errors alone
 
@@ -217,7 +217,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
 def _wrong_value(path: str, value: Any, wanted: str, locate: Locator) -> ConfigError:
     """Return the error for the value of a key that is not what it must be; `wanted`: that, such as "a number"."""
     shown = "null" if value is None else value
-    return error_about(
-        tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted),
-        path,
-    )
+    from toolkit.config.suggest import wide_advice  # read in errors alone
+
+    text = tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted)
+    return error_about(joined(text, wide_advice(str(value))), path)

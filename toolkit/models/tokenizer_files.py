@@ -105,6 +105,11 @@ def _load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
             folder=path,
         )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                "The directory '{folder}' holds neither config.json nor a tokenizer: it is not a model directory.",
+                folder=path,
+            )
         raise ModelError(
             "The directory '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point "
             "model.tokenizer to a directory that does.",

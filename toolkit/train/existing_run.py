@@ -115,10 +115,12 @@ def _lock_to_resume(folder: Path) -> None:
     """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
     disk.check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
+        is_adapter = (folder / "export" / "adapter_config.json").is_file()
         raise RunFolderError(
             "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
-            "further, set model.path={folder}/export as well, or tuning.adapter={folder}/export for an adapter.",
+            "further, set {key}={folder}/export as well.",
             folder=folder,
+            key="tuning.adapter" if is_adapter else "model.path",
         )
     run_lock.lock_run_dir(folder)
     stop = folder / STOP
