@@ -130,14 +130,19 @@ class Board:
     def list_runs(self, body: Body) -> dict[str, Any]:
         """Return `heads` and `rows` of a table of all runs, the newest first, with those that were started here and
         have no directory yet, and a `note`. A directory that does not answer in time is a row that says so.
+
+        A row has what `_row` returns, and `run` (name below the directory of runs; "" if there is no directory, which
+        the page does not link to), `is_alive` (can be stopped) and `has_log` (was started by a board).
         """
         heads = page.overview([]).heads
-        blank = [page.NONE] * (len(heads) - 2)
+        blank = [page.NONE] * (len(heads) - 2)  # cells behind the name and the state
         folders, is_cut = _directories(self.runs)
-        found = self._in_time("look", _runs_in, folders)
-        inner = [path for paths in found.values() if isinstance(paths, list) for path in paths]
-        outcomes: dict[Path, Any] = {path: error for path, error in found.items() if isinstance(error, Exception)}
-        outcomes |= self._in_time("read", self._row, inner)
+        runs_by_folder = self._in_time("look", _runs_in, folders)
+        runs = [run for found in runs_by_folder.values() if isinstance(found, list) for run in found]
+        outcomes: dict[Path, Any] = {  # path -> its row or an error
+            path: error for path, error in runs_by_folder.items() if isinstance(error, Exception)
+        }
+        outcomes |= self._in_time("read", self._row, runs)
         rows = []
         for path, row in outcomes.items():
             name = str(path.relative_to(self.runs))
@@ -146,7 +151,7 @@ class Board:
                 row = {"stamp": 0.0, "state": state, "cells": [name, hide(str(row)), *blank], "path": str(path)}
             is_alive = row["state"] == "running" or self.launches.is_alive(name)
             rows.append({"run": name, **row, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()})
-        for name in {*self.launches.names()} - {row["run"] for row in rows}:
+        for name in {*self.launches.names()} - {row["run"] for row in rows}:  # without a directory
             is_alive = self.launches.is_alive(name)
             word, state = (tr("starting"), "running") if is_alive else (tr("did not start"), "failed")
             row = {"run": "", "name": name, "state": state, "cells": [name, word, *blank]}
@@ -157,8 +162,8 @@ class Board:
 
     def _in_time(self, what: str, read: Callable[[Path], Any], paths: Sequence[Path]) -> dict[Path, Any]:
         """Return path -> what `read` returns of it, or its error; all are read side by side, for _ROW_S in all. What
-        takes longer is a _Waiting, and after _READING_S a RunFolderError; its thread is left behind. `what`: name of
-        the kind of reading.
+        takes longer is a _Waiting, and after _READING_S a RunFolderError. Its thread is left behind, as nothing ends a
+        thread that waits for a file server; the next request starts no second one. `what`: name of the kind of reading.
         """
         outcomes: dict[Path, Any] = {}
 
@@ -181,20 +186,23 @@ class Board:
             thread.join(max(began + _ROW_S - time.monotonic(), 0))
         for path in paths:
             if path not in outcomes:
-                seconds = time.monotonic() - self._waiting.get((what, path), began)
+                seconds = time.monotonic() - self._waiting.get((what, path), began)  # perhaps since an earlier request
                 is_late = seconds >= _READING_S
                 outcomes[path] = no_answer(path, _READING_S) if is_late else _Waiting(tr("still being read …"))
         return {path: outcomes[path] for path in paths}
 
     def _row(self, path: Path) -> dict[str, Any]:
-        """Return a run's row of the table (its state, curve, verdict, `has_model`), cached until its files change."""
+        """Return a run's row of the table, cached until its files change: `path`, `stamp` (epoch seconds of its last
+        change, by which rows are sorted), `state`, `cells`, `curve` (some of its losses), `verdict`, and `has_model`
+        (one that can be loaded for a chat).
+        """
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
         has_model = any((path / name).exists() for name in ("checkpoints/latest", "export"))
         version = (times, is_worked_on(path), has_model)
         if path not in self._rows or self._rows[path][0] != version:
             run = read_run(path)
             losses = [loss.mean for _, loss in run.history.training.series("loss")]
-            stride = -(-len(losses) // _CURVE_POINTS) or 1
+            stride = -(-len(losses) // _CURVE_POINTS) or 1  # rounded up, so that no more points are left
             verdict = verdict_of(run)
             failure = run.failure.splitlines()[0] if run.status == FAILED and run.failure else ""
             row = {
@@ -202,7 +210,7 @@ class Board:
                 "stamp": max(times),
                 "state": run.status,
                 "cells": [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]],
-                "curve": [*losses[:-1:stride], *losses[-1:]],
+                "curve": [*losses[:-1:stride], *losses[-1:]],  # always with the last loss
                 "verdict": messages.printable(hide(failure)) or (verdict.text if verdict else ""),
                 "has_model": has_model,
             }
@@ -211,8 +219,8 @@ class Board:
 
     def report(self, names: list[str]) -> str:
         """Return the HTML report of one run, or of several in comparison."""
-        for name in names or [""]:
-            parts = Path(name).parts
+        for name in names or [""]:  # no name at all is an error, too
+            parts = Path(name).parts  # RUN, or SWEEP/RUN; names come from the browser, and must not lead elsewhere
             is_inside = 0 < len(parts) < 3 and not any(part.startswith((".", os.sep)) for part in parts)
             if not (is_inside and is_run(self.runs / name)):
                 raise messages.RunFolderError("there is no run {name}.", name=name)
@@ -231,7 +239,8 @@ class Board:
 
     def new(self, body: Body) -> Iterator[str]:
         """Start `toolkit new` with the answers `model`, `data` and `gpus`; return an iterator of its output lines as
-        JSON, and once it has written the recipe `file`, of the file and what to start it with.
+        JSON (`text`), and once it has written the recipe, of what the form that starts it is filled in with: `file`,
+        `name` of the run, `base` (the recipe's name; "" if it lies where recipes are not found by name) and `ranks`.
         """
         file = Path(str(body.get("file", "")))
         words = [f"{name}={body[name]}" for name in ("model", "data", "gpus") if str(body.get(name, "")).strip()]
@@ -244,7 +253,7 @@ class Board:
             for line in _output(process):
                 yield json.dumps({"text": line}) + "\n"
             if process.wait() == 0:
-                ranks = re.match(r"\d+", str(body.get("gpus", "")).strip())
+                ranks = re.match(r"\d+", str(body.get("gpus", "")).strip())  # the 8 of 8x80GB
                 is_known = files.known_recipes().get(file.stem, Path()).absolute() == file.absolute()
                 made = {"file": str(file), "name": file.stem, "base": file.stem if is_known else ""}
                 yield json.dumps(made | {"ranks": ranks[0] if ranks else "1"}) + "\n"
@@ -268,7 +277,9 @@ class Board:
         return self.tool
 
     def open_chat(self, body: Body) -> Iterator[str]:
-        """Start a process that loads the model in `path`; return an iterator of its first answer's lines."""
+        """Start a process that loads the model in `path`; return an iterator of its lines until it is loaded, which end
+        as those of an answer do.
+        """
         self.close(body)
         self.chat = _start_module("toolkit.jobs.chat", str(body.get("path", "")), messages.current_language())
         self.pending_answers = 1
@@ -294,11 +305,12 @@ class Board:
         return lines()
 
     def _answer(self) -> Iterator[str]:
-        """Yield the lines of the model's answer to the last question, without those of earlier answers still due."""
+        """Yield the lines of the model's answer to the last question, without those of earlier answers still due: of a
+        page that was loaded again nobody waits for the rest of an answer. A line that begins with {"end" ends one.
+        """
         assert self.chat is not None and self.chat.stdout is not None
         for line in self.chat.stdout:
-            # Not the rest of one that nobody waits for, as the page was loaded again.
-            is_awaited = self.pending_answers == 1
+            is_awaited = self.pending_answers == 1  # answers come in order: only the last one is left
             if line.startswith('{"end"'):
                 self.pending_answers -= 1
             if is_awaited:
@@ -388,6 +400,7 @@ class Guard:
             return
         request = Request(scope)
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        # The printed address has the token; the page that it opens sets the cookie, which all other requests have.
         shown_token = request.query_params.get("token") if scope["path"] == "/" else None
         shown_token = shown_token or request.cookies.get(self.cookie, "")
         has_token = hmac.compare_digest(shown_token.encode(), self.token.encode())
@@ -427,7 +440,8 @@ class _Worker:
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)` for the request `name`; RunFolderError if that takes too long."""
         seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
-        # Becomes `Future.result` of the thread, which returns, or raises, what the function did.
+        # Becomes `Future.result` of the thread, which returns, or raises, what the function did. Not asyncio.to_thread:
+        # Python would wait for its threads at the end.
         outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
 
         def run() -> None:
@@ -446,7 +460,13 @@ class _Worker:
                 await asyncio.wait([outcome], timeout=seconds)
         if not outcome.done():
             raise no_answer(self.runs, seconds)
-        return outcome.result()()
+        get_result = outcome.result()
+        return get_result()
+
+
+def _is_body(body: Any) -> bool:
+    """Whether what a page sent is an object whose values have the types of _KINDS, where it has them."""
+    return isinstance(body, dict) and all(isinstance(body[key], kind) for key, kind in _KINDS if key in body)
 
 
 def application(board: Board, token: str, cookie: str) -> Guard:
@@ -477,9 +497,9 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         name = request.path_params["name"]
         try:
             body = messages.parsed_json(await request.body())
-            if not isinstance(body, dict) or not all(isinstance(body.get(key, kind()), kind) for key, kind in _KINDS):
+            if not _is_body(body):
                 raise ValueError(tr("it is no object of the texts that this request takes"))
-            if name == "open":
+            if name == "open":  # checked here, within a time limit and with an error's status, which a stream has not
                 await work.do("look", check_directory, body)
             if name in board.streams:
                 return StreamingResponse(board.streams[name](body), media_type="text/plain; charset=utf-8")
@@ -516,11 +536,11 @@ def serve(runs: Path, port: int) -> None:
     with tempfile.TemporaryDirectory(prefix="toolkit-board-") as folder:
         board = Board(runs, Path(folder))
         config = uvicorn.Config(
-            application(board, token, f"board-{port}"),
+            application(board, token, f"board-{port}"),  # cookies are of a host: each board there has its own
             access_log=False,  # it would hold the token
             log_level="warning",
-            lifespan="off",
-            ws="none",
+            lifespan="off",  # the application has nothing to start or end
+            ws="none",  # no WebSockets
             server_header=False,
             timeout_graceful_shutdown=5,
         )
@@ -596,7 +616,7 @@ class Launches:
         if self.is_alive(name):
             os.kill(self._record(name)["pid"], signal.SIGTERM)
         elif is_worked_on(self.runs / name):  # started elsewhere
-            (self.runs / name / "stop").touch()
+            (self.runs / name / "stop").touch()  # the file that every run looks for
         else:
             raise messages.RunFolderError("{name} is not running.", name=name)
         return {"said": tr("{name} saves a checkpoint and stops.", name=name)}
@@ -607,7 +627,8 @@ class Launches:
         try:
             record = self._record(name)
             process = psutil.Process(record["pid"])
-            return bool(process.create_time() == record["created"] and process.status() != psutil.STATUS_ZOMBIE)
+            is_same = process.create_time() == record["created"]  # another process may have got the pid since
+            return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
         except (OSError, ValueError, KeyError, psutil.Error):
             return False
 
@@ -652,7 +673,7 @@ def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, An
     """Yield every key of the recipe schema below `prefix`, with its sentence in the user's language and its choices."""
     sentences = messages.chinese()["sentences"] if messages.current_language() == "zh" else {}
     for name, key in section["properties"].items():
-        value = key.get("anyOf", [key])[0]
+        value = key.get("anyOf", [key])[0]  # of a key that may be null: anyOf [its type, null]
         if "properties" in value:
             yield from _keys(value, f"{prefix}{name}.")
         elif name not in _NOT_IN_A_FORM:
@@ -662,12 +683,15 @@ def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, An
 
 
 def recipe_text(body: Body, problems: messages.Problems) -> str:
-    """Return the recipe that was typed, as YAML text; a value that is no YAML is omitted and added to `problems`."""
+    """Return the recipe that was typed, as YAML text; a value that is no YAML is omitted and added to `problems`.
+
+    The base and the groups become Hydra's list of defaults, whose entries `override /zero: stage2` choose a group.
+    """
     tree: dict[str, Any] = {}
     for key, value in body.get("values", {}).items():
-        text = " ".join(str(value).split("\n"))
+        text = " ".join(str(value).split("\n"))  # a value is one line of the recipe: no second one adds other keys
         try:
-            files.parse(f"x: {text}", key)
+            files.parse(f"x: {text}", key)  # as it will stand behind its key
         except messages.ConfigError as error:
             problems.add(validate.error_about(str(error), key))
         else:
@@ -679,7 +703,7 @@ def recipe_text(body: Body, problems: messages.Problems) -> str:
 
 
 def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the YAML lines of nested values."""
+    """Yield the YAML lines of nested values: those of {"optim": {"lr": "1e-4"}} are `optim:` and `  lr: 1e-4`."""
     for name, value in tree.items():
         if isinstance(value, str):
             yield f"{indent}{name}: {value}"
@@ -704,16 +728,17 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
         loaded = problems.attempt(lambda: load(words, problems=messages.Problems()))
         if loaded is not None:
             answer["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
-            gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}
+            gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}  # the arguments of `toolkit plan` and check
             machine = problems.attempt(machine_for, gpus, loaded.cfg)
-            ranks = [f"world_size={machine.world_size}"] if machine else []
-            ranks += [f"{name}={value}" for name, value in gpus.items()]
-            problems.attempt(lambda: check_recipe([*words, *ranks], fetch=False))
+            check_words = [f"world_size={machine.world_size}"] if machine else []
+            check_words += [f"{name}={value}" for name, value in gpus.items()]
+            problems.attempt(lambda: check_recipe([*words, *check_words], fetch=False))
             if machine and not problems.errors:
                 answer["plan"] = _plan(loaded, machine)
     finally:
         messages.console.write = before
         messages.set_language(language)
+    # Without the temporary directory, which says nothing to who typed the recipe.
     answer["errors"] = [{"keys": error.keys, "text": str(error).replace(f"{folder}/", "")} for error in problems.errors]
     answer["more"] = problems.more
     return answer

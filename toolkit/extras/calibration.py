@@ -50,28 +50,32 @@ _NEVER = 1_000_000
 
 
 def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rates:
-    """Measure FLOP/s, memory and link speed of this rank for a config's model and longest rows. A collective."""
+    """Measure FLOP/s, memory and link speed (bytes/s) of this rank for a config's model and longest rows. A collective.
+
+    The rates are the machine's, so all weights are trained, whatever the recipe's fine-tuning method.
+    """
     full_cfg = replace(cfg, tuning=type(cfg.tuning)())
     width = memory.WIDTHS[cfg.precision.dtype]
     outline = outline_of(full_cfg)
     first_s, layer_s, first_flops, layer_flops = _time_layers(full_cfg, outline, device)
     speed = layer_flops / layer_s
-    link, latency_s = 1e12, 0.0
+    link, latency_s = 1e12, 0.0  # of one rank, which sends nothing
     if world_size > 1:
         sent, single = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
         seconds = _seconds(lambda: torch.distributed.all_reduce(sent), device)
-        link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
+        link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds  # bytes that a rank sends in a ring
         latency_s = _seconds(lambda: torch.distributed.all_reduce(single), device)
     weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
-    # Behind a GPU's computation it hides, so there the links' own speed is what counts.
-    gather = (
-        _gather_rate(full_cfg, outline, layer_s, device, world_size) if device.type == "cpu" and world_size > 1 else 0.0
-    )
+    # Behind a GPU's computation ZeRO-3's gathering hides, so there the links' own speed is what counts (0: as `link`).
+    is_cpu_group = device.type == "cpu" and world_size > 1
+    gather = _gather_rate(full_cfg, outline, layer_s, device, world_size) if is_cpu_group else 0.0
     return Rates(
         flops=speed,
-        micro_s=max(0.0, first_s - first_flops / speed),
+        micro_s=max(0.0, first_s - first_flops / speed),  # what a micro-batch takes beside its operations
+        # Bytes of each weight, as the plan counts them: gradient read, fp32 weight read and written (12), two states of
+        # Adam read and written (16), and the weight in the run's precision read and written.
         memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step, device),
         link=link,
         gather=min(gather, link),
@@ -93,10 +97,8 @@ def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) 
     for _ in range(_TRIES):
         first_s, layer_s = _seconds_and_more(calls, device)
         if layer_s > 0:
-            break
-    else:
-        raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
-    return first_s, layer_s, flops[0], flops[1] - flops[0]
+            return first_s, layer_s, flops[0], flops[1] - flops[0]
+    raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
 
 
 def _pass(model: torch.nn.Module, batch: Batch) -> None:
@@ -110,7 +112,7 @@ def _gather_rate(
 ) -> float:
     """Return the bytes/s at which ZeRO-3 gathers and reduces a layer, from how much longer a layer takes under it than
     `layer_s`, its seconds without ZeRO. That includes DeepSpeed's copies and work around each collective (0.19.8: on
-    CPU ranks as much again).
+    CPU ranks as much again). Settings that would compute something twice or in another way are switched off.
     """
     zero3 = replace(
         cfg,
@@ -132,14 +134,15 @@ def _gather_rate(
         engine = build.initialize_engine(model, ds, zero3.train.activation_checkpointing, schedule, optim=zero3.optim)
         engine.train()
         engines.append(engine)
+        # As default values, each call keeps the engine and batch of its own turn of the loop.
         calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
     _, zero3_layer_s = _seconds_and_more(calls, device)
     for engine in engines:
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
-    layer = sizes[1] - sizes[0]
+    layer_params = sizes[1] - sizes[0]
     # Of a micro-batch: weights forward and backward, and gradients.
-    sent = 3 * layer * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
+    sent = 3 * layer_params * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
     return sent / max(zero3_layer_s - layer_s, 1e-6)
 
 
@@ -147,8 +150,8 @@ def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Modul
     """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token is trained."""
     rows = memory.longest_rows(outline, cfg)
     size = (rows.rows, rows.length)
-    ids = torch.full(size, 5)
-    if isinstance(model, ChatGLMForConditionalGeneration):
+    ids = torch.full(size, 5)  # any token: its id changes neither time nor memory
+    if isinstance(model, ChatGLMForConditionalGeneration):  # which finds the end of the prompt by this token
         ids[:, 1] = model.config.bos_token_id
     return {
         "input_ids": ids,
@@ -165,13 +168,13 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
     else:
         config: dict[str, Any] = dict(config_of(cfg))
-        architecture = directory.architecture_of(config)
-        if architecture is directory.Architecture.v1:
+        architecture = directory.architecture_of(config)  # None: a model of transformers
+        if architecture is directory.Architecture.v1:  # ChatGLM-6B; its config.json names Python files of its own
             config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
             model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
         else:
             if architecture is not None:  # the class of ChatGLM2 and later
-                # Old files lack them. They and stretched positions change no time or size.
+                # Old files lack them. They and stretched (divided) positions change no time or size.
                 defaults = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
                 model_config = glm_config(defaults | config | {"num_layers": layers}, {}, divides_positions=False)
             else:
@@ -184,7 +187,7 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call over several runs after a first one."""
+    """Return the median seconds of a call over several runs, after a first one that is not timed."""
     call()
     return statistics.median(_once(call, device) for _ in range(_REPEATS))
 
@@ -214,20 +217,20 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
 
 def main(config: str, answer: str) -> None:
     """Measure a config's model and sequences as one of all ranks; write this rank's rates to the JSON file `answer`."""
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs what it builds.
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs the engines that it makes.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     cfg = load([f"recipe={config}"]).cfg
     set_language(cfg.language)
     ranks = environment.detect(os.environ)
     if get_accelerator().device_name() == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # all ranks measure at once: with a thread per core each they would compete
     try:
         device = process_group.start(schema.DistributedConfig())
         rates = measure(cfg, ranks.world_size, device)
         process_group.stop()
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)  # one line, which the parent process shows
     Path(answer).write_text(json.dumps(asdict(rates)), encoding="utf-8")
 
 
