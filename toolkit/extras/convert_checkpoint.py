@@ -67,7 +67,9 @@ def convert(source: Path, target: Path) -> directory.RunState:
             for path in source.iterdir():
                 if path.suffix != ".pt" and path.name != directory.MANIFEST:
                     (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
-        else:  # its schedule is not ours; steps that overflowed did not move it
+        else:
+            # Its schedule is not ours: this toolkit's goes on at the same step. Steps whose gradients overflowed (fp16)
+            # did not move it. A scheduler counts from -1.
             counts["schedule"] = {"last_batch_iteration": counts["global_steps"] - counts["skipped_steps"] - 1}
             directory.RunState(step=counts["global_steps"]).write(target)
             written = fragment_reader.Fragments(target)
@@ -124,12 +126,13 @@ def _wrapped_state(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine_counts(source: Path) -> dict[str, Any]:
-    """Return the engine's counters, schedule and loss scale, as `engine_state.counts_of` does."""
+    """Return the engine's counters, schedule and loss scale, as `engine_state.counts_of` does: those of rank 0."""
     files = _state_files(source)
     saved = _load_file(files["model", 0, 0])
     optimizer = _optimizer_state(files, saved, 0, 0)
+    # ZeRO saves the loss scaler as an object; DeepSpeed's fp16 optimizer without ZeRO saves its fields beside its own.
     scaler = vars(optimizer["loss_scaler"]) if "loss_scaler" in optimizer else optimizer
-    changing = engine_state.SCALER if optimizer.get("dynamic_loss_scale") else ()
+    changing = engine_state.SCALER if optimizer.get("dynamic_loss_scale") else ()  # a static scale is in the config
     return {
         **{name: int(saved[name]) for name in ("global_steps", "global_samples", "skipped_steps")},
         "schedule": saved["lr_scheduler"] or {},
@@ -158,19 +161,21 @@ _FlatGroup = tuple[torch.Tensor, dict[str, Any], dict[str, torch.Size]]
 def _fragments(source: Path) -> Iterator[fragments.Fragment]:
     """Yield the fragments of all parameters and buffers, file by file; CheckpointError if a parameter is incomplete."""
     files, layers = _state_files(source), sorted(source.glob("layer_*-model_states.pt"))
+    is_pipeline = bool(layers)  # pipeline stages have files for their layers; else parts are tensor-parallel
     parts = 1 + max(part for _, part, _ in files)
-    # Pipeline stages have files for their layers, whose numbers begin the names of parameters; the other prefix is of
-    # peft's wrapper.
-    prefix = r"(\d+|tied_modules\.\w+)\." if layers else r"base_model\.model\."
+    # A pipeline's layer numbers begin the names of its parameters; the other prefix is of peft's wrapper.
+    prefix = r"(\d+|tied_modules\.\w+)\." if is_pipeline else r"base_model\.model\."
+    # Weights in the run's precision by name: of all stages, or (set below) of the first tensor-parallel part.
     module = {name: value for file in layers for name, value in _load_file(file).items()}
     # Parameter -> its whole shape; the part it is taken from; how many of its numbers were found.
     shapes, owners, lengths = dict[str, tuple[int, ...]](), dict[str, int](), Counter[str]()
     for part in range(parts):
         saved = _without_prefixes(_load_file(files["model", part, 0]), prefix)
         module = module or saved["module"]
-        tensors = module if layers else saved["module"]
+        tensors = module if is_pipeline else saved["module"]
         for name, shape, position, values, numbers in _saved_slices(files, part, saved, prefix):
-            count = parts if not layers and tensor_split.split_of(name) else 1
+            is_split = not is_pipeline and tensor_split.split_of(name)
+            count = parts if is_split else 1
             if count == 1 and owners.setdefault(name, part) != part:
                 continue  # what all parts have, the first has saved
             shapes[name] = tensor_split.part_shape(name, shape, count, back=True)
@@ -193,7 +198,8 @@ def _without_prefixes(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return a dict with the prefix removed from its names; {} for None."""
         return {re.sub(f"^{prefix}", "", name): value for name, value in values.items()} if values else {}
 
-    keys = ("module", "frozen_param_shapes", "frozen_param_fragments")
+    keys = ("module", "frozen_param_shapes", "frozen_param_fragments")  # dicts by parameter
+    # One dict for each of the optimizer's groups; None without ZeRO.
     shapes = [without_prefix(group) for group in saved["param_shapes"] or ()]
     return saved | {key: without_prefix(saved.get(key)) for key in keys} | {"param_shapes": shapes}
 
@@ -208,7 +214,7 @@ def _saved_slices(files: _Files, part: int, saved: dict[str, Any], prefix: str) 
     model file of its first rank; `prefix`: what DeepSpeed or peft put before parameters' names.
     """
     sizes: list[int] = []
-    ranks = int(saved["dp_world_size"]) if saved["param_shapes"] else 1
+    ranks = int(saved["dp_world_size"]) if saved["param_shapes"] else 1  # without ZeRO each rank has all
     for rank in range(ranks):
         optimizer = _optimizer_state(files, saved, part, rank)
         groups = list(_flat_groups(optimizer, saved))
@@ -222,9 +228,10 @@ def _trained_slices(
     optimizer: dict[str, Any], groups: Sequence[_FlatGroup], sizes: Sequence[int], rank: int, ranks: int
 ) -> Iterator[_Slice]:
     """Yield what a rank's optimizer state holds of each parameter. `groups`: those of the optimizer state; `sizes`:
-    numbers in a full partition of each group.
+    numbers in a full partition of each group. Below stage 3 DeepSpeed divides a whole group among the ranks, in stage 3
+    each parameter.
     """
-    is_stage3 = "fp32_flat_groups" in optimizer
+    is_stage3 = "fp32_flat_groups" in optimizer  # DeepSpeed's key in stage 3 alone
     paddings_by_group = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
     for (flat, state, group), size, paddings in zip(groups, sizes, paddings_by_group, strict=True):
         values, numbers = _weights_and_states(flat, state, size)
@@ -250,9 +257,11 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
     of parameters tells them. `optimizer`: the rank's state dict; `saved`: the model's file.
     """
     inner = _wrapped_state(optimizer)
-    states, members = inner["state"], [group["params"] for group in inner["param_groups"]]
-    if any("use_muon" in group for group in inner["param_groups"]):
+    states = inner["state"]  # number of a parameter, or of a flat tensor -> its states
+    members = [group["params"] for group in inner["param_groups"]]  # those numbers, by group
+    if any("use_muon" in group for group in inner["param_groups"]):  # its momentum_buffer would be taken for SGD's
         raise ValueError("Muon")
+    # Keys of the flat fp32 weights: ZeRO 1 and 2, ZeRO 3, and without ZeRO in 16 bits.
     keys = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
     flats = next((optimizer[key] for key in keys if key in optimizer), None)
     if flats is not None:
@@ -262,7 +271,7 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
         for number, (flat, group) in enumerate(zip(flats, groups, strict=True)):
             yield flat, states.get(number, {}), group
         return
-    # One tensor for each parameter.
+    # Nothing is flat: one tensor for each parameter.
     masters = optimizer.get("fp32_groups")  # in 16 bits, where DeepSpeed does not know the optimizer
     for number, group in enumerate(_parameter_groups(saved, list(map(len, members)), len)):
         weights = masters[number] if masters else [saved["module"][name] for name in group]
@@ -296,7 +305,8 @@ def _weights_and_states(
     flat: torch.Tensor, state: dict[str, Any], size: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return a flat tensor's weights and states in two dicts by name: those with a number for each weight, and those
-    that are one number for all. ValueError for other states.
+    that are one number for all. ValueError for other states. `size`: numbers in a full partition, which the states of a
+    shorter last partition may have, too (the rest is padding).
     """
     values, numbers = {fragments.WEIGHT: flat}, {}
     for key, value in state.items():
@@ -335,7 +345,7 @@ def _stretches_in_stage3(
     """
     offset = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        share = -(-shape.numel() // ranks)
+        share = -(-shape.numel() // ranks)  # rounded up
         position = rank * share
         length = min(share, shape.numel() - position)
         if length > 0:

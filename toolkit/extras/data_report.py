@@ -32,6 +32,7 @@ from toolkit.report.page import Section, Table, Tile, short, write_page
 SIMILAR = 0.8
 _SHINGLE, _BINS, _BANDS = 5, 32, 8
 _BATCH_CHARS = 1 << 20
+"""Characters of conversations whose lengths, scripts and hashes are computed at once by NumPy."""
 EXAMPLES = 5
 OTHER = "other"
 
@@ -98,8 +99,8 @@ class Inspector:
 
     def __init__(self, special: Iterable[str]) -> None:
         rules = read_table("extras/data_report.yaml")
-        texts = {*rules["leftovers"], *(text for text in special if len(text) > 2)}
-        longest_first = sorted(texts, key=len, reverse=True)
+        texts = {*rules["leftovers"], *(text for text in special if len(text) > 2)}  # shorter ones are in usual texts
+        longest_first = sorted(texts, key=len, reverse=True)  # else a regular expression finds the beginning of one
         self.leftovers = re.compile("|".join(re.escape(text) for text in longest_first))
         self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
 
@@ -107,8 +108,8 @@ class Inspector:
         """Return the facts of a block of rows."""
         number, file, block = file_block
         facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
-        waiting: list[tuple[int, formats.Conversation]] = []
-        size = 0
+        waiting: list[tuple[int, formats.Conversation]] = []  # (line, conversation) of rows still to be measured
+        size = 0  # their characters
         for offset, row in readers.rows_of(block):
             line = block.first + offset
             facts.rows += 1
@@ -120,10 +121,12 @@ class Inspector:
                 continue
             for conversation in read:
                 self._inspect_conversation(conversation, f"{file.path}:{line}", facts)
-            first = read[0]  # with messages that only the row's others have, such as a pair's second answer
+            # A row counts once: a preference pair is its first conversation and the messages that only the other has.
+            first = read[0]
             more = [message for other in read[1:] for message in other.messages if message not in first.messages]
-            waiting.append((line, replace(first, messages=[*first.messages, *more])))
-            size += sum(len(message["content"]) for message in waiting[-1][1].messages)
+            whole_row = replace(first, messages=[*first.messages, *more])
+            waiting.append((line, whole_row))
+            size += sum(len(message["content"]) for message in whole_row.messages)
             if size >= _BATCH_CHARS:
                 _add_measures(number, waiting, facts)
                 waiting, size = [], 0
@@ -141,14 +144,15 @@ class Inspector:
             for leftover in {match for text in texts for match in self.leftovers.findall(text)}:
                 facts.note(kind, leftover, where)
         last = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
-        if last is not None and not last.get("tool_calls"):
+        if last is not None and not last.get("tool_calls"):  # a call of a tool may have no text
             for what, pattern in self.answers.items():
                 if pattern.search(str(last["content"])):
                     facts.note("answer", what, where)
 
 
 def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
-    """Add lengths, scripts, hashes and MinHashes of rows to the facts.
+    """Add lengths, scripts, hashes and MinHashes of rows to the facts. Roles, texts, tools and calls go into the hash,
+    which tells equal rows; only the texts of user and assistant into scripts and MinHash.
 
     Args:
         number: The file's.
@@ -161,10 +165,11 @@ def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], fac
         asked.append(sum(len(text) for role, text in role_texts if role == "user"))
         answered.append(sum(len(text) for role, text in role_texts if role == "assistant"))
         texts.append("".join(text for role, text in role_texts if role in ("user", "assistant", "text")))
-        contents = [*role_texts]
+        contents = [*role_texts]  # what must be equal in equal rows
         if conversation.tools:
             contents.append(("tools", json.dumps(conversation.tools, sort_keys=True)))
         calls = [message.get("tool_calls") for message in conversation.messages if message.get("tool_calls")]
+        # JSON may hold half of a surrogate pair (\\ud83d), which plain UTF-8 refuses.
         digest = hashlib.blake2b(repr((contents, calls)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     _count_scripts(texts, facts)
@@ -179,7 +184,8 @@ def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64
     """Put texts one after the other as numbers, so that NumPy counts or hashes the characters of all at once.
 
     Returns:
-        The code points of all texts, and for each of them the index of its text.
+        The code points of all texts, and for each of them the index of its text: of ["ab", "c"] [97, 98, 99] and
+        [0, 0, 1].
     """
     points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     text_indices = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
@@ -190,23 +196,29 @@ def _count_scripts(texts: list[str], facts: Facts) -> None:
     """Count the characters of each script, and of each text the script that most of its letters are of."""
     names, table = _script_table()
     points, text_indices = _code_points(texts)
-    counts = np.bincount(text_indices * len(names) + table[points], minlength=len(texts) * len(names))
+    # A number for each pair of a text and a script, so that one bincount counts all pairs.
+    pair_numbers = text_indices * len(names) + table[points]
+    counts = np.bincount(pair_numbers, minlength=len(texts) * len(names))
     counts = counts.reshape(len(texts), len(names))  # [texts, scripts]; script 0 is OTHER
     for name, count in zip(names, counts.sum(0).tolist(), strict=True):
         facts.scripts[name] += count
     letters = counts[:, 1:]
-    most = np.where(letters.sum(1) > 0, letters.argmax(1) + 1, 0)
-    facts.mostly.update(names[index] for index in most.tolist())
+    main_scripts = np.where(letters.sum(1) > 0, letters.argmax(1) + 1, 0)  # [texts]; OTHER of a text without letters
+    facts.mostly.update(names[index] for index in main_scripts.tolist())
 
 
 def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
-    """Return the MinHash of each text, [texts, 32]: rows that share many shingles agree in many of the 32 values."""
+    """Return the MinHash of each text, [texts, 32]: rows that share many shingles agree in many of the 32 values.
+
+    A shingle's 64-bit hash is used in two parts: its lowest 5 bits choose the bin, its upper 32 are compared in it.
+    """
     hashes, text_indices = _shingle_hashes(texts)
-    least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)
-    slots = text_indices * _BINS + (hashes & np.uint64(_BINS - 1)).astype(np.int64)  # by a hash's lowest bits
+    least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)  # the maximum: an empty bin
+    bin_numbers = (hashes & np.uint64(_BINS - 1)).astype(np.int64)
+    slots = text_indices * _BINS + bin_numbers  # of all texts' bins, one after another
     np.minimum.at(least, slots, (hashes >> np.uint64(32)).astype(np.uint32))
     bins = least.reshape(len(texts), _BINS)
-    for _ in range(_BINS):  # an empty bin takes the next one's, shifted, so that the bins stay apart
+    for _ in range(_BINS):  # an empty bin takes the next one's; the lowest bit, set to 1, marks it as taken over
         empty = bins == np.iinfo(np.uint32).max
         if not empty.any():
             break
@@ -215,7 +227,10 @@ def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
 
 
 def _shingle_hashes(texts: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hash every 5-character shingle of each text, lower-cased and without white space.
+    """Hash every 5-character shingle of each text, lower-cased and without white space; a shorter text is padded to 5.
+
+    All texts are one array, so a shingle is hashed as five shifted slices of it: multiply and xorshift, as SplitMix64
+    and MurmurHash3 mix their numbers. The factors are odd 64-bit constants of such functions, one per character.
 
     Returns:
         The hashes of all shingles, and for each the index of its text.
@@ -231,7 +246,7 @@ def _shingle_hashes(texts: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.in
         hashes ^= hashes >> np.uint64(29)
     hashes *= np.uint64(0x94D049BB133111EB)
     hashes ^= hashes >> np.uint64(32)
-    is_inside = text_indices[:count] == text_indices[_SHINGLE - 1 :]  # not over the end of a text
+    is_inside = text_indices[:count] == text_indices[_SHINGLE - 1 :]  # first and last character are of the same text
     return hashes[is_inside], text_indices[:count][is_inside]
 
 
@@ -249,7 +264,7 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
     if not facts.hashes:
         return Alike(0, []), Alike(0, [])
     _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
-    earlier = first[number]
+    earlier = first[number]  # for every row the first one with its hash, which may be itself
     rows = np.arange(len(earlier))
     similar = _similar_rows(np.concatenate(facts.bins), rows[earlier == rows])
     return _alike_rows(rows[earlier != rows], earlier), _alike_rows(np.flatnonzero(similar >= 0), similar)
@@ -273,13 +288,16 @@ def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDAr
     similar = np.full(len(bins), -1, np.int64)
     width = _BINS // _BANDS
     for band in range(_BANDS):
+        # The four bins of a band as one value of 16 bytes, so that rows can be sorted by them.
         keys = np.ascontiguousarray(bins[distinct, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
         order = np.argsort(keys, kind="stable")  # rows with the same band lie together, in their order
-        rows, starts = distinct[order], np.flatnonzero(np.append(True, keys[order][1:] != keys[order][:-1]))
-        first_of_band = np.repeat(rows[starts], np.diff(np.append(starts, len(rows))))
+        rows, sorted_keys = distinct[order], keys[order]
+        starts = np.flatnonzero(np.append(True, sorted_keys[1:] != sorted_keys[:-1]))  # of each group of equal bands
+        first_of_band = np.repeat(rows[starts], np.diff(np.append(starts, len(rows))))  # for every row of `rows`
         row_before = np.append(rows[:1], rows[:-1])
         for others in (first_of_band, row_before):
             candidates = np.flatnonzero((others < rows) & (similar[rows] < 0))
+            # In parts, so that the copies of their bins stay small.
             for chunk in np.array_split(candidates, max(1, len(candidates) // 100_000)):
                 is_similar = (bins[rows[chunk]] == bins[others[chunk]]).mean(1) >= SIMILAR
                 similar[rows[chunk[is_similar]]] = others[chunk[is_similar]]

@@ -152,7 +152,11 @@ def begin(rank: int, world_size: int) -> None:
 def _tolist(tensor: torch.Tensor) -> Any:
     """Return a fake tensor's `tolist`, reading one number from the device, as a real tensor's reads all at once."""
     value = tensor.flatten()[0].item()
-    return value if tensor.dim() == 0 else [value] * len(tensor) if tensor.dim() == 1 else [*map(_tolist, tensor)]
+    if tensor.dim() == 0:
+        return value
+    if tensor.dim() == 1:
+        return [value] * len(tensor)
+    return [*map(_tolist, tensor)]
 
 
 def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
@@ -185,15 +189,18 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Return what scaled_dot_product_attention does, by the kernel that PyTorch takes on an NVIDIA GPU: flash
-    attention, or the memory-efficient one in fp32 or with a mask.
+    attention, or the memory-efficient one in fp32 or with a mask, neither of which it would take for this device. Each
+    keeps other tensors for the backward pass. States are [B, heads, S, D].
     """
     if attn_mask is None and query.dtype in _HALF:
         flash = _aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if enable_gqa and key.size(1) != query.size(1):
+        return_debug_mask = False
+        return flash(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)[0]
+    if enable_gqa and key.size(1) != query.size(1):  # this kernel takes as many heads of keys as of queries
         key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
     efficient = _aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    compute_log_sumexp = True  # which the backward pass needs
+    return efficient(query, key, value, attn_mask, compute_log_sumexp, dropout_p, is_causal, scale=scale)[0]
 
 
 class Watch(LiveBytes):
@@ -220,7 +227,7 @@ class Watch(LiveBytes):
 
     def largest(self, most: int) -> list[tuple[str, int, int]]:
         """Return (operation, type and shape; how many; bytes together) of the `most` largest kinds of tensors that were
-        alive at the peak since `restart`.
+        alive at the peak since `restart`. The events are replayed twice: to find the peak, and to see what was alive.
         """
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
         num_at_peak = self._begun  # how many events had happened then
@@ -245,22 +252,21 @@ class Watch(LiveBytes):
         """Compute an operation, and note what it makes, sends and waits for; a number that is read is made up."""
         first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
         on_device = first is not None and first.device.type == NAME
+        # `.item()`, `torch.equal` and `nonzero`, whose results depend on numbers, so that the host waits for them.
         if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
             assert first is not None
             if on_device:
                 self.waits[_waiting_code()] += 1
             elif getattr(first, "constant", None) is not None and func is _aten._local_scalar_dense.default:
-                return first.constant.item()  # type: ignore[attr-defined]
-            if func is _aten.nonzero.default:
-                return first.new_zeros((first.numel(), first.dim()), dtype=torch.int64)
-            return func is _aten.equal.default or (1.0 if first.is_floating_point() else 0)
-        if func is _aten.record_stream.default:
+                return first.constant.item()  # type: ignore[attr-defined]  # a tensor made of a number on the CPU has it
+            return _made_up_result(func, first)
+        if func is _aten.record_stream.default:  # a hint for an allocator, which does not exist here
             return None
         if func.namespace == "c10d":
             self._note_collective(func, args)
         result = func(*args, **(kwargs or {}))
         leaves = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if on_device and func is _aten._to_copy.default and leaves[0].device.type == "cpu":
+        if on_device and func is _aten._to_copy.default and leaves[0].device.type == "cpu":  # `.cpu()` waits, too
             self.waits[_waiting_code()] += 1
         self._function = func
         for leaf in leaves:
@@ -268,7 +274,9 @@ class Watch(LiveBytes):
         return result
 
     def _note_collective(self, func: Any, args: Any) -> None:
-        """Note a collective's name, group size, and numbers and type of what it sends."""
+        """Note a collective's name, group size, and numbers and type of what it sends. The name is its operator's,
+        such as c10d::allreduce_, without the prefix and the _ of operations in place.
+        """
         sent = [tensor for tensor in _pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
         groups = [group for group in _pytree.tree_leaves(args) if isinstance(group, torch.ScriptObject)]
         sizes = [dist.ProcessGroup.unbox(group).size() for group in groups if "ProcessGroup" in str(group._type())]
@@ -290,6 +298,15 @@ class Watch(LiveBytes):
             name, dtype = self._function.name().removeprefix("aten::"), str(tensor.dtype).removeprefix("torch.")
             what = f"{name} {dtype} {[*tensor.shape]}"
         self._events.append((key, num_bytes, what))
+
+
+def _made_up_result(func: Any, tensor: torch.Tensor) -> Any:
+    """Return the result of an operation that reads a fake tensor's numbers: all are nonzero, and equal; see `Watch`."""
+    if func is _aten.nonzero.default:
+        return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
+    if func is _aten.equal.default:
+        return True
+    return 1.0 if tensor.is_floating_point() else 0
 
 
 def _waiting_code() -> str:

@@ -88,19 +88,21 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
         content.mkdir()
         encoder, config = load_chat_encoder(folder), read_config(str(folder))
         findings: list[Finding] = []
-        if command is None:
+        if command is None:  # no llama.cpp: Ollama is to convert the model directory
             source = folder
             if scratch in folder.parents:  # merged here: Ollama reads it from the output
                 source = folder.rename(content / "model")
         else:
+            # The converter writes the type that it has chosen in place of {ftype}.
             source = llama_cpp.convert(command, folder, content / f"{name}-{{ftype}}.gguf", _converted(options))
             if quantizer:
                 full, source = source, content / f"{name}-{options.kind}.gguf"
                 llama_cpp.quantize(quantizer, full, source, options.kind)
                 full.unlink()
             findings = check(source, folder, encoder, config, options)
-        written = f"./{source.name}" if content in source.parents else str(source.resolve())
-        text = _modelfile(written, folder if folder.exists() else source, encoder, config, options)
+        from_line = f"./{source.name}" if content in source.parents else str(source.resolve())
+        model_folder = folder if folder.exists() else source  # `folder` was renamed where it was merged here
+        text = _modelfile(from_line, model_folder, encoder, config, options)
         (content / "Modelfile").write_text(text, encoding="utf-8")
         if failed := [finding for finding in findings if finding.state == FAILED]:
             raise CheckpointError(
@@ -109,11 +111,11 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
                 file=source.name,
                 findings=clauses("; ".join([item.check, item.text, *item.details[:1]]) for item in failed),
             )
-        content.rename(output)
+        content.rename(output)  # last, so that `output` is complete or does not exist
         disk.flush(output.parent)
     source = output / source.name if content in source.parents else source
-    known = set(config.get("architectures") or ()) & set(modelfile.CONVERTS)
-    return Result(source, output / "Modelfile", findings, bool(known))
+    known_to_ollama = set(config.get("architectures") or ()) & set(modelfile.CONVERTS)
+    return Result(source, output / "Modelfile", findings, bool(known_to_ollama))
 
 
 def _quantizer(options: GgufOptions) -> str | None:
@@ -143,12 +145,16 @@ def _converted(options: GgufOptions) -> str:
 
 @contextmanager
 def _model_directory(path: Path, scratch: Path, base: str) -> Iterator[Path]:
-    """Yield the directory that llama.cpp converts: the export itself, or a merged or official copy in `scratch`."""
-    export = path / "export" if (path / "export").is_dir() and not (path / "config.json").is_file() else path
+    """Yield the directory that llama.cpp converts: the export itself, or a copy in `scratch`: an adapter or checkpoint
+    as a whole model, GLM in the layout of its official repository. `base`: as `GgufOptions.base`.
+    """
+    is_run = (path / "export").is_dir() and not (path / "config.json").is_file()
+    export = path / "export" if is_run else path
     is_adapter = adapters.is_adapter(export)
     is_model = not is_adapter and (export / "config.json").is_file()
     config = read_config(str(export)) if is_model else {}
-    if is_model and config.get("model_type") != "glm" and architecture_of(config) is not Architecture.glm:
+    is_glm = config.get("model_type") == "glm" or architecture_of(config) is Architecture.glm
+    if is_model and not is_glm:
         yield resolve_servable(export)
         return
     merged = scratch / "merged"
@@ -176,6 +182,7 @@ def _modelfile(source: str, folder: Path, encoder: AnyChatEncoder, config: dict[
     """
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token or ""
+    # llama.cpp puts the token that begins a prompt in front as the tokenizer does: the template must not repeat it.
     adds_bos = bool(bos) and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
     turns = None
     render = getattr(encoder, "render", None)
@@ -220,7 +227,7 @@ def check(
             answers = [serving.llama_answer(url, case.ids[: case.start], _ANSWER_TOKENS) for case in short]
     except serving.NotRun as error:
         return [*findings, Finding(tr("greedy answers by llama.cpp"), SKIPPED, str(error))]
-    is_exact = options.kind in llama_cpp.CONVERTED[:4]
+    is_exact = options.kind in llama_cpp.CONVERTED[:4]  # all but q8_0, which is quantized
     return [*findings, _check_answers(folder, short, answers, is_exact)]
 
 
@@ -230,13 +237,14 @@ def _check_header(header: dict[str, Any], folder: Path, encoder: AnyChatEncoder,
     template = saved_template(folder)
     if isinstance(template, str) and header.get("tokenizer.chat_template") != template:
         wrong.append(tr("its chat template is another than the export's"))
+    # llama.cpp ends an answer at any of these: end of sequence, of turn, of message.
     ends = {header.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
     if not ends & {*encoder.stop_ids}:
         wrong.append(tr("it ends answers with {found}, training with {trained}", found=ends, trained=encoder.stop_ids))
     length = header.get(f"{header.get('general.architecture')}.context_length")
-    allowed: set[Any] = {position_limit(config), config.get("max_position_embeddings"), config.get("seq_length")} - {
-        None
-    }
+    # With and without a stretched context, and as ChatGLM's config.json names it.
+    limits = {position_limit(config), config.get("max_position_embeddings"), config.get("seq_length")}
+    allowed: set[Any] = limits - {None}
     if allowed and length not in allowed:
         wrong.append(tr("context window {found}, config.json has {trained}", found=length, trained=sorted(allowed)))
     return Finding(tr("header of the GGUF file"), FAILED if wrong else PASSED, tr("template, end, context"), wrong)
@@ -244,7 +252,8 @@ def _check_header(header: dict[str, Any], folder: Path, encoder: AnyChatEncoder,
 
 def _check_answers(folder: Path, cases: Sequence[Case], answers: Sequence[list[int]], is_exact: bool) -> Finding:
     """Compare llama.cpp's greedy `answers` (token ids, by case) with the toolkit's own. Where they differ first, the
-    two tokens must be nearly as likely, if the weights were not quantized (`is_exact`).
+    two tokens must be nearly as likely, if the weights were not quantized (`is_exact`): sums in another order may then
+    choose the other one, after which the answers say different things.
     """
     loaded = load_any(str(folder))
     sampling = Sampling(max_new_tokens=_ANSWER_TOKENS)
@@ -261,7 +270,8 @@ def _check_answers(folder: Path, cases: Sequence[Case], answers: Sequence[list[i
             ids = torch.tensor([prompt + ours[:common]], device=loaded.model.device)
             logits = loaded.model(input_ids=ids).logits[0, -1].float()
         their_tokens = theirs[common : common + 1] or loaded.encoder.stop_ids  # the one, or those that end an answer
-        gaps.append(float((logits.max() - max(logits[token] for token in their_tokens)) / logits.std()))
+        their_logit = max(logits[token] for token in their_tokens)
+        gaps.append(float((logits.max() - their_logit) / logits.std()))
     counts = {"equal": equal, "all": len(cases), "gap": f"{max(gaps):.2f}"}
     text = tr("{equal} of {all} equal to `toolkit generate`, token for token", **counts)
     if equal < len(cases):

@@ -145,7 +145,7 @@ def _load(manager: Any, options: HarnessOptions) -> Any:
 
 
 def _unknown_task(name: str, task_names: Sequence[str]) -> ConfigError:
-    """Return the error about a task that does not exist, with the nearest names."""
+    """Return the error about a task that does not exist, with the nearest names: first those that it begins."""
     longer = sorted((task for task in task_names if task.startswith(name)), key=len)
     near = [*longer, *difflib.get_close_matches(name, task_names, n=_MOST_NAMES)]
     return ConfigError(
@@ -195,11 +195,11 @@ def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks)
             )
         )
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch_size)
-    if process_group.world_size() > 1:
+    if process_group.world_size() > 1:  # HFLM learns of ranks from accelerate alone, which it is not used with here
         language_model.accelerator = _OtherRanks(model)
         language_model._rank, language_model._world_size = process_group.rank(), process_group.world_size()
         language_model.gather_object = lambda values, dst=0: process_group.gather(values)
-    tasks.manager.load = lambda names: tasks.loaded
+    tasks.manager.load = lambda names: tasks.loaded  # `simple_evaluate` would load the data a second time
     with _as_process_0():
         results = lm_eval.simple_evaluate(
             model=language_model,
@@ -237,7 +237,7 @@ def scores_of(results: Mapping[str, Any]) -> list[Score]:
     members = {member for names in subtasks.values() for member in names}
 
     def samples(name: str) -> int:
-        """Return the number of samples of a task, or of all tasks in a group."""
+        """Return the number of samples of a task, or of all tasks in a group, which may be groups themselves."""
         if subtasks.get(name):
             return sum(map(samples, subtasks[name]))
         return int(results["n-samples"].get(name, {}).get("effective", 0))
@@ -275,10 +275,12 @@ def sample_rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _prompt_and_output(arguments: Sequence[Sequence[Any]], answers: Sequence[Any]) -> tuple[str, Any]:
     """Return the prompt of a question, and what the model answered. `arguments`: of each request; for a choice (prompt,
     continuation). `answers`: the text of each request, or (log-likelihood, whether it is the likeliest text) of it.
+
+    A question of four choices has four requests; its output is the continuation of the highest log-likelihood.
     """
-    if not isinstance(answers[0], (tuple, list)):
+    if not isinstance(answers[0], (tuple, list)):  # a generated text
         return str(arguments[0][0]), answers[0]
-    if len(answers) == 1:
+    if len(answers) == 1:  # the log-likelihood of a whole text, as for perplexity
         return str(arguments[0][0]), answers[0][0]
     # acc_mutual_info asks for each continuation without a prompt, too (lm_eval 0.4.13, api/task.py).
     choices = [index for index, (prompt, _) in enumerate(arguments) if prompt] or range(len(answers))
