@@ -98,10 +98,11 @@ def _use_utf8() -> None:
 
 def _dispatch(words: list[str]) -> int:
     """Run the command that the first word names, or show help; return the exit code, 2 if there is no command."""
+    # `language=zh COMMAND …` sets it here; behind its name a command reads it itself.
     words = choose_language(words) if words and words[0].startswith("language=") else words
     is_help = bool(words) and words[0] in ("help", "-h", "--help")
     others = choose_language(words[1:]) if is_help else words
-    command, rest = (others[0], others[1:]) if others else ("", [])
+    command, rest = (others[0], others[1:]) if others else ("", [])  # `help COMMAND` and `COMMAND --help` are the same
     if not command:
         from toolkit.cli.help import overview
 

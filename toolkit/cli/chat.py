@@ -38,6 +38,7 @@ USAGE = "toolkit chat PATH"
 
 
 def run(words: list[str]) -> None:
+    """Chat with a model until stdin ends or the user leaves."""
     arguments = named_arguments(
         words, required=(), optional=(*MODEL, "system", *SAMPLING), usage=USAGE, bare="model.path"
     )

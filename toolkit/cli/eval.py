@@ -53,6 +53,7 @@ _SCORED = ("compare", "batch_size", "system", "dtype", "device", "allow_code", "
 
 
 def run(words: list[str]) -> None:
+    """Score a model on benchmarks and checks if there are some, else evaluate it on a recipe's validation data."""
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
@@ -71,7 +72,7 @@ def _score(words: list[str], ranks: environment.Ranks) -> None:
     names = (*MODEL, "tasks", "questions", *_OF_TASKS, *SAMPLING, *_SCORED)
     values = named_arguments(words, required=(), optional=names, usage=_USAGE, bare="model.path")
     check_model(values, _USAGE)
-    for dependent, owner in ((_OF_TASKS, "tasks"), (SAMPLING, "questions")):
+    for dependent, owner in ((_OF_TASKS, "tasks"), (SAMPLING, "questions")):  # arguments, and which one they are for
         if not values.get(owner) and (wrong := [name for name in dependent if name in values]):
             raise ConfigError("{name} has an effect with {owner}= only. Remove it.", name=wrong[0], owner=owner)
     sampling = sampling_arguments(values, max_new_tokens=256)

@@ -45,7 +45,17 @@ _PARAMETERS = {"adapter": "adapter", "base": "base", "family": "model.family"}
 """Parameter of `export_verified` -> argument."""
 
 
+def _directory_name(format: str, text_only: bool, merges: bool) -> str:
+    """Return the name, in a run directory, of an export of that kind, so that several kinds can be made."""
+    if format == "official":
+        return "official"
+    if text_only:
+        return "text"
+    return "merged" if merges else "export"
+
+
 def run(words: list[str]) -> None:
+    """Write a model or adapter to a new directory in the chosen layout, and verify what was written."""
     arguments = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
     format, merge = one_of(arguments, "format", FORMATS), one_of(arguments, "merge", ("false", "true"))
     text_only = one_of(arguments, "text_only", ("false", "true")) == "true"
@@ -58,8 +68,7 @@ def run(words: list[str]) -> None:
     files.check_directory(path)
     if not arguments.get("output") and not (path / "config.yaml").is_file():  # no run directory
         raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
-    name = "official" if format == "official" else "text" if text_only else "merged" if merge == "true" else "export"
-    output = Path(arguments.get("output") or path / name)
+    output = Path(arguments.get("output") or path / _directory_name(format, text_only, merge == "true"))
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers

@@ -48,6 +48,7 @@ _FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard", "
 
 
 def run(words: list[str]) -> None:
+    """Print the answer to one question, or write those to a file's questions."""
     optional = (*MODEL, "prompt", "input", *_FOR_FILES, "system", *SAMPLING, "engine")
     bare = [word for word in words if "=" not in word]
     if len(bare) > 1 and not any(word.startswith(("prompt=", "input=", "-")) for word in words):

@@ -84,4 +84,5 @@ def _command_meant(word: str) -> str:
         return tr("Did you mean '{name}'?", name=f"toolkit train {word}")
     if "." in word and is_key(word):
         return tr("Did you mean '{name}'?", name=f"toolkit help {word}")
-    return did_you_mean(word, (*COMMANDS, *(("--help", "--version") if word.startswith("-") else ("help",))))
+    other_words = ("--help", "--version") if word.startswith("-") else ("help",)
+    return did_you_mean(word, (*COMMANDS, *other_words))

@@ -23,12 +23,13 @@ _JOBS = {
 
 
 def run(words: list[str]) -> None:
+    """Write a hostfile of the nodes that are typed, else of those of the job that this process runs in."""
     usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
     arguments = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
     for nodes, gpus in _JOBS.items():
         if listed := os.environ.get(nodes):  # SkyPilot and dstack write one address a line
             job = {"nodes": ",".join(listed.split()), "slots": os.environ.get(gpus, "")}
-            arguments = {**{name: value for name, value in job.items() if value}, **arguments}
+            arguments = {**{name: value for name, value in job.items() if value}, **arguments}  # what is typed counts
             break
     slots = positive_int(arguments, "slots")
     if not arguments.get("nodes") or not slots:

@@ -29,7 +29,7 @@ def help_of_keys(words: list[str]) -> str:
     keys = {_plain(key.name): key for section in sections for key in section.keys}
     in_group = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
     named = [keys[name]] if name in keys else []
-    if not named and not in_group:
+    if not named and not in_group:  # lr alone: optim.lr, and whatever else ends so
         named = [key for dotted, key in keys.items() if _leaf(dotted) == name]
     if not named and not in_group:
         raise _unknown(name, list(keys))
@@ -55,7 +55,7 @@ def is_key(word: str) -> bool:
 def _of_key(key: key_texts.Key) -> str:
     """Return what the page of all keys says of one: its name, and below it meaning, type or choices, and default."""
     kind = key.kind.replace("`", "")
-    is_choice = key.kind.startswith("`")
+    is_choice = key.kind.startswith("`")  # the page writes choices, and no type, as code
     kind_line = tr("choices: {choices}", choices=kind) if is_choice else tr("type: {type}", type=kind)
     lines = (key.meaning, kind_line, tr("default: {value}", value=key.default))
     return "\n".join([key.name, *(f"  {line}" for line in lines)])
@@ -99,7 +99,7 @@ def _in_full(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a dotted name without positions in lists."""
+    """Return a dotted name without positions in lists: data.sources.path for data.sources[0].path."""
     return re.sub(r"\[\w*\]", "", name)
 
 

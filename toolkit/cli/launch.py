@@ -22,6 +22,7 @@ from toolkit.messages import ConfigError, Problems
 
 
 def run(words: list[str]) -> int:
+    """Check the arguments and the recipe once, before any rank is started, then launch; return the exit code."""
     typed, options, rest = deepspeed.typed_options(words)
     environment.reject_if_rank()
     problems = Problems()

@@ -45,6 +45,7 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 
 def run(words: list[str]) -> None:
+    """Print the plan; with `calibrate=true` after measuring this machine, with `trace=true` beside a traced step."""
     loaded, settings, machine = _checked(words)
     if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
         loaded = resolve_model_path(loaded, config_only=True)
@@ -55,7 +56,7 @@ def run(words: list[str]) -> None:
             check_readable(loaded.cfg.model.path)
         except ModelError as error:
             warn("{reason} This is the plan of such a copy.", reason=error)
-    if loaded.cfg.distill.teacher not in published_models("hub_id"):
+    if loaded.cfg.distill.teacher not in published_models("hub_id"):  # the sizes of those are known here
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)

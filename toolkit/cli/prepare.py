@@ -13,6 +13,7 @@ from toolkit.messages import DataError, say
 
 
 def run(words: list[str]) -> None:
+    """Tokenize a recipe's data, or with `prepare.shard` a part of it, and print what there is."""
     arguments = parse_checked(words)
     loaded = hub.resolve_teacher(hub.resolve_model_path(arguments.loaded))
     context_length.check_positions(loaded)

@@ -44,6 +44,6 @@ def about(path: Path) -> str:
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("# ") and not line.startswith(_FOR_PROGRAMS)
     ]
-    if current_language() == "zh":  # Chinese lines first
+    if current_language() == "zh":  # lines with Chinese in their first sentence come first
         lines.sort(key=lambda line: not re.match(r"[^。]*[\u4e00-\u9fff]", line))
     return re.split(r"\. |。", lines[0])[0].rstrip(".:") if lines else ""

@@ -24,6 +24,7 @@ from toolkit.train.startup import make_ready
 
 
 def run(words: list[str]) -> None:
+    """Train again up to a step of a run, in a directory of its own. A collective of as many ranks as the run had."""
     usage = "toolkit replay runs/NAME step=120"
     arguments = named_arguments(
         environment.strip_launcher_arguments(words), required=("run", "step"), optional=(), usage=usage, bare="run"
@@ -34,11 +35,12 @@ def run(words: list[str]) -> None:
 
     again = replay_overrides(folder, step, environment.detect(os.environ))
     ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
-    assert ready is not None
-    loaded = resolve_model_path(ready[0].loaded)
+    assert ready is not None  # None is for --cfg and the like
+    replayed, ranks = ready
+    loaded = resolve_model_path(replayed.loaded)
     check_positions(loaded)
     from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
-    trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - ancestors.age_s())
+    trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ranks, time.monotonic() - ancestors.age_s())
     replay(trainer, step, folder / "metrics.jsonl")

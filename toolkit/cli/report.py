@@ -20,6 +20,7 @@ from toolkit.messages import ConfigError, choose_language, say, tr
 
 
 def run(words: list[str]) -> None:
+    """Write the HTML report of one run, or of several in comparison."""
     output, paths = "", []
     for word in choose_language(words):
         if word.startswith("-"):

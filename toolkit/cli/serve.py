@@ -51,7 +51,7 @@ def run(words: list[str]) -> None:
     if arguments.get("adapter"):
         name = Path(arguments["adapter"]).resolve().name
         command += adapter_options(Path(arguments["adapter"]), folder, name, backend)
-        model = f"{model}:{name}" if backend == "sglang" else name
+        model = f"{model}:{name}" if backend == "sglang" else name  # how a request names the adapter
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": tr("Hello")}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(
@@ -67,7 +67,7 @@ def _command(backend: str, program: list[str], folder: Path, model: str, listen:
     """Return the command by which a backend's `program` serves a directory as `model`; `listen`: --host and --port."""
     if backend == "sglang":
         return [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
-    if backend == "vllm":
+    if backend == "vllm":  # several names: the full path is accepted as well
         return [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
     return [*program, model, "serve", str(folder), *listen]
 

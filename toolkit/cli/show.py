@@ -19,6 +19,7 @@ COLORS = ("auto", "always", "never")
 
 
 def run(words: list[str]) -> None:
+    """Print samples of a recipe's prepared data, or those of a step that was skipped."""
     from toolkit.data import preview
 
     if words and words[0].endswith(".jsonl") and "=" not in words[0]:
@@ -40,6 +41,7 @@ def run(words: list[str]) -> None:
         if prepared.validation is None or prepared.validation_plan is None:
             raise ConfigError(tr("this recipe has no validation data: show split=train."))
         cache, plan = prepared.validation, prepared.validation_plan
+    # Samples of the training data that were taken for validation, where it has no data of its own.
     held_out = 0 if cfg.data.validation or prepared.validation is None else len(prepared.validation)
     counts = preview.count_lines(cfg, prepared.report, prepared.packing, cache, plan, held_out)
     samples = preview.sample_lines(

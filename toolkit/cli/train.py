@@ -23,6 +23,7 @@ from toolkit.train.startup import greet, make_ready
 
 
 def run(words: list[str]) -> None:
+    """Train a recipe, as one of the ranks that a launcher has started, or alone."""
     words = environment.strip_launcher_arguments(words)
     ready = make_ready(words)
     if ready is None:
@@ -43,7 +44,8 @@ def run(words: list[str]) -> None:
     from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
-    Trainer(task_of(loaded.cfg), loaded.cfg, ranks, time.monotonic() - ancestors.age_s()).train()
+    command_started = time.monotonic() - ancestors.age_s()  # which counts what the launcher took
+    Trainer(task_of(loaded.cfg), loaded.cfg, ranks, command_started).train()
 
 
 def _with_directories(loaded: LoadedConfig) -> LoadedConfig:

@@ -24,6 +24,7 @@ from toolkit.models.directory import read_config
 
 
 def run(words: list[str]) -> None:
+    """Verify all that a path holds; CheckpointError if something is damaged."""
     arguments = named_arguments(
         words, required=("path",), optional=("forward",), usage="toolkit verify PATH", bare="path"
     )

@@ -35,7 +35,7 @@ def main(path: str) -> None:
     The objects go to a copy of stdout; stdout itself becomes stderr, as libraries print there.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # except during an answer
-    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the board's end of stdout
     os.dup2(2, 1)  # what libraries print is no answer
     ends, notes = Lines(pipe, "end"), Lines(pipe, "note")  # objects of these names
     try:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # tokenizers take seconds to import
     from toolkit.data.tokenize import PrepareReport
     from toolkit.models.chat import AnyChatEncoder
 
+    # (config with the model's directory, encoder if there is a tokenizer here, model without weights)
     _Tried = tuple[schema.RunConfig, AnyChatEncoder | None, PreTrainedModel | None]
 
 _USUAL = "8x80GB"
@@ -57,6 +58,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
     is_here = not files.is_hub_name(cfg.model.path)  # the Hub is asked only once the config is right
+    # Model and outlines are examined where nothing that was found so far explains their errors.
     may_read = not wrong_keys & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
     tried = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
@@ -96,13 +98,16 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
 
 
 def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
-    """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up."""
+    """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up.
+
+    Without train.max_steps they are estimated from the data, unless there is so much that no warning can apply.
+    """
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     needed = max(FEWEST_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
     enough = size * math.ceil(needed / cfg.train.epochs)  # with so many samples nothing is wrong
     epoch = None
     if not steps and not cfg.data.streaming:
-        samples, sequences = estimated_samples(cfg.data, enough) or (0, 0)
+        samples, sequences = estimated_samples(cfg.data, enough) or (0, 0)  # zeros: more than enough, or unknown
         epoch = Epoch(samples=samples, sequences=sequences, per_step=size) if sequences else None
     steps = cfg.train.over_epochs(epoch.steps) if epoch else steps
     cfg = mesh.with_micro_batch(cfg)
@@ -125,7 +130,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None"
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
     if is_here and loaded.cfg.model.add_tokens:
-        read_config(loaded.cfg.model.path)
+        read_config(loaded.cfg.model.path)  # for its errors
         is_here = False  # the copy with more tokens, which has no weights yet, takes its place
     loaded = hub.resolve_model_path(loaded, config_only=True)
     problems.attempt(context_length.check_positions, loaded)
@@ -160,7 +165,7 @@ def _report_model(cfg: schema.RunConfig, model: "PreTrainedModel | None") -> Non
     if model is not None and (sentence := kernels.describe_missing(model.config.to_dict())):
         say(sentence)
     if model is not None and not trainable.is_tested(model.config.model_type):
-        import_module("toolkit.extras.type_trial").tell(cfg)
+        import_module("toolkit.extras.type_trial").tell(cfg)  # by name: extras are no part of a plain run's imports
 
 
 def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
@@ -168,7 +173,7 @@ def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
     cfg = hub.resolve_model_path(loaded, config_only=True).cfg
     if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
-    # As for a language model: without the teacher, and without the head that another task adds.
+    # As for a language model: a default TaskConfig has no teacher, and no head that another task adds.
     outline = cached_outline(replace(cfg, task=schema.TaskConfig()))
     if not outline or cfg.tuning.adapter:
         return None
@@ -233,7 +238,7 @@ def _fitted_encoder(cfg: schema.RunConfig) -> "AnyChatEncoder | None":
 
 def _check_what_is_left(data: schema.DataConfig, report: "PrepareReport", lengths: Sequence[int]) -> None:
     """Raise a DataError where training would find nothing to train on, or warn where the first rows let expect it."""
-    usable, is_whole = report.rows_read - sum(report.dropped.values()), are_read_whole(data)
+    usable, is_whole = report.rows_read - sum(report.dropped.values()), are_read_whole(data)  # all rows were read
     if report.rows_read and not lengths:
         error = report.no_trained_tokens("data.sources")
         if is_whole:
@@ -268,7 +273,9 @@ def _batch_sentence(cfg: schema.RunConfig, world_size: int) -> str:
 
 
 def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
-    """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
+    """Return the GPUs of the argument, else those here on which ranks would run (None: no NVIDIA GPU is here);
+    ConfigError if they cannot run it.
+    """
     here = None if "gpus" in values or not devices.on_nvidia() else this_machine()
     machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
     check_precision(machine.card if machine else None, cfg.precision)

@@ -73,7 +73,7 @@ def _table_of_figures(figures: dict[str, float]) -> list[str]:
         figures: Value by eval_NAME (of all rows), and by eval_NAME/SOURCE; a source may lack some.
     """
 
-    def shown(value: float | None) -> str:
+    def shown(value: float | None) -> str:  # a whole number is a count
         if value is None:
             return ""
         return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"

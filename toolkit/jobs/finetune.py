@@ -162,5 +162,5 @@ def _run_command(command: list[str], quiet: bool) -> tuple[int, str]:
                         sys.stdout.write(lines[-1])
                         sys.stdout.flush()
                 return child.wait(), "".join(lines).rstrip()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # then read on, as the child saves a checkpoint before it ends
                 child.send_signal(signal.SIGINT)

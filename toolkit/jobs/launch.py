@@ -50,6 +50,7 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
             attempt.end()
         code, run = exit_code_of_run(status, launcher_code, bool(requests.last)), Path(status.get("folder", ""))
         restart, previous_end = 0, status.get("died", time.time())
+        # The file that this process made stopped the run, to resume on other nodes: that is no death, and not counted.
         is_change_of_nodes = attempt.stop and code == STOPPED and not requests.last
         if not is_change_of_nodes:
             num_restarts += 1
@@ -108,10 +109,12 @@ def exit_code_of_run(status: Mapping[str, Any], launcher_code: int, is_stopping:
     if "folder" in status and (Path(status["folder"]) / "DONE").exists():
         return 0
     code = status.get("code")
+    # The signal came before the ranks could report that they stop: 130 is Python's code of an interrupt (128 + SIGINT).
     if is_stopping and (code == 130 or (code is None and "folder" not in status)):
-        return STOPPED  # before the ranks could report it
+        return STOPPED
     if code == STOPPED and not is_stopping:
-        # Ranks are stopped as well when one of them was killed, or their launcher was: nobody asked for that.
+        # Ranks are stopped as well when one of them was killed (the launcher's code is then 128 + a signal), or their
+        # launcher was: nobody asked for that. But somebody has sent the launcher itself SIGINT or SIGTERM.
         is_stop = 0 < launcher_code <= _KILLED or launcher_code in (-signal.SIGINT, -signal.SIGTERM)
         return STOPPED if is_stop else 1
     if code is None and launcher_code == MISTAKE:
@@ -137,7 +140,7 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
             "ranks. With a hostfile, --force_multi uses it here too.",
             launcher=options["--launcher"],
         )
-    names = cfg.launch.forwarded
+    names = cfg.launch.forwarded  # variables, such as tokens, that ranks on other nodes need
     names_by_file = variables.variables_of_files(Path.cwd()) if backend and names else {}
     set_here = [name for name in names if os.environ.get(name)]
     for name in set_here:
@@ -161,7 +164,8 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     # variable says the same.
     program = [str(SCRIPT)] if SCRIPT.is_file() else ["--module", "--no_local_rank", "toolkit", "train"]
     command += [*program, *deepspeed.quoted_words(hosts, options, nodes.words)]
-    say("Starts:  {command}", command=shlex.join(["deepspeed", *map(secrets.hide_word, command[3:])]))
+    shown = ["deepspeed", *map(secrets.hide_word, command[3:])]  # what `python -m` runs is that program
+    say("Starts:  {command}", command=shlex.join(shown))
     return command, environ
 
 
@@ -193,13 +197,15 @@ class Attempt:
         self.nodes, self.restart, self.max_restarts, self.previous_end = nodes, restart, max_restarts, previous_end
         self.stop: Path | None = None
         """The file by which the run was asked to stop, and to resume on other nodes."""
-        self._lost_at = 0.0
+        self._lost_at = 0.0  # time.monotonic() when a node was found to be lost
         self._over = threading.Event()
         if nodes.is_elastic:
             threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
 
     def final_status(self, patience_s: float) -> dict[str, Any]:
-        """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so."""
+        """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so: a
+        run that has a directory is to report its exit code, too.
+        """
         until = time.monotonic() + patience_s
         while True:
             status = environment.read_status(self.environ)
@@ -257,11 +263,12 @@ class Attempt:
         """Write the file FAILED into the run directory, for which all ranks look, so that those end that wait for ranks
         of a lost node. `lost`: node -> seconds since its last sign of life.
         """
-        environment.report_status(self.environ, code=HANG, died=time.time() - max(lost.values()))
+        seconds = max(lost.values())
+        environment.report_status(self.environ, code=HANG, died=time.time() - seconds)
         text = tr(
             "{hosts}: no heartbeat for {seconds} s, and no answer through ssh.",
             hosts=", ".join(lost),
-            seconds=f"{max(lost.values()):.0f}",
+            seconds=f"{seconds:.0f}",
         )
         say("Lost: {text}", text=text)
         with suppress(FileExistsError), open(folder / "FAILED", "x", encoding="utf-8") as file:

@@ -62,7 +62,7 @@ class Nodes:
 
     @property
     def options(self) -> dict[str, str]:
-        """The launcher's, by name."""
+        """The launcher's options for the next start, by name."""
         return deepspeed.split_words(self.typed)[0]
 
     @property
@@ -79,7 +79,7 @@ class Nodes:
                 if failing := self._hosts_with_errors(reachable):  # GPUs are free a while after the ranks have ended
                     _pause(is_stopping)
                     failing = self._hosts_with_errors({host: reachable[host] for host in failing})
-                before = self.hosts
+                before = self.hosts  # to print them again if they change
                 self._use_hosts({host: gpus for host, gpus in reachable.items() if host not in failing})
             except LaunchError as error:
                 if last_reason != str(error):
@@ -107,8 +107,10 @@ class Nodes:
         hosts, _ = fitting(self.cfg, reachable)
         if not is_better(hosts):
             return False
+        # Newcomers are examined only now, as that takes seconds; those that would break the run do not count.
         failing = self._hosts_with_errors({host: gpus for host, gpus in hosts.items() if host not in self.hosts})
-        return is_better(fitting(self.cfg, {host: gpus for host, gpus in reachable.items() if host not in failing})[0])
+        healthy = {host: gpus for host, gpus in reachable.items() if host not in failing}
+        return is_better(fitting(self.cfg, healthy)[0])
 
     def lost(self, logs: Path) -> dict[str, float]:
         """Return the nodes that are gone, with the seconds since their last sign of life: no heartbeat in `logs` of the
@@ -118,7 +120,7 @@ class Nodes:
         for host, gpus in self.hosts.items():
             with suppress(OSError, ValueError, KeyError):  # not begun
                 text = (logs / watchdog.heartbeat_file(first_rank)).read_text(encoding="utf-8")
-                beats = json.loads(text)["beats"]
+                beats = json.loads(text)["beats"]  # a count; nodes' clocks may differ, so when it changed is noted here
                 if self._heartbeats.get(host, (-1, now))[0] != beats:
                     self._heartbeats[host] = beats, now
             first_rank += len(gpus)
@@ -175,7 +177,7 @@ class Nodes:
             errors_by_host = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
         for host in sorted(errors_by_host.keys() - self._broken):
             say("{host} would break the run, left out:\n{lines}", host=host, lines="\n".join(errors_by_host[host]))
-        self._broken = {*self._broken.difference(hosts), *errors_by_host}
+        self._broken = {*self._broken.difference(hosts), *errors_by_host}  # a node that is repaired is forgotten
         return set(errors_by_host)
 
     def _use_hosts(self, hosts: Resources) -> None:
@@ -187,8 +189,9 @@ class Nodes:
             self.hosts = hosts
             return
         self.hosts, overrides = fitting(self.cfg, hosts)
-        included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())
+        included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())  # a:0,1@b:0,1
         self.typed = [*deepspeed.without_options(self._typed, hostfile.SELECTION_OPTIONS), "--include", included]
+        # DeepSpeed's launcher starts the ranks of a single node on this machine, unless it is told to use ssh.
         if len(self.hosts) == 1 and not any(map(hostfile.is_here, self.hosts)) and "--force_multi" not in self.typed:
             self.typed.append("--force_multi")
         self.words = [*self._recipe, *overrides]
@@ -199,6 +202,7 @@ class Nodes:
         if hosts:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
+            # With min_nodes it is pdsh, and --include is this class's own, not the user's.
             deepspeed.check_backend_program(hosts, {} if self.is_elastic else options)
         else:
             hostfile.check_visible_devices_here(options)
@@ -261,11 +265,12 @@ def fitting(cfg: RunConfig, hosts: Resources) -> tuple[Resources, list[str]]:
             sizes = mesh.micro_sizes(cfg, ranks_on(chosen))
         except ConfigError:  # these ranks cannot be divided into groups that share a model
             continue
-        if sizes and cfg.batch.micro_per_gpu == AUTO:
+        if not sizes:
+            continue
+        if cfg.batch.micro_per_gpu == AUTO:
             return chosen, []
-        if sizes:
-            rows = max(size for size in sizes if size <= mesh.micro_rows(cfg))
-            return chosen, [] if rows == mesh.micro_rows(cfg) else [f"batch.micro_per_gpu={rows}"]
+        rows = max(size for size in sizes if size <= mesh.micro_rows(cfg))
+        return chosen, [] if rows == mesh.micro_rows(cfg) else [f"batch.micro_per_gpu={rows}"]
     raise LaunchError(
         "batch.global_size = {size} cannot be divided over {least} to {most} of these nodes (ranks of each: {ranks}), "
         "with parallel.* as set. Choose a size that can: nodes may come and go then.",
