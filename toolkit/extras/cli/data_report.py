@@ -23,11 +23,11 @@ OUTPUT = "data-report.html"
 
 def run(words: list[str]) -> None:
     """Inspect a data file, or a recipe's data, and write the report's HTML page."""
-    first = words[0] if words else "="
+    first = words[0] if words else "="  # no word at all asks for the default recipe, as key=value alone does
     is_recipe = first.endswith((".yaml", ".yml")) or (first in known_recipes() and not Path(first).exists())
     is_data = "=" not in first and not is_recipe
-    special: list[str] = []
-    prepared = None
+    special: list[str] = []  # the tokenizer's control strings; of a file alone none is known
+    prepared = None  # the report of tokenizing, likewise
     if is_data:
         optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"

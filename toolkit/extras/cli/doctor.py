@@ -111,11 +111,18 @@ def _tell(examination: examine.Examination, seconds: float) -> None:
 
 
 def _looked_at(examination: examine.Examination) -> set[str]:
-    """Return the checks that were really made: only these are printed as ok."""
-    checks = {finding.check for finding in examination.findings} | set(examination.summaries)
+    """Return the checks that were really made: only these are printed as ok. A check with a finding always was."""
+    with_findings = {finding.check for finding in examination.findings}
+    has_recipe, has_answers = bool(examination.words), bool(examination.facts)
+    checks = set(examination.summaries)
     if examination.ssh.through_ssh:
-        checks |= {"ssh", *(("clocks", "environment") if examination.facts else ())}
-    if examination.facts:
-        checks |= {"limits", *(("recipe", "files") if examination.words else ())}
-    without = set() if examination.words else {"ops", "disks"}
-    return (checks - without) | {finding.check for finding in examination.findings}
+        checks.add("ssh")
+        if has_answers:
+            checks |= {"clocks", "environment"}  # which are compared between nodes
+    if has_answers:
+        checks.add("limits")
+        if has_recipe:
+            checks |= {"recipe", "files"}
+    if not has_recipe:
+        checks -= {"ops", "disks"}  # a recipe tells which of them a run needs
+    return checks | with_findings

@@ -77,10 +77,12 @@ def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """
     rows = []
     for key, value in dotted_keys.leaves(ds.values):
-        why = ds.why[key]
+        why = ds.why[key]  # a formula begins with =, anything else is a schema key
         if not why.startswith("="):
-            # The key itself, or the section above it that is set as a whole; the longest comes last.
-            set_keys = [prefix for prefix in accumulate(why.split("."), "{}.{}".format) if prefix in where]
+            # The key itself, or the section above it that is set as a whole; the longest comes last: of optim.lr the
+            # prefixes are optim and optim.lr.
+            prefixes = accumulate(why.split("."), "{}.{}".format)
+            set_keys = [prefix for prefix in prefixes if prefix in where]
             why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
         rows.append((key, json.dumps(value), why))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]

@@ -39,7 +39,7 @@ def run(words: list[str]) -> None:
     output = arguments.get("output", "")
     config, deepspeed_json = read.read_all(paths, positive_int(arguments, "world_size"))
     converted = convert.convert(config, deepspeed_json)
-    head, _, body = converted.text.partition("\n")
+    head, _, body = converted.text.partition("\n")  # Hydra's `# @package _global_` must be the first line
     text = hide(f"{head}\n{_header(config, converted, output)}\n{body}")
     report = _report(converted)
     if output:
@@ -65,12 +65,11 @@ def _header(config: read.ForeignConfig, converted: convert.Converted, output: st
     ]
     for title, differences in _differences(converted):
         lines += [title, *(f"- {line}" for line in differences)] if differences else []
-    wrapped = [
-        part
-        for line in lines
-        for part in textwrap.wrap(printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
-    ]
-    return "\n".join(f"# {line}" for line in wrapped)
+    comment_lines: list[str] = []
+    for line in lines:
+        wrapped = textwrap.wrap(printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        comment_lines += wrapped or [""]  # of an empty line `wrap` makes none
+    return "\n".join(f"# {line}" for line in comment_lines)
 
 
 def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], ...]:
@@ -86,7 +85,7 @@ def _report(converted: convert.Converted) -> str:
     """Return the notes to print: what is assumed, differs, is lost, not needed, unknown, or missing on this machine."""
     problems = Problems()
     problems.apply((*FILES, *RULES), converted.loaded)
-    # Their places are in a file that was removed again, or in a group.
+    # Without "FILE.yaml:LINE: " at their beginning: that is in a file that was removed again, or in a group.
     missing = [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
     parts = (
         *_differences(converted),

@@ -37,11 +37,14 @@ _WIDEST = 60
 
 def run(words: list[str]) -> int:
     """List the models of model=NAME, or print facts of directories; return 2 if one cannot be trained, else 0."""
+    # A path may hold a =, as in runs/lr=1e-4, but not before its first /.
     paths = [word for word in words if not word.startswith("-") and ("=" not in word or "/" in word.partition("=")[0])]
     rest = [word for word in words if word not in (*paths, "--json")]
     optional = ("max_length",) if paths else ()
     values = command_line.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
-    text = paths[0] if len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0] else ""
+    is_text = len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0]
+    text = paths[0] if is_text else ""
+    # The full name of a model of the list is rejected below, with the command that downloads it.
     if not paths or (text and not (conf_folder() / "model" / f"{text}.yaml").is_file()):
         _list_groups(text)
         return 0
@@ -119,20 +122,30 @@ def _method(facts: "ModelFacts", name: str) -> str:
     method = facts.methods[name]
     if method.refused:
         return tr("no: {reason}", reason=method.refused)
-    targets = ", ".join(method.targets)
     trained = tr("trains {count} parameters", count=f"{method.trained:,}")
-    return f"{trained}: {targets if len(targets) <= _WIDEST else targets[:_WIDEST] + '…'}" if targets else trained
+    targets = ", ".join(method.targets)
+    if not targets:
+        return trained
+    shown = targets if len(targets) <= _WIDEST else targets[:_WIDEST] + "…"
+    return f"{trained}: {shown}"
 
 
 def _summary(facts: "list[ModelFacts]") -> list[str]:
     """Return a table with one row for each directory."""
+
+    def packing(each: "ModelFacts") -> str:
+        """Return how its samples are put into sequences; "" if it cannot be trained."""
+        if each.refused:
+            return ""
+        return tr("grouped") if each.grouped else tr("packed")
+
     rows = [
         (
             Path(each.path).name,
             each.type,
             f"{each.parameters:,}",
             " ".join(name for name, method in each.methods.items() if not method.refused) or tr("cannot be trained"),
-            "" if each.refused else tr("grouped") if each.grouped else tr("packed"),
+            packing(each),
             " ".join(way for way, reason in each.parallel.items() if not reason),
             each.quantization,
             tr("yes") if each.chat_template else tr("no"),

@@ -47,7 +47,7 @@ _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_len
 
 def run(words: list[str]) -> None:
     """Ask for what is missing, plan the methods, and write the recipe of one that fits; ConfigError if none does."""
-    names = (*_OPTIONAL, "preference")
+    names = (*_OPTIONAL, "preference")  # taken to say which command trains preferences
     arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=names, usage=_USAGE)}
     if loss := arguments.pop("preference", ""):
         raise _of_preferences(arguments, loss)
@@ -109,7 +109,7 @@ def _facts(arguments: Mapping[str, str]) -> dict[str, Any]:
     """Return the facts of model and data; ConfigError with the command to type for data that hold preferences."""
     try:
         return data_facts(arguments)
-    except DataError as error:
+    except DataError as error:  # of such data the reader's message names the setting that they need
         if needed := re.search(r"preference=(\w+)", str(error)):
             raise _of_preferences(arguments, needed[1]) from error
         raise
@@ -132,7 +132,7 @@ def _of_preferences(arguments: Mapping[str, str], loss: str) -> ConfigError:
 
 def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[Mapping[str, str]], object]) -> None:
     """Ask for a missing argument if on a terminal, until `check` raises nothing; ConfigError if it is missing.
-    What is typed as an argument is checked with the rest.
+    What is typed as an argument is checked with the rest. `name`: the argument's; its value is set in `arguments`.
     """
     while not arguments.get(name) and sys.stdin.isatty():
         try:
@@ -151,7 +151,7 @@ def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[M
 
 def _ask_columns(arguments: dict[str, str], error: ToolkitError, check: Callable[[Mapping[str, str]], object]) -> bool:
     """Ask which column holds what, if an error is about that; return whether the data can be used then."""
-    if "columns={" not in str(error) or arguments.get("columns"):
+    if "columns={" not in str(error) or arguments.get("columns"):  # that error's message shows how to name columns
         return False
     try:
         question = tr(
@@ -159,7 +159,7 @@ def _ask_columns(arguments: dict[str, str], error: ToolkitError, check: Callable
         )
         typed = input(question).strip().removeprefix("columns=")
         if typed:
-            columns = typed if typed.startswith("{") else f"{{{typed}}}"
+            columns = typed if typed.startswith("{") else f"{{{typed}}}"  # a YAML map, whose braces may be left out
             check({**arguments, "columns": columns})
             arguments["columns"] = columns
             return True

@@ -44,6 +44,7 @@ def run(words: list[str]) -> int:
     launcher, options, rest = deepspeed.typed_options(words)
     if any(word.startswith(("data=", "data.sources")) for word in rest):
         raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
+    # Each round's data are made later: any name stands for them while the recipe is checked.
     arguments = parse_checked([*rest, "data=pairs.jsonl"], names=OWN, files=False)
     settings, cfg = arguments.values, arguments.loaded.cfg
     for name in ("prompts", "reward"):
@@ -105,6 +106,7 @@ def _devices(options: dict[str, str]) -> list[str]:
     count = deepspeed.ranks_of(options) or _gpus_here()
     if count <= 1:
         return [""]
+    # A process sees the GPU whose entry of CUDA_VISIBLE_DEVICES it is given; without the variable, that of the number.
     visible = os.environ.get(devices.visible_variable(), "")
     visible_gpus = visible.split(",") if visible and not visible.startswith(",") else []
     return [visible_gpus[number] if number < len(visible_gpus) else str(number) for number in range(count)]

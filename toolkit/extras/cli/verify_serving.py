@@ -31,13 +31,12 @@ def run(words: list[str]) -> None:
     settings = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
     path, color = Path(settings["path"]), one_of(settings, "color", COLORS)
     files.check_directory(path)
-    recipe = next(
-        (file for file in (path / "config.yaml", path.absolute().parent / "config.yaml") if file.is_file()), None
-    )
+    # `path` is a run, or the export in one; else there is no recipe.
+    recipe_files = (path / "config.yaml", path.absolute().parent / "config.yaml")
+    recipe = next((file for file in recipe_files if file.is_file()), None)
     if recipe is not None:
-        cfg = resolve_model_path(
-            parse([str(recipe), *(word for word in words if word.startswith("language="))]).loaded
-        ).cfg
+        language = [word for word in words if word.startswith("language=")]  # in place of the recipe's
+        cfg = resolve_model_path(parse([str(recipe), *language]).loaded).cfg
     import transformers
 
     from toolkit.config.schema import TrainOn
