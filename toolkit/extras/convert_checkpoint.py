@@ -284,9 +284,10 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
 def _parameter_groups(
     saved: dict[str, Any], counts: list[int], count: Callable[[Collection[torch.Size]], int]
 ) -> list[dict[str, torch.Size]]:
-    """Return name -> shape of the parameters of each optimizer group. A checkpoint without names has only a number for
-    each group, `counts`, which `count` computes of a group's shapes: they are compared with those of one group of all
-    parameters, and of two, matrices and (without weight decay) vectors.
+    """Return name -> shape of the parameters of each optimizer group. A checkpoint without names tells of each group
+    only a size: of how many numbers its flat tensor is, or of how many parameters it is. `counts` are these sizes, and
+    `count` computes that of a group's shapes. The groups that usual programs make are tried: one of all parameters, or
+    two, matrices and (without weight decay) vectors.
     """
     first_names = dict[Any, str]()  # of tied weights the first
     for name, tensor in saved["module"].items():

@@ -23,8 +23,10 @@ _QUANTIZED = re.compile(r"[A-Z][A-Z0-9_]{1,15}")
 _CONVERT_S = 6 * 3600
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Number of a value's type in a GGUF header -> format of `struct`; _STRING and _ARRAY are types that have none."""
 _STRING, _ARRAY = 8, 9
 _LONGEST, _MOST = 16 << 20, 100_000
+"""Most bytes of a text or elements of a list, and most pairs of a header: a damaged file may name any number."""
 
 
 def is_quantized_type(kind: str) -> bool:
@@ -57,7 +59,7 @@ def converter(checkout: str = "") -> list[str] | None:
 def convert(command: Sequence[str], folder: Path, file: Path, kind: str = "auto") -> Path:
     """Convert a model directory; return the file: `{ftype}` in its name becomes its type. ModelError if that fails."""
     _run([*command, str(folder), "--outfile", str(file), "--outtype", kind], folder)
-    return next(file.parent.glob(file.name.replace("{ftype}", "*")), file)
+    return next(file.parent.glob(file.name.replace("{ftype}", "*")), file)  # named by the type that `auto` has chosen
 
 
 def quantize(program: str, source: Path, file: Path, kind: str) -> None:
@@ -67,7 +69,7 @@ def quantize(program: str, source: Path, file: Path, kind: str) -> None:
 
 def _run(command: Sequence[str], source: Path) -> None:
     """Run one of llama.cpp's programs on `source`; ModelError with its last line if it fails or does not end."""
-    environment = without_ranks() | {"HF_HUB_OFFLINE": "1"}
+    environment = without_ranks() | {"HF_HUB_OFFLINE": "1"}  # a process of its own, no rank of a launcher's
     try:
         done = children.run(command, capture_output=True, text=True, env=environment, timeout=_CONVERT_S)
         reason = (last_line(done.stderr) or last_line(done.stdout))[:300] if done.returncode else ""
@@ -78,7 +80,11 @@ def _run(command: Sequence[str], source: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return the metadata of a GGUF file without its lists, which hold the vocabulary; ModelError if it is none."""
+    """Return the metadata of a GGUF file without its lists, which hold the vocabulary; ModelError if it is none.
+
+    The file begins with: "GGUF", version (4 bytes), number of tensors (8), number of pairs (8); then each pair: name,
+    type of the value (4), value. A text is its length (8) and its UTF-8 bytes; all numbers are little-endian.
+    """
     try:
         with file.open("rb") as stream:
             if stream.read(4) != _MAGIC or (version := _unpack(stream, "I")) not in _VERSIONS:

@@ -99,7 +99,9 @@ def facts_of(folder: Path, max_length: int) -> ModelFacts:
 
 
 def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
-    """Find out everything about a directory, in the order in which it may fail, and write it into `facts`."""
+    """Find out everything about a directory, in the order in which it may fail, and write it into `facts`: what was
+    found before an error is printed all the same.
+    """
     config = directory.read_config(str(folder), with_weights=False)
     facts.type = str(config.get("model_type", ""))
     facts.quantization = quantized.method_of(folder, config)
@@ -125,12 +127,13 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     if facts.refused:
         return
     for method in schema.TuningMethod:
+        # With the settings of the group of its name, as `tuning=lora` chooses it.
         values = files.read(files.conf_folder() / "tuning" / f"{method.value}.yaml").values
         facts.methods[method.value] = _method(replace(cfg, tuning=schema.TuningConfig(**values | {"method": method})))
     packed = replace(cfg, data=replace(cfg.data, packing=schema.Packing.packed))
     facts.grouped = packable.reason_not_to_pack(cfg.model, max_length) or _tried(packed)[1]
-    ways = ["tensor", "sequence", "pipeline", *(["expert"] if experts.expert_matrix_names(model) else [])]
-    for way in ways:
+    has_experts = bool(experts.expert_matrix_names(model))
+    for way in ("tensor", "sequence", "pipeline", *(["expert"] if has_experts else [])):
         facts.parallel[way] = _tried(replace(cfg, parallel=schema.ParallelConfig(**{way: RANKS})))[1]
 
 
@@ -151,7 +154,7 @@ def _method(cfg: schema.RunConfig) -> Method:
     model, reason = _tried(cfg)
     if model is None:
         return Method(refused=reason)
-    tuned = record_of(model).tuned
+    tuned = record_of(model).tuned  # how adapters were added; None where a method adds none
     settings = tuned.settings if tuned else {}
     targets = [*(settings.get("target_modules") or []), *(settings.get("target_parameters") or [])]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -159,7 +162,7 @@ def _method(cfg: schema.RunConfig) -> Method:
 
 
 def _tried(cfg: schema.RunConfig) -> tuple[Any, str]:
-    """Return the model as a run with this config would train it, or why the run would reject it."""
+    """Return (model, "") with the model as a run with this config would train it, or (None, why it would reject it)."""
     try:
         return check_model(cfg, None, compared=False), ""
     except ToolkitError as error:
@@ -185,6 +188,7 @@ def _warnings_into(notes: list[str]) -> Iterator[None]:
                 notes.append(text)
 
     logger, collector = logging.getLogger("transformers"), Collector(logging.WARNING)
+    # Else a warning that an earlier directory has caused would not come again.
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers' own: once in a process
     before, logger.handlers = logger.handlers, [collector]
     try:

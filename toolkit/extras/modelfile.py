@@ -50,12 +50,16 @@ class Turns:
         return self.start + "".join(turns) + self.prompt
 
     def go_template(self, bos: str) -> str:
-        """Return the template in Go's syntax, for Ollama. `bos`: a text at its start that the server adds itself."""
-        parts = [
-            f'{{{{ {"if" if not number else "else if"} eq .Role "{role}" }}}}'
-            f"{self.before[role]}{{{{ .Content }}}}{self.after[role]}"
-            for number, role in enumerate(self.before)
-        ]
+        """Return the template in Go's syntax, for Ollama. `bos`: a text at its start that the server adds itself.
+
+        It is a loop over the messages: {{ range .Messages }}{{ if eq .Role "system" }}before{{ .Content }}after
+        {{ else if eq .Role "user" }}...{{ end }}{{ end }}.
+        """
+        parts = []
+        for number, role in enumerate(self.before):
+            keyword = "else if" if number else "if"
+            condition = "{{ " + f'{keyword} eq .Role "{role}"' + " }}"
+            parts.append(condition + self.before[role] + "{{ .Content }}" + self.after[role])
         turns = "{{ range .Messages }}" + "".join(parts) + "{{ end }}{{ end }}"
         return self.start.removeprefix(bos) + turns + self.prompt
 
@@ -63,6 +67,9 @@ class Turns:
 def find_turns(render: Render, bos: str) -> Turns | None:
     """Return the texts between messages, None if the template does more than to write such texts. `bos`: the text of
     the token that begins a prompt, "" if there is none.
+
+    They are read from two rendered conversations; each way to share them out among the messages is tried, and the first
+    that gives the prompts of all conversations is right.
     """
     conversations = list(_conversations())
     try:
@@ -74,6 +81,7 @@ def find_turns(render: Render, bos: str) -> Turns | None:
     plain = _pieces(without, conversations[1])
     if system is None or plain is None:
         return None
+    # The token is put back below: it stands at the start, whether a prompt has a system message or not.
     if system[0].startswith(bos) and plain[0].startswith(bos):
         system[0], plain[0] = system[0].removeprefix(bos), plain[0].removeprefix(bos)
     else:
@@ -81,7 +89,8 @@ def find_turns(render: Render, bos: str) -> Turns | None:
     for candidate in _candidates(system, plain):
         turns = replace(candidate, start=bos + candidate.start)
         texts = [turns.text(messages) for messages in conversations]
-        if texts == [with_system, without, *expected] and not any("{{" in text for text in _texts(turns)):
+        is_right = texts == [with_system, without, *expected]
+        if is_right and not any("{{" in text for text in _texts(turns)):  # {{ would begin Go's syntax
             return turns
     return None
 
@@ -106,7 +115,9 @@ def _conversations() -> Iterator[list[Message]]:
 
 
 def _pieces(text: str, messages: Sequence[Message]) -> list[str] | None:
-    """Return the texts around a conversation's messages, None if one of them is not in its place."""
+    """Return the texts around a conversation's messages, one more than messages: before the first, between two, after
+    the last. None if a message is not in its place.
+    """
     pieces = []
     for message in messages:
         before, found, text = text.partition(message["content"])
@@ -119,12 +130,18 @@ def _pieces(text: str, messages: Sequence[Message]) -> list[str] | None:
 def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
     """Yield the ways to share out the texts that fit, the likeliest first. `system`, `plain`: the pieces of a prompt
     with a system message and of one without, of which each begins with what is written before a message.
+
+    A piece between two messages ends the one and begins the other; where, only a comparison tells. Of ChatML without a
+    system message the first piece is <|im_start|>user; with one, the second is <|im_end|><|im_start|>user. What both
+    end with begins a question, the rest ends the system message.
     """
     for length in range(len(plain[0]) + 1):  # of the text before all turns
         start, user = plain[0][:length], plain[0][length:]
         if system[0].startswith(start) and system[1].endswith(user) and plain[2].endswith(user):
             yield _turns(start, system, plain, user, "")
-    if plain[0].startswith(system[0]) and plain[0].endswith(system[1]):  # it has a system message of its own
+    # The template may write a system message of its own where there is none: then the first piece of `plain` has it,
+    # between what is before and after a system message.
+    if plain[0].startswith(system[0]) and plain[0].endswith(system[1]):
         own = plain[0][len(system[0]) : len(plain[0]) - len(system[1])]
         for length in range(min(len(system[1]), len(plain[2])), -1, -1):
             if system[1][:length] == plain[2][:length]:

@@ -48,6 +48,7 @@ _CAUTIOUS_BYTES = 3
 _LONGER = 0.005
 """Share of the first rows that may be longer than the chosen length, so that no single row decides it."""
 _UNBOUNDED = 1 << 24
+"""`data.max_length` for counting tokens: longer than any sample."""
 _MOST_EPOCHS = 20
 """Most passes over few samples, for a run of `FEWEST_STEPS` steps."""
 _SAMPLES = 16
@@ -105,6 +106,7 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
         raise ConfigError(
             "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
         )
+    # The recipe's template takes a model and data by group, or by path.
     facts = {
         "group": model if is_group else "hf",
         "path": "" if is_group else model,
@@ -121,9 +123,7 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
     is_text = formats == [RowFormat.text]
     cfg = _planned(_compose(facts)).cfg
     lengths = _token_counts(cfg)
-    # Tokens that all but a few of the rows have at most; plain texts are split, so that any length does.
-    covered = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
-    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(covered + 1)))
+    needed = _TEXT_LENGTH if is_text else _needed_length(lengths, sizes)
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
     length = positive_int(dict(arguments), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
@@ -144,11 +144,22 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
     }
 
 
+def _needed_length(lengths: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the least power of two above the tokens that all but a few rows have at most. `lengths`: tokens of the
+    first rows, ascending; [] if they could not be counted: then the largest of `sizes`, in bytes, decides.
+    """
+    if lengths:
+        covered: float = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1]
+    else:
+        covered = sizes[-1] / _CAUTIOUS_BYTES
+    return max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(covered + 1)))
+
+
 def _token_counts(cfg: RunConfig) -> list[int]:
     """Return the token counts of the data's first samples, ascending; [] if no tokenizer on this disk can encode them.
     Warns of what the recipe can mend; raises what `toolkit check` does for a model that cannot be trained.
     """
-    if not Path(cfg.model.path or "-").is_dir():  # before slow imports
+    if not Path(cfg.model.path or "-").is_dir():  # before slow imports; Path("") would be the current directory
         return []
     from toolkit.models.tokenizer_files import local_encoder
     from toolkit.tasks.registry import task_of
@@ -160,8 +171,8 @@ def _token_counts(cfg: RunConfig) -> list[int]:
         warn(str(error))
     task_of(cfg).check(cfg, encoder and encoder.tokenizer)
     if encoder:
-        rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
-        report, counts = tokenize_first_rows(replace(cfg, data=rule), encoder)
+        uncut = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
+        report, counts = tokenize_first_rows(replace(cfg, data=uncut), encoder)
         if report.bad_rows:
             warn(report.examples[tr("cannot be used")][0])
     return counts
@@ -170,9 +181,11 @@ def _token_counts(cfg: RunConfig) -> list[int]:
 def plan_methods(
     arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
 ) -> Iterator[MethodPlan]:
-    """Yield the plan of each method that these GPUs support, with at least `samples` samples per optimizer step."""
+    """Yield the plan of each method that these GPUs support, with at least `samples` samples per optimizer step. CPUs
+    are not planned with QLoRA.
+    """
     machine = machine_of(arguments)
-    precision = "fp32" if machine.on_cpu else "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
+    precision = _precision_on(machine)
     for method in methods:
         if method is TuningMethod.qlora and machine.on_cpu:
             continue
@@ -188,8 +201,17 @@ def plan_methods(
         yield MethodPlan(method, fastest(on_gpus) or fastest(planned) or smallest, machine)
 
 
+def _precision_on(machine: Machine) -> str:
+    """Return the precision of a new recipe: bf16, but fp16 on GPUs that have no bf16, and fp32 on CPUs."""
+    if machine.on_cpu:
+        return "fp32"
+    return "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
+
+
 def gpus_here() -> dict[str, str]:
-    """Return the arguments gpus and host_memory that stand for this machine; {} without an NVIDIA GPU."""
+    """Return the arguments gpus and host_memory that stand for this machine, such as 2xH100 or, of a card that is not
+    in the list, 2x24564MB; {} without an NVIDIA GPU.
+    """
     here = this_machine()
     if here is None:
         return {}
@@ -207,16 +229,17 @@ def machine_of(arguments: Arguments) -> Machine:
 
 def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
     """Return the first plan that fits on GPUs alone, else the first that fits offloaded; None if nothing fits."""
-    return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.layout.is_offloaded, default=None)
+    fitting = (plan for plan in plans if plan.layout.fits)
+    return min(fitting, key=lambda plan: plan.layout.is_offloaded, default=None)  # False is less than True
 
 
 def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
     """Return changed arguments, such as "gpus=4x80GB (lora)", with which that method fits: of max_length, host_memory,
     gpus and nodes each the smallest change that is enough for one.
     """
-    ranks, card = machine_of(arguments).ranks, re.sub(r"^\d+\s*[xX*×]", "", arguments["gpus"])
+    ranks, card = machine_of(arguments).ranks, re.sub(r"^\d+\s*[xX*×]", "", arguments["gpus"])  # 4x80GB: 4, 80GB
     nodes, length = int(arguments.get("nodes", 1)), int(facts["max_length"])
-    attempts = (
+    attempts = (  # by argument, the smallest change first
         [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],
         [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not arguments.get("host_memory")],
         [("gpus", f"{more}x{card.strip()}") for more in (2, 4, 8) if more > ranks],
@@ -226,19 +249,20 @@ def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[T
     for values in attempts:
         for name, value in values:
             changed_facts = {"max_length": int(value)} if name == "max_length" else {}
-            if plan := choose(
-                list(plan_methods({**arguments, name: value}, {**facts, **changed_facts}, methods, samples=1))
-            ):
+            plans = plan_methods({**arguments, name: value}, {**facts, **changed_facts}, methods, samples=1)
+            if plan := choose(list(plans)):
                 fitting.append(f"{name}={value} ({plan.method.value})")
                 break
     return fitting
 
 
 def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[str]) -> str:
-    """Return the YAML text of a plan's recipe, once it composes to the planned config."""
+    """Return the YAML text of a plan's recipe, after a check that it composes to the planned config. `commands`: those
+    that its comment tells the user to run.
+    """
     cfg, layout = plan.layout.cfg, plan.layout
     settings: dict[str, Any] = {"zero": {"stage": cfg.zero.stage}}
-    for word in overrides(RunConfig(), cfg):
+    for word in overrides(RunConfig(), cfg):  # where the plan differs from the defaults
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
     estimate, epochs = estimated_samples(cfg.data, 10**12), int(cfg.train.epochs)  # (samples, sequences) of an epoch
@@ -271,7 +295,7 @@ def _rendered(facts: Mapping[str, Any]) -> str:
     environment.filters["yaml"] = inline
     template = (resources.files("toolkit.extras") / "new_recipe.yaml.j2").read_text(encoding="utf-8")
     usual = {"method": method, "dtype": "bf16", "global_size": _SAMPLES, "micro": 1, "settings": {"zero": {"stage": 2}}}
-    rate = f"{schema.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
+    rate = f"{schema.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")  # 1.0e-5 instead of 1.0e-05
     return environment.from_string(template).render({**usual, "lr": rate, **facts})
 
 

@@ -50,14 +50,16 @@ def check(cfg: schema.RunConfig) -> None:
 
 
 def write(cfg: schema.RunConfig, data: LanguageData, ranks: int, folder: Path) -> None:
-    """Write the program for so many ranks, its JSON and its data to a new directory `folder`."""
+    """Write the program for so many ranks, its JSON and its data to a new directory `folder`: tokenized samples, their
+    order in each epoch, and the learning rate of each step (as a factor of `optim.lr`).
+    """
     steps = cfg.train.max_steps or math.ceil(cfg.train.epochs * language_batches.epoch_steps(cfg, data))
     # DeepSpeed's own schedules take some steps at other rates: the program has the rate of each step.
     constant = schema.ScheduleConfig(name=schema.ScheduleName.constant)
     ds = build_ds_config(replace(cfg, schedule=constant), ranks, steps)
     warmup = warmup_steps(cfg, steps)
     rates = [learning_rate(cfg.schedule, 1.0, done, steps, warmup) for done in range(steps)]
-    shell = load_empty(Path(cfg.model.path))
+    shell = load_empty(Path(cfg.model.path))  # without weights: only names and shapes are needed
     lora, trained = _tuning(cfg, shell)
     arguments = _arguments(cfg, ds.values, steps, data.validation is not None)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701  # Python, whose values `pprint` quotes
@@ -91,6 +93,7 @@ def _tuning(cfg: schema.RunConfig, shell: PreTrainedModel) -> tuple[dict[str, An
     tuning = tuning_of(cfg)
     if tuning.method is schema.TuningMethod.lora:
         settings = fine_tuning.new_settings(shell, tuning, cfg.model.path)
+        # None and False are peft's defaults.
         return {key: settings[key] for key in _LORA_KEYS if settings[key] not in (None, False)}, []
     if tuning.method is schema.TuningMethod.freeze:
         fine_tuning.freeze(shell, tuning)
@@ -118,7 +121,7 @@ def _arguments(cfg: schema.RunConfig, ds: dict[str, Any], steps: int, evaluates:
         "seed": cfg.run.seed,
         "logging_steps": cfg.train.log_every,
         "save_strategy": "steps" if every else "no",
-        "report_to": "none",
+        "report_to": "none",  # else the Trainer reports to every tracker that is installed
     }
     arguments |= {"save_steps": every, "save_total_limit": cfg.checkpoint.keep or None} if every else {}
     if arguments["gradient_checkpointing"]:
@@ -178,13 +181,15 @@ def _samples(store: TokenizedCache) -> Iterator[Any]:
 
 
 def _epochs(cfg: schema.RunConfig, data: LanguageData, steps: int) -> Iterator[list[int]]:
-    """Yield the samples' numbers of each epoch in the order of the recipe's steps."""
+    """Yield the samples' numbers of each epoch in the order of the recipe's steps: those of all ranks, as one would
+    train them. `steps`: of the whole run; the last epoch may be longer than what they need.
+    """
     num_rows, size = language_batches.epoch_rows(cfg, data), language_batches.rows_per_step(cfg, data.packing)[0]
     position, order = sampler.BEGINNING, list[int]()
     for _ in range(math.ceil(steps / sampler.steps_per_epoch(num_rows, size))):
         epoch = position.epoch
         while position.epoch == epoch:
-            [micro_batches] = language_batches.step_samples(cfg, data, 1, position)
+            [micro_batches] = language_batches.step_samples(cfg, data, 1, position)  # of the one rank
             order += [number for micro_batch in micro_batches for number in micro_batch]
             position = sampler.next_position(position, num_rows, size)
         yield order

@@ -34,7 +34,7 @@ def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[An
     """Return trained answers as the response parser of transformers' server reads them; None if there is no parser."""
     from transformers.cli.serving.utils import get_response_template
 
-    template = get_response_template(tokenizer, SimpleNamespace(config=config))
+    template = get_response_template(tokenizer, SimpleNamespace(config=config))  # of a model it reads only the config
     if template is None:
         return None
     parsed: list[Any] = []
@@ -54,6 +54,7 @@ def main() -> None:
     folder = request["folder"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # `generate` takes the tokens that end an answer from generation_config.json, without that file from config.json.
     generation = folder + "/generation_config.json"
     ends = (
         transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -78,10 +79,10 @@ def main() -> None:
     logits = {}
     with torch.no_grad():
         for name, rows in request["rows"].items():
-            last_logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]
+            last_logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]  # [R, V]
             logits[name] = last_logits.float().contiguous()
     save_file(logits, answer_file.with_name("logits.safetensors"))
-    answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")
+    answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")  # a config may hold a torch.dtype
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ class Proof:
         return job
 
     def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
-        """Return losses, gradient norms and last logits of the plain loop in `dtype`: float64 or the run's. Cached."""
+        """Return losses, gradient norms and last logits of the plain loop in `dtype`: float64 or the run's. Cached by
+        the settings that the loop follows: runs that differ in others, such as zero.stage, have the same results.
+        """
         key = (dtype, cfg.data.packing, repr(cfg.precision), cfg.tuning.method, mesh.model_ranks(cfg))
         if key not in self.plain_results:
             device = "cpu" if dtype == "float64" else self.device
@@ -120,7 +122,9 @@ class Proof:
         return self.plain_results[key]
 
     def findings(self, job: SweepJob, words: Sequence[str], cfg: schema.RunConfig) -> list[Finding]:
-        """Compare a finished run's losses, norms and export with the plain loop; `words`: its further overrides."""
+        """Compare a finished run's losses, norms and export with the plain loop; `words`: its further overrides. Both
+        loops' figures are series of floats by the names of FLOOR: a loss and a norm per step, and flattened logits.
+        """
         exact, rounded = self.plain(words, cfg, "float64"), self.plain(words, cfg, cfg.precision.dtype.value)
         rows = [row for row in json_lines(self.sweep.run_dir(job) / "metrics.jsonl") if row and "loss" in row]
         run = {"losses": [float(row["loss"]) for row in rows], "norms": [float(row["grad_norm"]) for row in rows]}
@@ -136,14 +140,14 @@ def deviation(values: Sequence[float], exact: Sequence[float]) -> float:
     """Return the largest difference of two series, relative to the largest exact value; NaN if their lengths differ or
     a value is NaN.
     """
-    if len(values) != len(exact) or any(value != value for value in values):
+    if len(values) != len(exact) or any(value != value for value in values):  # a NaN is not equal to itself
         return float("nan")
     return max(abs(value - other) for value, other in zip(values, exact, strict=True)) / max(map(abs, exact))
 
 
 def run_reference(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
     """Run toolkit.extras.reference in a child process, with files in `folder`; return its answer, or raise LaunchError.
-    `words`: recipe and overrides; `spec`: what else its `main` takes.
+    `words`: recipe and overrides; `spec`: what else its `main` takes, whose docstring names the keys.
     """
     request, answer = folder / "reference.json", folder / "reference-answer.json"
     request.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
@@ -161,7 +165,8 @@ def run_prove(words: list[str]) -> int:
     """Train the recipe, compare it with the plain loop, look for what deviates; return 0 if all is right, else 1."""
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
-    world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
+    slots_by_host = problems.attempt(deepspeed.hosts_of, options) or {}
+    world_size = sum(map(len, slots_by_host.values()))
     arguments = parse(rest, names=_PROVE_ARGUMENTS, problems=problems)
     cfg, settings = arguments.loaded.cfg, arguments.values
     problems.apply((_unsupported,), cfg)
@@ -171,6 +176,7 @@ def run_prove(words: list[str]) -> int:
     problems.attempt(check_output, settings)
     problems.raise_all()
     recipe = [word for word in rest if word.partition("=")[0] not in _PROVE_ARGUMENTS]
+    # The same command finds its directory again, and does not repeat runs that are done.
     name = f"prove-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe, f'{steps} {length}']))}"
     sweep_settings = {"sweep": settings.get("sweep") or name}
     plan = SweepPlan(
@@ -178,10 +184,11 @@ def run_prove(words: list[str]) -> int:
     )
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
+        # Overrides of all runs, but not of the name above: where this proof keeps its data and its small model.
         plan.fixed.append(f"prepare.dir={files.quoted(sweep.folder / 'cache')}")
         if cfg.model.init is schema.Init.pretrained:
             _write_small_model(plan, sweep, cfg, recipe)
-        settled = plan.compose([])
+        settled = plan.compose([])  # the recipe's config with all these overrides
         from deepspeed.accelerator import get_accelerator
 
         proof = Proof(
@@ -209,22 +216,25 @@ def _unsupported(cfg: schema.RunConfig) -> Iterator[ConfigError]:
 
 
 def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
-    """Return overrides that make a run short, and switch off what is random or unknown to the plain loop."""
+    """Return overrides that make a run short, and switch off what is random or unknown to the plain loop. It saves at
+    the middle, where `_resume` begins.
+    """
     words = [*_BRIEF, f"train.max_steps={steps}", f"checkpoint.every={max(1, steps // 2)}"]
     words += [f"data.max_length={min(cfg.data.max_length, length)}", "data.too_long=truncate"]
-    changed = (
+    changed = (  # (whether the recipe has the setting, the override in its place)
         (cfg.batch.micro_per_gpu == schema.AUTO, "batch.micro_per_gpu=1"),
         (cfg.optim.name.value not in _PLAIN_OPTIMIZERS, f"optim={schema.OptimizerName.adamw.value}"),
         (cfg.tuning.dropout > 0, "tuning.dropout=0"),
         (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
         (cfg.data.curriculum.steps > 0, "data.curriculum.steps=0"),
+        # With the usual first loss scale gradients may overflow: such steps are skipped, and the plain loop skips none.
         (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
     )
-    plain = schema.EvaluateConfig()  # without validation data nothing else has an effect
+    defaults = schema.EvaluateConfig()  # without validation data nothing else has an effect
     changed_fields = [
-        item.name for item in fields(plain) if getattr(cfg.evaluate, item.name) != getattr(plain, item.name)
+        item.name for item in fields(defaults) if getattr(cfg.evaluate, item.name) != getattr(defaults, item.name)
     ]
-    words += [f"evaluate.{name}={load.as_typed(getattr(plain, name))}" for name in changed_fields]
+    words += [f"evaluate.{name}={load.as_typed(getattr(defaults, name))}" for name in changed_fields]
     return words + [word for applies, word in changed if applies]
 
 
@@ -232,7 +242,7 @@ def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, 
     """Write a small random model of the recipe's architecture into the sweep's directory, and let all runs train it."""
     folder = sweep.folder / "model"
     if not folder.exists():
-        heads = max(4, mesh.model_ranks(cfg))
+        heads = max(4, mesh.model_ranks(cfg))  # which tensor and sequence parallelism divide
         made = run_reference(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
         say(
             "{model}, made small: {count} random parameters in {folder}.",
@@ -298,26 +308,27 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
 
 def _resume(proof: Proof, job: SweepJob) -> float:
     """Resume a copy of the run at its middle checkpoint; return by how much the losses deviate from the run's, NaN if
-    that fails.
+    that fails. The copy is made to look like a run that was killed after the middle: without its end's checkpoint,
+    export and DONE.
     """
-    run, again = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
-    if not again.exists():
-        part = again.with_suffix(".part")  # killed in here, the copy would be the whole run, and prove nothing
+    run, resumed_run = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
+    if not resumed_run.exists():
+        part = resumed_run.with_suffix(".part")  # killed in here, the copy would be the whole run, and prove nothing
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(run, part)
         (part / "DONE").unlink()
         *_, last = sorted((part / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
         shutil.rmtree(last)
         shutil.rmtree(part / "export")
-        part.rename(again)
-    resumed = proof.train([], proof.cfg, again.name)
-    if resumed.state != DONE:
+        part.rename(resumed_run)
+    resumed_job = proof.train([], proof.cfg, resumed_run.name)
+    if resumed_job.state != DONE:
         return float("nan")
     losses = {
         folder: [row["loss"] for row in json_lines(folder / "metrics.jsonl") if row and "loss" in row]
-        for folder in (again, run)
+        for folder in (resumed_run, run)
     }
-    return deviation(losses[again], losses[run])
+    return deviation(losses[resumed_run], losses[run])
 
 
 def _find_suspects(proof: Proof) -> list[str]:
@@ -334,10 +345,14 @@ def _find_suspects(proof: Proof) -> list[str]:
             say(f"  {word}  " + tr("skipped: {reason}", reason=error))
             continue
         if load.to_yaml(replace(cfg, run=proof.cfg.run)) == load.to_yaml(proof.cfg):
-            continue
+            continue  # the recipe has this setting already
         job = proof.train([word], cfg)
         is_right = job.state == DONE and all(finding.is_right for finding in proof.findings(job, [word], cfg))
-        say(f"  {word}  " + (tr("right") if is_right else tr("deviates too") if job.state == DONE else tr("failed")))
+        if is_right:
+            result = tr("right")
+        else:
+            result = tr("deviates too") if job.state == DONE else tr("failed")
+        say(f"  {word}  {result}")
         suspects += [word] if is_right else []
     if suspects:
         say("Right with {words}: what that changes deviates.", words=listed(*suspects))

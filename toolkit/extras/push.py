@@ -54,11 +54,14 @@ def uploaded_files(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
     if links := [path for path in paths if path.is_symlink()]:
         raise ModelError("{file} is a link, which is not uploaded. Put a copy in its place.", file=links[0])
+    # The hubs' libraries keep notes about downloads and uploads in .cache.
     return [path for path in paths if ".cache" not in path.relative_to(folder).parts]
 
 
 def card_with_license(card: str, license_id: str) -> str:
-    """Return a model card whose front matter names a licence, in place of one that it has."""
+    """Return a model card whose front matter (the YAML between two lines of ---) names a licence, in place of one that
+    it has.
+    """
     if not card.startswith("---\n"):
         return f"---\nlicense: {license_id}\n---\n\n{card}"
     front, end, text = card.removeprefix("---\n").partition("\n---\n")
@@ -90,7 +93,7 @@ def _to_hugging_face(repository: str, folder: Path, names: Sequence[str], card: 
     url = str(api.create_repo(repository, private=private, exist_ok=True))
     contents = {name: folder / name for name in names} | ({CARD: card} if card is not None else {})
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    api.create_commit(repository, operations, commit_message=f"Upload {folder.parent.name}")
+    api.create_commit(repository, operations, commit_message=f"Upload {folder.parent.name}")  # RUN of RUN/export
     return url
 
 
@@ -129,9 +132,11 @@ def _library_errors_translated(target: Target) -> Iterator[None]:
         yield
     except (ConfigError, ModelError):
         raise
-    except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", None)
-        reason = hide(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    except Exception as error:  # both libraries raise their own, and those of what they are built on
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None) or getattr(error, "status_code", None)  # of HTTP; None without
+        lines = str(error).strip().splitlines()
+        reason = hide(lines[0] if lines else type(error).__name__)
         if status in _REFUSED or type(error).__name__ == "LocalTokenNotFoundError":
             raise ConfigError(
                 "{repository}: the hub rejects the upload: {reason}. Set {variable} to a token that may write there.",

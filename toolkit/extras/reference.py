@@ -68,8 +68,8 @@ def follow(
     device: torch.device,
     rows: list[store.Sample],
 ) -> dict[str, Any]:
-    """Train as the config says, in one process; return losses and gradient norms of all steps, and the last logits of
-    a few rows.
+    """Train as the config says, in one process; return `losses` (of each step the mean per trained token of the global
+    batch) and `norms` (of its gradient, before clipping), and the `logits` of a few rows after the last step.
 
     `dtype`: float64, in which a model still computes norms and rotary tables in float32; or the run's own. Weights
     begin as those of the run: rounded to the run's precision.
@@ -82,9 +82,9 @@ def follow(
         fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
     loop_dtype = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(run_dtype).to(loop_dtype)
+        parameter.data = parameter.data.to(run_dtype).to(loop_dtype)  # first rounded as in the run
     model.train().to(device)
-    if dtype != "float64":
+    if dtype != "float64":  # the loop in the run's own precision shows what rounding does, that of FP8, too
         fp8.convert(model, cfg.precision.fp8)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     is_low = loop_dtype in (torch.bfloat16, torch.float16)  # then the optimizer updates copies in fp32
@@ -100,8 +100,8 @@ def follow(
             if is_low:
                 masters[name].grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        most = cfg.train.gradient_clipping or float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(list(masters.values()), most)))
+        max_norm = cfg.train.gradient_clipping or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(masters.values()), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in trained.items() if is_low else ():
@@ -139,7 +139,7 @@ def _batches(
 
 def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> float:
     """Backpropagate a step's mean loss, ROWS samples at a time; return that loss, in nats per trained token."""
-    total = sum(int(trained[1:].sum()) for _, trained in samples)
+    total = sum(int(trained[1:].sum()) for _, trained in samples)  # no token predicts a sample's first one
     loss = 0.0
     for first in range(0, len(samples), ROWS):
         batch = loader.collate([[sample] for sample in samples[first : first + ROWS]], pad_id)
@@ -161,7 +161,7 @@ def _forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Te
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> list[float]:
-    """Return the first 1,024 logits at the last token of each sample, flattened."""
+    """Return the first 1,024 logits (of the vocabulary) at the last token of each sample, flattened."""
     batch = loader.collate([[sample] for sample in samples], pad_id)
     logits = _forward(model, batch)
     ends = (batch["segment_ids"] > 0).sum(1) - 1

@@ -157,6 +157,7 @@ def _sample_and_pair(
     samples, scored, learned = (folder / f"{name}.jsonl" for name in ("samples", "scored", plan.data_name))
     if not samples.exists():
         settings = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
+        # `toolkit generate` counts up from its seed, batch by batch: rounds so far apart share no seed.
         settings |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
         settings["language"] = current_language()
         if number == 1:  # later ones ask what a run has saved, with its template
@@ -182,7 +183,7 @@ def _generate(plan: RoundsPlan, requests: SignalRequests, samples: Path, command
     """
     shards = len(plan.devices)
     for path in samples.parent.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of shards
-        if f"-of-{shards}." not in f"{path.name}.":
+        if f"-of-{shards}." not in f"{path.name}.":  # names end in 1-of-2, or in 1-of-2.part while they are written
             path.unlink()
     if shards > 1:
         missing = [n for n in range(shards) if not samples.with_name(f"{samples.name}.{n + 1}-of-{shards}").exists()]
@@ -192,7 +193,9 @@ def _generate(plan: RoundsPlan, requests: SignalRequests, samples: Path, command
 
 
 def _run_arguments(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
-    """Return the overrides of a round's run: the recipe's, the chosen answers as data, and the last round's model."""
+    """Return the overrides of a round's run: the recipe's, the chosen answers as data, and the last round's model. What
+    a round sets replaces the user's own word for the same key.
+    """
     round_settings: dict[str, str | Path] = {
         "data": folder / f"{plan.data_name}.jsonl",
         "run.dir": folder,
@@ -226,7 +229,7 @@ def _run_processes(
     ]
     codes = wait_for(running, requests)
     failures = [(code, command) for code, command in zip(codes, commands, strict=True) if code]
-    code, command = failures[0] if failures else (0, [])
+    code, command = failures[0] if failures else (0, [])  # one message is enough
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
     if code < 0:  # it could not leave a message
@@ -259,6 +262,7 @@ def _open_rounds(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
     """Lock the directory of the rounds, and yield the content of rounds.json, created if it is new; LaunchError or
     ConfigError if another process has it, it is no such directory, or the settings differ.
     """
+    # As rounds.json gives them back, to be compared with: lists in place of tuples.
     folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="utf-8") as lock:

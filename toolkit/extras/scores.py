@@ -82,9 +82,10 @@ def read_request(values: dict[str, str], sampling: Sampling) -> Request:
     """Return what the arguments of a command ask for; ConfigError if one is wrong."""
     allow_code = one_of(values, "allow_code", _FALSE_OR_TRUE) == "true"
     system, batch_size = values.get("system", ""), values.get("batch_size", "8")
+    # "auto" is for the harness, which finds the largest itself; questions are answered in batches of a given size.
     if batch_size != "auto" or values.get("questions"):
         batch_size = str(positive_int({"batch_size": batch_size}, "batch_size"))
-    limit = number(values, "limit", 0.0)
+    limit = number(values, "limit", 0.0)  # a share below 1, a count from 1 on, 0 for all
     tasks = None
     if task_names := tuple(filter(None, values.get("tasks", "").split(","))):
         tasks = harness.HarnessOptions(
@@ -178,8 +179,10 @@ def _score_model(
         questions: the source of `request.questions`; None without.
         output: file of the answers to tasks; those to questions are in a file next to it.
     """
+    # With adapter=DIR the path is that of its base, as typed; without, the target's folder is the path resolved.
+    path = request.path if request.adapter else str(target.folder)
     loaded = load_any(
-        base or (request.path if request.adapter else str(target.folder)),
+        base or path,
         adapter="" if base else request.adapter,
         family=request.family,
         chat_template=request.chat_template,
@@ -191,7 +194,7 @@ def _score_model(
     results: dict[str, Any] = {}
     if loaded_tasks and request.tasks:
         results = harness.run_tasks(loaded.model, loaded.encoder.tokenizer, request.tasks, loaded_tasks)
-    if results:
+    if results:  # on rank 0
         scores += harness.scores_of(results)
     rows = [{"model": base or target.path, **row} for row in harness.sample_rows(results)]
     if questions:
@@ -223,12 +226,15 @@ def find_target(path: str) -> Target:
     """Return the model at a path: of a run its export, else its newest checkpoint; ConfigError if there is none."""
     folder = Path(path)
     files.check_directory(folder, ModelError)
+    # A run, its export, or as deep as RUN/checkpoints/step-N/model.
     run = next((parent for parent in (folder, *folder.absolute().parents[:3]) if is_run(parent)), None)
     return Target(path, model_of_run(folder) if run == folder else folder, run)
 
 
 def find_base(target: Target, request: Request) -> str:
-    """Return the directory of the model to compare with; ConfigError if it is not known."""
+    """Return the directory of the model to compare with: the one that `compare=` names, or for compare=base what the
+    target was trained from, by its adapter's config or its run's; ConfigError if that is not known.
+    """
     if request.compare != BASE:
         files.check_directory(Path(request.compare), ModelError, "compare")
         return request.compare
@@ -288,12 +294,14 @@ def _score_answers(
     answer_source(source, file, lambda: (loaded.model, loaded.encoder), options)
     passed, checked = count_passed(file)
     share = passed / checked
-    return harness.Score(name, "passed", share, math.sqrt(share * (1 - share) / checked), checked)
+    standard_error = math.sqrt(share * (1 - share) / checked)  # of a share of independent questions
+    return harness.Score(name, "passed", share, standard_error, checked)
 
 
 def _joined_scores(scored: Sequence[_Scored]) -> list[dict[str, Any]]:
     """Return the model's scores, each with the base model's if that comes second."""
-    base = {(score.task, score.metric): score for model_scored in scored[1:] for score in model_scored.scores}
+    base_scored = scored[1:]  # none, or one
+    base = {(score.task, score.metric): score for model_scored in base_scored for score in model_scored.scores}
     joined_scores = []
     for score in scored[0].scores:
         other = base.get((score.task, score.metric))
@@ -347,6 +355,7 @@ def _feed_trackers(target: Target, table: Sequence[Mapping[str, Any]]) -> None:
     trackers = queue.Trackers(_PATIENCE_S)
     trackers.begin(run, chosen, dict(leaves(config)), last)
     trackers.wait_begun()
+    # Named as eval_gsm8k/exact_match/strict-match, without commas.
     trackers.summary(
         last, {f"eval_{score['task']}/{score['metric'].replace(',', '/')}": score["value"] for score in table}
     )

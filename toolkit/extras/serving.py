@@ -120,15 +120,15 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
     except DataError as error:
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
-    held = [file for file in located if file.source >= len(data.sources)] or located  # validation comes last
-    return list(islice(readers.usable_rows(held), MOST_CONVERSATIONS))
+    validation = [file for file in located if file.source >= len(data.sources)]  # sources are numbered, these last
+    return list(islice(readers.usable_rows(validation or located), MOST_CONVERSATIONS))
 
 
 def trained_answers(
     encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
 ) -> tuple[list[Case], Counter[str]]:
     """Return a case for each trained answer, and reason -> number of conversations that cannot be compared."""
-    shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
+    shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())  # it covers control tokens in texts
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
     for where, conversation in conversations:
@@ -147,7 +147,10 @@ def trained_answers(
 
 
 def _cases_of(encoder: AnyChatEncoder, where: str, conversation: Conversation, train_on: TrainOn) -> Iterator[Case]:
-    """Yield a case for each trained answer of a conversation, in the parts in which the encoder trains it."""
+    """Yield a case for each trained answer of a conversation, in the parts in which the encoder trains it: itself, or
+    prefixes of it where an answer has other tokens once another turn follows. With `only_last` an encoder trains only
+    the last answer of a part.
+    """
     for marked in mark_trained(conversation, train_on, encoder.only_last):
         for part in encoder.divide(marked.messages, marked.tools):
             all_ids, _ = encoder.encode(part, marked.tools)
@@ -178,12 +181,15 @@ def _case_of(
         all_ids: The tokens of `part`, as trained.
         tools: Those that the conversation offers.
     """
+    # Encoded up to this answer, and with it alone trained, which tells where it starts and ends.
     before = [{**message, "loss": False} for message in part[:number]]
     answer = {**part[number], "loss": True}
     ids, trained = encoder.encode(part[: number + 1] if encoder.only_last else [*before, answer], tools)
     start = trained.index(True)
-    stop = len(trained) - trained[::-1].index(True)
-    if all_ids[: stop - 1] != ids[: stop - 1]:  # the token that ends it depends on who speaks next
+    stop = len(trained) - trained[::-1].index(True)  # behind the last trained token
+    # Training sees the tokens of the whole part, which may differ (a template may drop earlier reasoning). The token
+    # that ends the answer is this encoding's all the same: in the whole part it depends on who speaks next.
+    if all_ids[: stop - 1] != ids[: stop - 1]:
         ids = [*all_ids[: stop - 1], ids[stop - 1]]
     sent = [{key: value for key, value in message.items() if key != "loss"} for message in part[:number]]
     trains_all = getattr(encoder, "train_thinking", True)
@@ -222,7 +228,7 @@ def verify_serving(
     findings = [_check_files(folder)]
     saved = probe.read(folder)
     probes = [] if saved is None else [saved]  # ids with logits: training's, and this toolkit's of a conversation
-    if longest := max(cases, key=lambda case: case.start, default=None):
+    if longest := max(cases, key=lambda case: case.start, default=None):  # the case with the longest prompt
         with suppress(ModelError):  # transformers says what is wrong with it, too
             probes.append(logits_of_directory(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
     try:
@@ -230,7 +236,8 @@ def verify_serving(
     except ModelError as error:
         return [*findings, Finding(tr("transformers loads it"), FAILED, str(error))]
     version = answer["version"]
-    # By case and mode: token ids, or a text that says what failed.
+    # answer["prompts"]: by case and mode of the template, token ids, or a text that says what failed. A mode that fails
+    # is none of the template's, unless it is the default, the first one.
     prompts = [[prompt for prompt in by_mode if isinstance(prompt, list)] for by_mode in answer["prompts"]]
     wrong = [by_mode[0] for by_mode in answer["prompts"] if isinstance(by_mode[0], str)]
     note = note_of(left_out)
@@ -305,18 +312,19 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
     rows = {str(number): logits_probe.ids.tolist() for number, logits_probe in enumerate(probes)}
     request = {"folder": str(served.folder), "prompts": asked, "answers": answers, "rows": rows}
     with TemporaryDirectory() as scratch:
-        files = [Path(scratch, name) for name in ("request.json", "answer.json")]
-        files[0].write_text(json.dumps(request), encoding="utf-8")
+        request_file, answer_file = Path(scratch, "request.json"), Path(scratch, "answer.json")
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        # On the CPU, without the launcher's variables; -I: without PYTHONPATH, by which this package could be imported.
         alone = {"HF_HUB_OFFLINE": "1", devices.visible_variable(): "", "TRANSFORMERS_VERBOSITY": "error"}
-        command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN_PROGRAM), *map(str, files)]
+        command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN_PROGRAM), str(request_file), str(answer_file)]
         try:
             done = children.run(command, capture_output=True, text=True, env=without_ranks() | alone, timeout=_PLAIN_S)
         except subprocess.TimeoutExpired:
             raise ModelError("transformers did not answer within {seconds} s", seconds=_PLAIN_S) from None
         if done.returncode:
             raise ModelError("transformers cannot use it: {reason}", reason=last_line(done.stderr))
-        answer: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
-        return answer, load_file(files[1].with_name("logits.safetensors"))
+        answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
+        return answer, load_file(answer_file.with_name("logits.safetensors"))
 
 
 def note_of(left_out: Counter[str]) -> str:
@@ -334,12 +342,8 @@ def compare_prompts(
     num_equal = num_in_other_mode = 0  # cases that match in some mode, and those of them that do not in the first
     by_length = False
     for case, by_mode in zip(served.cases, prompts, strict=True):
-        context, matches = case.ids[: case.start], []
-        for prompt in by_mode:
-            by_length = by_length or isinstance(prompt, int)
-            length = prompt if isinstance(prompt, int) else len(prompt)
-            same = isinstance(prompt, int) or case.ids[:length] == prompt
-            matches.append(same and (length == case.start or (length < case.start and not case.trains_all)))
+        by_length = by_length or any(isinstance(prompt, int) for prompt in by_mode)
+        matches = [_is_prompt_of(case, prompt) for prompt in by_mode]
         if any(matches):
             num_equal += 1
             if not matches[0]:
@@ -348,7 +352,7 @@ def compare_prompts(
         first = next(iter(by_mode), None)
         shown = tr("no prompt") if first is None else tr("{count} tokens", count=first)
         if isinstance(first, list):
-            shown = preview.token_diff(served.encoder.tokenizer, context, first, served.style)
+            shown = preview.token_diff(served.encoder.tokenizer, case.ids[: case.start], first, served.style)
         details.append(f"{case.where}: {shown}")
     count = {"equal": num_equal, "all": len(served.cases)}
     if by_length:
@@ -362,6 +366,16 @@ def compare_prompts(
     if not served.cases:
         return Finding(check, SKIPPED, text)
     return Finding(check, FAILED if details else PASSED, text, [*dict.fromkeys(wrong), *details][:_SHOWN])
+
+
+def _is_prompt_of(case: Case, prompt: list[int] | int) -> bool:
+    """Whether a server's prompt, or a prompt of so many tokens, is what training has before a case's answer. It may be
+    shorter where the loss does not cover the answer's beginning: then the server lets the model write that, too.
+    """
+    length = prompt if isinstance(prompt, int) else len(prompt)
+    if isinstance(prompt, list) and case.ids[:length] != prompt:
+        return False
+    return length == case.start or (length < case.start and not case.trains_all)
 
 
 def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
@@ -385,7 +399,7 @@ def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
             "reasoning": _reasoning(case.answer),
             "content": chat_template.THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
         }
-        read: Any = parsed_answer
+        read: Any = parsed_answer  # a text, if parsing it failed
         if isinstance(parsed_answer, dict):
             calls = [_call(call) for call in parsed_answer.get("tool_calls") or []]
             reasoning = str(parsed_answer.get("reasoning_content") or parsed_answer.get("thinking") or "").strip()
@@ -431,7 +445,7 @@ def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
     """Check that config.json describes the weights: names, layers, precision, class, vocabulary. `answer`: see
     `_ask_transformers`.
     """
-    config, files = answer["config"], weights.WeightFiles(folder)
+    config, files = answer["config"], weights.WeightFiles(folder)  # as transformers read it, with its defaults
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
     has_layers = extra_tensors.has_predicting_layers(files, config.get("num_hidden_layers", 0))
@@ -455,7 +469,9 @@ def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
 
 
 def _check_logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own: bool) -> Finding:
-    """Compare transformers' `logits` with those that training saved, or with `is_own` with this toolkit's own."""
+    """Compare transformers' `logits` [R, V] with those of `saved`: that training saved, or with `is_own` that this
+    toolkit has just computed.
+    """
     check = tr("logits of a conversation") if is_own else tr("logits that training saved")
     if not saved.logits.isfinite().all():
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
@@ -539,7 +555,7 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
         of_case: list[list[int] | int] = []
         for mode in answer_spans.MODES:
             with suppress(OSError, ValueError, KeyError):  # the request was rejected; urllib's errors are an OSError
-                of_case.append(ask({**body, "chat_template_kwargs": mode or None}))
+                of_case.append(ask({**body, "chat_template_kwargs": mode or None}))  # `_post` leaves None out
         prompts.append(of_case)
     return prompts
 

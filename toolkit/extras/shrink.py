@@ -40,7 +40,11 @@ _QUERY_HEADS, _KEY_HEADS = (
 
 
 def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
-    """Return a config.json with the same architecture and vocabulary, `heads` heads, LAYERS layers and no dropout."""
+    """Return a config.json with the same architecture and vocabulary, `heads` heads, LAYERS layers and no dropout.
+
+    Architectures name the same size in different ways (num_hidden_layers, n_layer, …), so each key that is there is
+    made small by its name. Lists with one entry per layer are shortened so that every kind of layer stays.
+    """
     own_layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     own_heads = next((config[name] for name in _QUERY_HEADS if name in config), 0)
     small = dict(config)
@@ -53,21 +57,30 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
             small[name] = heads * HEAD_SIZE
         elif name in _QUERY_HEADS:
             small[name] = heads
-        elif name in _KEY_HEADS:
+        elif name in _KEY_HEADS:  # grouped ones stay fewer; latent attention (kv_lora_rank) has as many as queries
             small[name] = heads if value == own_heads or config.get("kv_lora_rank") else min(value, heads // 2)
         elif ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             small[name] = 0.0
         elif isinstance(value, list) and (name in _OF_LAYERS or (own_layers and len(value) == own_layers)):
-            kinds = list(dict.fromkeys(map(json.dumps, value)))
+            kinds = list(dict.fromkeys(map(json.dumps, value)))  # as JSON, as an entry may be a dict
             small[name] = [json.loads(kinds[layer % len(kinds)]) for layer in range(LAYERS)]
         elif name == "per_layer_config" and isinstance(value, dict):
             small[name] = {layer: value[layer] for layer in value if str(layer) in map(str, range(LAYERS))}
         elif name.endswith("_config") and isinstance(value, dict) and value.get("model_type"):
             small[name] = shrunk_config(value, heads)
-        elif name in ("rope_scaling", "rope_parameters"):  # factors are one per rotated pair of numbers
-            small[name] = {
-                key: factor[: HEAD_SIZE // 2] if isinstance(factor, list) else factor for key, factor in value.items()
-            } | ({"mrope_section": [4, 2, 2]} if "mrope_section" in value else {})
+        elif name in ("rope_scaling", "rope_parameters"):
+            small[name] = _shrunk_rope(value)
+    return small
+
+
+def _shrunk_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotary positions for heads of HEAD_SIZE, of which each pair of numbers is rotated: as many
+    factors as pairs, and sections (of time, height and width, as Qwen2-VL's) whose sum that is.
+    """
+    num_pairs = HEAD_SIZE // 2
+    small = {key: factor[:num_pairs] if isinstance(factor, list) else factor for key, factor in rope.items()}
+    if "mrope_section" in rope:
+        small["mrope_section"] = [4, 2, 2]
     return small
 
 
@@ -94,6 +107,7 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTr
                 raise ModelError(
                     "{path}: no small model of this architecture can be made: {reason}", path=path, reason=error
                 ) from error
+    # The vocabulary stays as it is: what embeds it may be large.
     outer = {
         id(parameter)
         for part in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -111,5 +125,5 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTr
         model.generation_config = transformers.GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
     elif generation:
         model.generation_config = read_generation_config(folder)
-    model.get_input_embeddings().padding_idx = None
+    model.get_input_embeddings().padding_idx = None  # as in a run: it would freeze the padding token's row
     return model.eval()

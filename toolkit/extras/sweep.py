@@ -156,7 +156,8 @@ class SweepPlan:
     def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:
         """Compose and check one job's config; errors of several rules go to `problems`."""
         world_size = problems.attempt(deepspeed.ranks_of, self.options) or None
-        words, is_local = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
+        words = [*self.fixed, *job, "run.name=run"]  # any name: each job gets its own at its launch
+        is_local = deepspeed.hostfile_of(self.options) is None  # else files may lie on other machines
         cfg = arguments.parse_checked(words, world_size=world_size, files=is_local, problems=problems).loaded.cfg
         load.to_dict(cfg)  # registers the secrets in it, so that they are masked
         return cfg
@@ -170,6 +171,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
     iterator = iter(rest)
     for word in iterator:
         name, equals, value = word.partition("=")
+        # Hydra's option, of which the value may be the next word.
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(iterator, "")
             config_dir_words += ["--config-dir", config_dir]
@@ -251,13 +253,12 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
             number, overrides = trial
             try:
                 job = sweep.add(new_job(overrides, plan.compose(overrides), number))
-            except (
-                messages.ConfigError
-            ) as error:  # a combination that the checks reject has failed, and nothing is started
+            except messages.ConfigError as error:  # the checks reject this combination: it has failed without a start
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
                 shown = [secrets.hide_word(word) for word in overrides]
                 job = SweepJob(name=f"trial-{number:03}", words=shown, trial=number)
                 job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
+                # In place of one that a resumed command finds there: the trial stayed open when it was killed in here.
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
                 sweep.save()
             else:
@@ -350,7 +351,10 @@ def _chosen_metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
 
 
 def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | None:
-    """Return number and overrides of a trial that was begun but not ended, else of a new one; None from `most` on."""
+    """Return number and overrides of a trial that was begun but not ended, else of a new one; None from `most` on.
+
+    A stopped command leaves its trial begun (Optuna's RUNNING), so that the next one resumes it.
+    """
     from optuna import distributions, trial
 
     begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
@@ -404,11 +408,12 @@ def job_name(words: Sequence[str]) -> str:
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         name = key.rpartition(".")[2]
+        # Secrets are known by their values, or (hide_all) by their keys.
         shown = str(secrets.hide_all({name: secrets.hide(value)})[name]).replace(secrets.MASK, "hidden")
-        if "/" in shown:
+        if "/" in shown:  # of a path, the last part
             shown = Path(shown.strip("/'\"")).name
         shown = re.sub(r"[^A-Za-z0-9._+-]+", "-", shown).strip("-.")[:_LONGEST_VALUE]
-        # With both, a value may look like two words: a=x_b-y, and a=x b=y.
+        # With both _ and -, a value may look like two words: a=x_b-y gives the same name as a=x b=y.
         is_complete = is_complete and shown == value and not {"_", "-"} <= set(value)
         parts.append(f"{name}-{shown}")
     name = "_".join(parts) or "run"

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -64,32 +65,36 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
 
 
 def difference(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return the first collective that differs between ranks, where a run would hang, as a sentence; "" for none."""
+    """Return the first collective that differs between ranks, where a run would hang, as a sentence; "" for none.
+    `ranks`: as `trace` returns them.
+    """
     first = ranks[0]
     for other in ranks[1:]:
-        both = [rank["collectives"] for rank in (first, other)]
-        for index in range(max(map(len, both))):
-            pair = [shown(sent[index]) if index < len(sent) else tr("none") for sent in both]
-            if pair[0] != pair[1]:
+        pairs = zip_longest(first["collectives"], other["collectives"])  # None where a rank has no more
+        for place, pair in enumerate(pairs, start=1):
+            mine, theirs = (tr("none") if collective is None else shown(collective) for collective in pair)
+            if mine != theirs:
                 return tr(
                     "collective {place} of a step is {mine} on rank {first}, {theirs} on rank {rank}",
-                    place=index + 1,
-                    mine=pair[0],
+                    place=place,
+                    mine=mine,
                     first=first["rank"],
-                    theirs=pair[1],
+                    theirs=theirs,
                     rank=other["rank"],
                 )
     return ""
 
 
 def shown(collective: Sequence[Any]) -> str:
-    """Return a traced collective as text: name, numbers and type sent, ranks of the group."""
+    """Return a traced collective as text: all_reduce(1,024 bfloat16, 8) is of 1,024 numbers in a group of 8 ranks."""
     name, ranks, numbers, dtype = collective
     return f"{name}({numbers:,} {dtype}, {ranks})"
 
 
 def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[str, Any]:
-    """Print the traced memory, waits and collectives beside the plan; return them as a dict for `output=`."""
+    """Print the traced memory, waits and collectives beside the plan; return them as a dict for `output=`. `results`:
+    as `trace` returns them; those of the rank with the highest peak are shown.
+    """
     planned, memory = layout.memory.peak("step"), layout.memory.device
     # Between two steps there is what a save finds, but for the parameters that it gathers.
     at_rest = sum(size for kind, size in memory["save"].items() if kind != "gathered")

@@ -57,13 +57,14 @@ class _Task(language.LanguageTask):
         return self.tokens
 
     def token_counts(self, batches: list[Batch]) -> TokenCounts:
-        """Return all tokens as every count, of which a trace needs none."""
+        """Return all tokens as each of the four counts: a trace uses none of them."""
         return TokenCounts(*[self.tokens * len(batches)] * 4)
 
 
 def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     """Return what rank `rank` of `world_size` holds, sends and waits for in its second training step, on the longest
-    rows: at_rest_bytes, peak_bytes, largest tensors, waits, collectives, optimizer.
+    rows: `at_rest_bytes` and `peak_bytes` on the device before and in the step; `largest`, `waits` and `collectives` as
+    `fake_gpu.Watch` notes them; `optimizer`, DeepSpeed's class and PyTorch's in it.
     """
     fake_gpu.begin(rank, world_size)
     if cfg.optim.torch is not True:  # what auto chooses depends on the machine, and its states do not
@@ -86,9 +87,9 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             cfg.optim,
         )
     batch = with_targets(_longest_batch(cfg, outline, model))
-    sent = batch["input_ids"].numel() * outline.sizes.get("chosen", 0)  # rows for experts: each token goes to some
-    most = load_of_busiest_rank(cfg.model.expert_capacity)
-    experts.rows_exchanged = partial(_assumed_rows, sent, most)
+    rows_sent = batch["input_ids"].numel() * outline.sizes.get("chosen", 0)  # each token goes to so many experts
+    busiest_load = load_of_busiest_rank(cfg.model.expert_capacity)
+    experts.rows_exchanged = partial(_assumed_rows, rows_sent, busiest_load)
     task, guard = _Task(len(batch["target_indices"])), StepGuard(engine, cfg.train)
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
@@ -96,7 +97,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(_STEPS):  # of which the last is traced
             watch.restart()
             at_rest = watch.now
-            window = [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))]
+            window = [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))]  # dicts of their own, as a run's
             train_step(engine, task, window, mesh.Mesh(world_size=world_size), guard)
             guard.check()
     return {
@@ -123,12 +124,15 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
         fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 
 
-def _assumed_rows(rows: int, most: float, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+def _assumed_rows(
+    rows: int, busiest_load: float, counts: torch.Tensor, received: torch.Tensor
+) -> tuple[list[int], list[int]]:
     """Stand in for `experts.rows_exchanged`, as router choices are not known: return the rows that a rank sends to each
-    rank, evenly divided, and those that it receives, `most` times as many.
+    rank, evenly divided, and those that it receives from each, as the busiest rank `busiest_load` times as many.
     """
-    received.sum(1).tolist()  # waited for all the same
-    return [rows // len(counts)] * len(counts), [math.ceil(most * rows / len(counts))] * len(counts)
+    received.sum(1).tolist()  # the real function reads them, so the host waits here all the same
+    num_ranks = len(counts)
+    return [rows // num_ranks] * num_ranks, [math.ceil(busiest_load * rows / num_ranks)] * num_ranks
 
 
 def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> Batch:
@@ -138,9 +142,9 @@ def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) 
         return batch
     rows, length = batch["input_ids"].shape
     places = torch.arange(length)
-    ends = [row * length + sample * length // _SAMPLES for row in range(rows) for sample in range(_SAMPLES)]
-    batch["cu_seq_lens"] = torch.tensor([*ends, rows * length], dtype=torch.int32)
-    batch["segment_ids"] = (places * _SAMPLES // length + 1).repeat(rows, 1)
+    starts = [row * length + sample * length // _SAMPLES for row in range(rows) for sample in range(_SAMPLES)]
+    batch["cu_seq_lens"] = torch.tensor([*starts, rows * length], dtype=torch.int32)  # in the B x S tokens
+    batch["segment_ids"] = (places * _SAMPLES // length + 1).repeat(rows, 1)  # [B, S], samples 1 to _SAMPLES
     return batch
 
 
@@ -160,7 +164,7 @@ def _traced(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]
     try:
         return trace(cfg, rank, world_size)
     except Exception as error:  # whatever a model does on a device that it does not expect
-        logging.getLogger("DeepSpeed").info("trace", exc_info=True)
+        logging.getLogger("DeepSpeed").info("trace", exc_info=True)  # where the error came from, if that is turned on
         return {"rank": rank, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
 
 

@@ -102,7 +102,7 @@ def try_type(folder: Path) -> Trial:
             _check_packing(model)
     except Exception as error:
         reason = _reason(error)
-    return Trial(True, True, not reason, reason)
+    return Trial(is_built=True, trains=True, packs=not reason, reason=reason)
 
 
 def _reason(error: Exception) -> str:
@@ -115,10 +115,10 @@ def _check_training(model: Any) -> None:
 
     from toolkit.models.loss import token_loss_sum
 
-    ids = torch.stack((torch.arange(5, 25), torch.arange(8, 28)))
+    ids = torch.stack((torch.arange(5, 25), torch.arange(8, 28)))  # [2, 20]
     labels, segments = ids.clone(), torch.ones_like(ids)
-    segments[1, 12:], labels[1, 12:] = 0, -100
-    expected = 0.0
+    segments[1, 12:], labels[1, 12:] = 0, -100  # of the second row, 12 tokens and padding
+    expected = 0.0  # sum over the tokens of both rows
     for row in (ids[:1], ids[1:, :12]):
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].detach()
         expected += float(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum"))
@@ -171,7 +171,7 @@ def _tiny(folder: Path) -> Any:
         model = model_class(small).from_config(small, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() > 1:
+                if parameter.dim() > 1:  # norms and biases stay
                     parameter.normal_(0, 0.1)
         model.save_pretrained(Path(temporary) / "model")
         return load_model(Path(temporary) / "model", dtype=torch.float32)
