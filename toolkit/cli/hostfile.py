@@ -29,7 +29,7 @@ def run(words: list[str]) -> None:
     for nodes, gpus in _JOBS.items():
         if listed := os.environ.get(nodes):  # SkyPilot and dstack write one address a line
             job = {"nodes": ",".join(listed.split()), "slots": os.environ.get(gpus, "")}
-            arguments = {**{name: value for name, value in job.items() if value}, **arguments}  # what is typed counts
+            arguments = {**{name: value for name, value in job.items() if value}, **arguments}  # what is typed wins
             break
     slots = positive_int(arguments, "slots")
     if not arguments.get("nodes") or not slots:

@@ -85,7 +85,9 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
 
 
 def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
-    """Return seconds of a micro-batch of a one-layer model, seconds that another layer adds, and the FLOPs of both."""
+    """Return seconds of a micro-batch (forward and backward) of a one-layer model, seconds that another layer adds, and
+    the FLOPs of the one and of the other. A collective; ValueError if a second layer seems to take no time.
+    """
     rows = memory.longest_rows(outline, cfg)
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []

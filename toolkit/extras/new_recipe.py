@@ -106,12 +106,13 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
         raise ConfigError(
             "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
         )
+    source = {"path": data, "columns": columns} if columns else {"path": data}
     # The recipe's template takes a model and data by group, or by path.
     facts = {
         "group": model if is_group else "hf",
         "path": "" if is_group else model,
         "data_group": data if data in groups["data"] else "",
-        "sources": [] if data in groups["data"] else [{"path": data, **({"columns": columns} if columns else {})}],
+        "sources": [] if data in groups["data"] else [source],
         "max_length": _LEAST_LENGTH,
     }
     problems, cfg = Problems(), _compose(facts).cfg

@@ -269,7 +269,10 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
                     break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
             value = read_result(sweep.run_dir(job), metric).best
             is_result = job.state == DONE and not math.isnan(value)
-            study.tell(number, value if is_result else None, None if is_result else optuna.trial.TrialState.FAIL)
+            if is_result:
+                study.tell(number, value)
+            else:
+                study.tell(number, None, optuna.trial.TrialState.FAIL)
         show(sweep, sweep.jobs, metric)
         is_found = bool(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)))
         if is_found:
@@ -544,7 +547,8 @@ def read_result(folder: Path, metric: str = schema.EVAL_LOSS) -> JobResult:
     losses, speeds, values = series("loss"), series("tokens_per_s"), filter(math.isfinite, series(metric))
     is_lower_better = metric.endswith(_LOWER_IS_BETTER)
     best = min(values, default=math.nan) if is_lower_better else max(values, default=math.nan)
-    return JobResult(losses[-1] if losses else math.nan, best, statistics.median(speeds) if speeds else math.nan)
+    last_loss = losses[-1] if losses else math.nan
+    return JobResult(last_loss, best, statistics.median(speeds) if speeds else math.nan)
 
 
 def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = schema.EVAL_LOSS) -> None:

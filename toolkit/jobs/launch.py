@@ -57,16 +57,21 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
             restart = num_restarts
             may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
             if not may_restart or not _announce(run, code, restart, most_restarts):
-                if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
-                    # That of the rank that failed first: what other nodes print comes in any order.
-                    text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
-                    say("The first error:  {text}", text=text)
+                if len(nodes.hosts) > 1 and "folder" in status:
+                    _say_first_error(run)
                 return code
         nodes.choose_again(lambda: bool(requests.last))
         if requests.last:
             return STOPPED
         if nodes.is_elastic:
             command, environ = _command(nodes)
+
+
+def _say_first_error(run: Path) -> None:
+    """Print the error of the rank that failed first, as the run directory has it; several nodes print in any order."""
+    if (run / "FAILED").is_file():
+        text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
+        say("The first error:  {text}", text=text)
 
 
 def _announce(run: Path, code: int, restart: int, most: int) -> bool:
@@ -140,19 +145,13 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
             "ranks. With a hostfile, --force_multi uses it here too.",
             launcher=options["--launcher"],
         )
-    names = cfg.launch.forwarded  # variables, such as tokens, that ranks on other nodes need
-    names_by_file = variables.variables_of_files(Path.cwd()) if backend and names else {}
-    set_here = [name for name in names if os.environ.get(name)]
-    for name in set_here:
-        secrets.learn(os.environ[name])
-    if missing := sorted(set(names).difference(set_here, *names_by_file.values())):
-        raise variables.missing_secrets_error(missing)
+    set_here = _secrets_set_here(cfg.launch.forwarded, backend)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
     environ, exported = dict(os.environ), list[str]()
     if backend:
         environ, exported = variables.launcher_environment(set_here, backend, os.environ)
-    # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
+    # Unless asked, DeepSpeed's launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     port = deepspeed.port_of_one_node(hosts, options)
     options = {**options, **port}
@@ -167,6 +166,20 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     shown = ["deepspeed", *map(secrets.hide_word, command[3:])]  # what `python -m` runs is that program
     say("Starts:  {command}", command=shlex.join(shown))
     return command, environ
+
+
+def _secrets_set_here(names: Sequence[str], backend: str) -> list[str]:
+    """Return those of the variables `names`, which ranks need, that are set here, and hide their values in all output.
+    An error if one is set neither here nor, with a `backend` that starts ranks on other nodes, in a file that
+    DeepSpeed's launcher reads.
+    """
+    names_by_file = variables.variables_of_files(Path.cwd()) if backend and names else {}
+    set_here = [name for name in names if os.environ.get(name)]
+    for name in set_here:
+        secrets.learn(os.environ[name])
+    if missing := sorted(set(names).difference(set_here, *names_by_file.values())):
+        raise variables.missing_secrets_error(missing)
+    return set_here
 
 
 class Attempt:
