@@ -305,8 +305,8 @@ class Board:
         return lines()
 
     def _answer(self) -> Iterator[str]:
-        """Yield the lines of the model's answer to the last question, without those of earlier answers still due: of a
-        page that was loaded again nobody waits for the rest of an answer. A line that begins with {"end" ends one.
+        """Yield the lines of the model's answer to the last question, without the rest of earlier answers, whose page
+        was loaded again and waits for them no more. A line that begins with {"end" ends an answer.
         """
         assert self.chat is not None and self.chat.stdout is not None
         for line in self.chat.stdout:

@@ -169,7 +169,7 @@ def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], fac
         if conversation.tools:
             contents.append(("tools", json.dumps(conversation.tools, sort_keys=True)))
         calls = [message.get("tool_calls") for message in conversation.messages if message.get("tool_calls")]
-        # JSON may hold half of a surrogate pair (\\ud83d), which plain UTF-8 refuses.
+        # JSON may hold half of a surrogate pair (\ud83d), which plain UTF-8 does not encode.
         digest = hashlib.blake2b(repr((contents, calls)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     _count_scripts(texts, facts)

@@ -101,7 +101,7 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
                 full.unlink()
             findings = check(source, folder, encoder, config, options)
         from_line = f"./{source.name}" if content in source.parents else str(source.resolve())
-        model_folder = folder if folder.exists() else source  # `folder` was renamed where it was merged here
+        model_folder = folder if folder.exists() else source  # a merged one was renamed to it
         text = _modelfile(from_line, model_folder, encoder, config, options)
         (content / "Modelfile").write_text(text, encoding="utf-8")
         if failed := [finding for finding in findings if finding.state == FAILED]:

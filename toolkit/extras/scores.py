@@ -179,7 +179,7 @@ def _score_model(
         questions: the source of `request.questions`; None without.
         output: file of the answers to tasks; those to questions are in a file next to it.
     """
-    # With adapter=DIR the path is that of its base, as typed; without, the target's folder is the path resolved.
+    # With adapter=DIR the path is that of its base, as typed; without, a run's stands for its export or checkpoint.
     path = request.path if request.adapter else str(target.folder)
     loaded = load_any(
         base or path,

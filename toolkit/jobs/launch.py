@@ -119,7 +119,7 @@ def exit_code_of_run(status: Mapping[str, Any], launcher_code: int, is_stopping:
         return STOPPED
     if code == STOPPED and not is_stopping:
         # Ranks are stopped as well when one of them was killed (the launcher's code is then 128 + a signal), or their
-        # launcher was: nobody asked for that. But somebody has sent the launcher itself SIGINT or SIGTERM.
+        # launcher was: the user did not ask for that. But SIGINT or SIGTERM, sent to the launcher itself, does.
         is_stop = 0 < launcher_code <= _KILLED or launcher_code in (-signal.SIGINT, -signal.SIGTERM)
         return STOPPED if is_stop else 1
     if code is None and launcher_code == MISTAKE:
