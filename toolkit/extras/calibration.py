@@ -169,23 +169,27 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
         shape = replace(cfg.model.shape, num_layers=layers)
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
     else:
-        config: dict[str, Any] = dict(config_of(cfg))
-        architecture = directory.architecture_of(config)  # None: a model of transformers
-        if architecture is directory.Architecture.v1:  # ChatGLM-6B; its config.json names Python files of its own
-            config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
-            model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
-        else:
-            if architecture is not None:  # the class of ChatGLM2 and later
-                # Old files lack them. They and stretched (divided) positions change no time or size.
-                defaults = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
-                model_config = glm_config(defaults | config | {"num_layers": layers}, {}, divides_positions=False)
-            else:
-                model_config = AutoConfig.for_model(**config)
-                model_config.get_text_config().num_hidden_layers = layers
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
+        model = _model_of_config(dict(config_of(cfg)), layers)
     for parameter in model.parameters():  # alone: rotary frequencies stay float32, as in a run
         parameter.data = parameter.data.to(TORCH_DTYPES[cfg.precision.dtype])
     return model.to(device)
+
+
+def _model_of_config(config: dict[str, Any], layers: int) -> torch.nn.Module:
+    """Return a random model of a config.json with `layers` layers, of the class that a run takes."""
+    architecture = directory.architecture_of(config)  # None: a model of transformers
+    if architecture is directory.Architecture.v1:  # ChatGLM-6B; its config.json names Python files of its own
+        config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
+        return ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
+    if architecture is not None:  # ChatGLM2 and later, which transformers' GLM class computes
+        # Old files lack them. They and stretched (divided) positions change no time or size.
+        defaults = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
+        model_config = glm_config(defaults | config | {"num_layers": layers}, {}, divides_positions=False)
+    else:
+        model_config = AutoConfig.for_model(**config)
+        model_config.get_text_config().num_hidden_layers = layers
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
+    return model
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -82,7 +82,7 @@ def main() -> None:
             last_logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]  # [R, V]
             logits[name] = last_logits.float().contiguous()
     save_file(logits, answer_file.with_name("logits.safetensors"))
-    answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")  # a config may hold a torch.dtype
+    answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")  # as text what JSON has no form for
 
 
 if __name__ == "__main__":

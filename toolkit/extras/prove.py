@@ -350,8 +350,10 @@ def _find_suspects(proof: Proof) -> list[str]:
         is_right = job.state == DONE and all(finding.is_right for finding in proof.findings(job, [word], cfg))
         if is_right:
             result = tr("right")
+        elif job.state == DONE:
+            result = tr("deviates too")
         else:
-            result = tr("deviates too") if job.state == DONE else tr("failed")
+            result = tr("failed")
         say(f"  {word}  {result}")
         suspects += [word] if is_right else []
     if suspects:
