@@ -113,7 +113,7 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         from toolkit.cli.help import help_without_command
 
-        _show(help_without_command(others, is_help))
+        _show(help_without_command(others, is_help))  # of a key; a ConfigError if no help was asked for
         return 0
     module = import_module(COMMANDS[command])
     if is_help or any(word in ("-h", "--help") for word in rest):

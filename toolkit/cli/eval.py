@@ -54,7 +54,7 @@ _SCORED = ("compare", "batch_size", "system", "dtype", "device", "allow_code", "
 
 def run(words: list[str]) -> None:
     """Score a model on benchmarks and checks if there are some, else evaluate it on a recipe's validation data."""
-    inherited = dict(os.environ)
+    inherited = dict(os.environ)  # what this process was started with
     ranks = environment.detect(os.environ)
     environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
     if any(word.partition("=")[0] in ("tasks", "questions") for word in words):

@@ -31,7 +31,7 @@ BACKENDS = ("auto", "vllm", "sglang", "transformers")
 
 
 def run(words: list[str]) -> None:
-    """Become the server."""
+    """Print the server's command and a request to try it with, and become the server in place of this program."""
     toolkit_words = list(takewhile(lambda word: not word.startswith("--"), words))
     options = words[len(toolkit_words) :]
     arguments = named_arguments(

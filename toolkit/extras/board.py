@@ -546,7 +546,8 @@ def serve(runs: Path, port: int) -> None:
         )
         say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
         messages.write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
+        # uvicorn raises a signal that it got once more after its end: as an interrupt SIGTERM is suppressed below, too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with suppress(KeyboardInterrupt):
                 server, default_handler = uvicorn.Server(config), uvicorn.Server.handle_exit
@@ -580,6 +581,7 @@ class Launches:
     def __init__(self, runs: Path) -> None:
         self.runs, self.folder = runs, runs / ".board"
         self._children: list[Any] = []
+        """Launchers that this process has started; `is_alive` polls them, as one that has ended stays a zombie else."""
 
     def names(self) -> list[str]:
         """Return the names of the runs that were started by a board."""

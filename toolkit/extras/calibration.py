@@ -62,9 +62,9 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
     link, latency_s = 1e12, 0.0  # of one rank, which sends nothing
     if world_size > 1:
         sent, single = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
-        seconds = _seconds(lambda: torch.distributed.all_reduce(sent), device)
+        seconds = _seconds(lambda: torch.distributed.all_reduce(sent))
         link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds  # bytes that a rank sends in a ring
-        latency_s = _seconds(lambda: torch.distributed.all_reduce(single), device)
+        latency_s = _seconds(lambda: torch.distributed.all_reduce(single))
     weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -76,7 +76,7 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
         micro_s=max(0.0, first_s - first_flops / speed),  # what a micro-batch takes beside its operations
         # Bytes of each weight, as the plan counts them: gradient read, fp32 weight read and written (12), two states of
         # Adam read and written (16), and the weight in the run's precision read and written.
-        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step, device),
+        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step),
         link=link,
         gather=min(gather, link),
         latency_s=latency_s,
@@ -97,7 +97,7 @@ def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) 
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
     for _ in range(_TRIES):
-        first_s, layer_s = _seconds_and_more(calls, device)
+        first_s, layer_s = _seconds_and_more(calls)
         if layer_s > 0:
             return first_s, layer_s, flops[0], flops[1] - flops[0]
     raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
@@ -138,7 +138,7 @@ def _gather_rate(
         engines.append(engine)
         # As default values, each call keeps the engine and batch of its own turn of the loop.
         calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
-    _, zero3_layer_s = _seconds_and_more(calls, device)
+    _, zero3_layer_s = _seconds_and_more(calls)
     for engine in engines:
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
@@ -192,25 +192,25 @@ def _model_of_config(config: dict[str, Any], layers: int) -> torch.nn.Module:
     return model
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Return the median seconds of a call over several runs, after a first one that is not timed."""
     call()
-    return statistics.median(_once(call, device) for _ in range(_REPEATS))
+    return statistics.median(_once(call) for _ in range(_REPEATS))
 
 
-def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
+def _seconds_and_more(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
     """Return this rank's median seconds of the first of two calls, and how many more the second takes, the largest
     median of all ranks. They are timed in turns, as a machine's speed drifts. A collective.
     """
     first, second = calls
     first(), second()
-    pairs = [(_once(first, device), _once(second, device)) for _ in range(_REPEATS)]
+    pairs = [(_once(first), _once(second)) for _ in range(_REPEATS)]
     # Of the slowest rank, as all wait for it; so all find the same, and do the same about it.
     more = max(process_group.gather(statistics.median(second_s - first_s for first_s, second_s in pairs)))
     return statistics.median(first_s for first_s, _ in pairs), more
 
 
-def _once(call: Callable[[], object], device: torch.device) -> float:
+def _once(call: Callable[[], object]) -> float:
     """Return the seconds of one call, begun by all ranks together, until the device has finished its work."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

@@ -141,7 +141,7 @@ class Inspector:
         for is_answer in (False, True):
             texts = (str(message["content"]) for message in messages if (message["role"] == "assistant") is is_answer)
             kind = "leftover in an answer" if is_answer else "leftover in a question"
-            for leftover in {match for text in texts for match in self.leftovers.findall(text)}:
+            for leftover in {match for text in texts for match in self.leftovers.findall(text)}:  # once in a row
                 facts.note(kind, leftover, where)
         last = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
         if last is not None and not last.get("tool_calls"):  # a call of a tool may have no text

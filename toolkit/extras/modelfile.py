@@ -190,7 +190,7 @@ def modelfile(
         lines.append(f"REQUIRES {JINJA_SINCE}")
     lines += [f"SYSTEM {_QUOTES}{own_system}{_QUOTES}"] if own_system else []
     lines.append(f"PARAMETER num_ctx {context}")
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]  # a text cannot hold quotes
     if sampling.get("do_sample"):
         values = ((name, sampling.get(key)) for key, name in _SAMPLING.items())
         lines += [f"PARAMETER {name} {value}" for name, value in values if isinstance(value, (int, float))]

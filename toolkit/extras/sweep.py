@@ -145,7 +145,8 @@ class SweepPlan:
         configs, jobs_by_error = [], dict[str, list[str]]()  # error -> overrides of the jobs that have it
         for job in jobs:
             job_problems = messages.Problems()
-            configs.append(job_problems.attempt(self._compose, job, job_problems) or schema.RunConfig())
+            cfg = job_problems.attempt(self._compose, job, job_problems)
+            configs.append(cfg or schema.RunConfig())  # in place of one with errors, which the caller will raise
             for error in job_problems.errors:
                 jobs_by_error.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
         for sentence, overrides in jobs_by_error.items():

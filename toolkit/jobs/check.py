@@ -82,19 +82,23 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         loaded = hub.resolve_model_path(arguments.loaded, config_only=True)
         merge.tell_unmergeable(merge.part_of_recipe(loaded.cfg))
     if outlines:
-        model_outline, rank_outline = outlines
-        trained, total = f"{model_outline.num_trained:,}", f"{model_outline.num_parameters:,}"
-        say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-        for line in active_parameters_line(model_outline):
-            say(line)
-        if rank_outline is not model_outline:
-            say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))
+        _say_parameters(*outlines)
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     _check_steps(cfg, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)
+
+
+def _say_parameters(model_outline: Outline, rank_outline: Outline) -> None:
+    """Say how many parameters a model has, trains and computes a token with, and how many of them a rank has."""
+    trained, total = f"{model_outline.num_trained:,}", f"{model_outline.num_parameters:,}"
+    say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+    for line in active_parameters_line(model_outline):
+        say(line)
+    if rank_outline is not model_outline:
+        say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))
 
 
 def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:

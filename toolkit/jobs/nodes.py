@@ -152,6 +152,7 @@ class Nodes:
     def _answering(self, hosts: Resources) -> list[str]:
         """Return the nodes on which a command can be run through ssh; this machine needs none."""
         arguments = _examination(self._as_several, [], self.cfg, hosts).ssh.arguments
+        # As the launcher reaches them, but without asking for a password, and without waiting long.
         command = ["ssh", *arguments, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"]
 
         def does_answer(host: str) -> bool:

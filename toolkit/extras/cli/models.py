@@ -56,7 +56,8 @@ def run(words: list[str]) -> int:
     for folder in folders:
         facts.append(facts_of(folder, max_length))
         if "--json" not in words:
-            _print([str(folder), *text_table(("", ""), _rows(facts[-1]), texts=True)[1:], ""])
+            lines_of_facts = text_table(("", ""), _rows(facts[-1]), texts=True)[1:]  # without the line of its heads
+            _print([str(folder), *lines_of_facts, ""])
     if "--json" in words:
         say(json.dumps([asdict(each) for each in facts], ensure_ascii=False, indent=1))
     elif len(facts) > 1:
