@@ -23,7 +23,7 @@ OUTPUT = "data-report.html"
 
 def run(words: list[str]) -> None:
     """Inspect a data file, or a recipe's data, and write the report's HTML page."""
-    first = words[0] if words else "="  # no word at all asks for the default recipe, as key=value alone does
+    first = words[0] if words else "="  # without a word, as with key=value alone, the arguments are a recipe's
     is_recipe = first.endswith((".yaml", ".yml")) or (first in known_recipes() and not Path(first).exists())
     is_data = "=" not in first and not is_recipe
     special: list[str] = []  # the tokenizer's control strings; of a file alone none is known
