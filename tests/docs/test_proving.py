@@ -49,9 +49,9 @@ def of_compiled(record: Any) -> Iterator[list[str]]:
 
 
 def of_types(record: Any) -> Iterator[list[str]]:
-    tried = [cells for cells in record[0]["types"].values() if "full" in cells]
-    losses = [cell["loss"] for cells in tried for cell in cells.values() if "loss" in cell]
-    yield [str(len(tried)), f"{max(losses):.0e}".replace("e-0", "e-")]
+    trained = [cells for cells in record[0]["types"].values() if "loss" in cells.get("full", ())]
+    losses = [cell["loss"] for cells in trained for cell in cells.values() if "loss" in cell]
+    yield [str(len(trained)), f"{max(losses):.0e}".replace("e-0", "e-")]
 
 
 def of_pairs(record: Any) -> Iterator[list[str]]:
