@@ -7,7 +7,7 @@ from pathlib import Path
 from ranks import run
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_LINES = 113, 26_300
+MOST_FILES, MOST_LINES = 113, 26_500
 """Measured: 113 files, 26,299 lines. Files are divided by what they serve: their number is a bound, and no aim."""
 
 
