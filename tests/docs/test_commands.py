@@ -256,7 +256,8 @@ def test_a_command_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("page", PAIRED, ids=lambda page: page.name)
 def test_both_languages_show_the_same_commands(page: Path) -> None:
     def plain(one: Path) -> list[str]:
-        return [re.sub(r"[\u4e00-\u9fff]+", "…", line) for _, line in commands(one)]
+        lines = (re.sub(r"evaluate\.prompts=\[.*?\]", "evaluate.prompts=[…]", line) for _, line in commands(one))
+        return [re.sub(r"[\u4e00-\u9fff]+", "…", line) for line in lines]  # questions and names are translated
 
     assert plain(page) == plain(chinese(page))
 
