@@ -29,7 +29,7 @@ index="https://download.pytorch.org/whl/$build"
 answers='import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)'
 if [ -n "${PIP_EXTRA_INDEX_URL:-}" ]; then
     echo "$PIP_EXTRA_INDEX_URL"
-elif [ -z "$build" ] || [ "$(uname -s)" != Linux ] || "$python" -m pip config list | grep -q extra-index-url; then
+elif [ -z "$build" ] || [ "$(uname -s)" != Linux ] || [[ "$("$python" -m pip config list)" == *extra-index-url* ]]; then
     exit
 elif [ "$build" = none ]; then
     echo "PyTorch has no build for this GPU (Blackwell) with an NVIDIA driver before 580: update the driver." >&2
