@@ -85,7 +85,7 @@ def test_help_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert said.startswith("tuning：") and "full：全参数微调；freeze" in said and "可选 freeze、full、lora" in said
     assert main(["help", "language=zh"]) == 0
-    assert "第一天会用到：new、check、show" in capsys.readouterr().out
+    assert "刚上手时会用到：new、check、show" in capsys.readouterr().out
     set_language("en")
     assert main(["help", "keys", "report"]) == 0  # `help report` is the command's
     assert "\n  report.every " in capsys.readouterr().out

@@ -45,7 +45,7 @@ def overview() -> str:
     lines += ["", tr("Examples:"), *(f"  {line}" for line in read_table("cli/examples.yaml")["toolkit"])]
     help_lines = {
         "toolkit help COMMAND": tr("arguments and examples of a command; --version: the version"),
-        "toolkit help KEY": tr("a key or a group of keys, as optim.lr or tuning; all: docs/config.md"),
+        "toolkit help KEY": tr("a key or a group of keys, as optim.lr or tuning; keys: docs/config.md"),
         "toolkit doctor --report": tr("one file to attach when you ask for help; errors: docs/debugging.md"),
     }
     lines += ["", tr("Help:"), *(f"  {name:<25}{text}" for name, text in help_lines.items())]

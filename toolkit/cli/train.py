@@ -3,7 +3,10 @@
 toolkit train recipe=NAME [key=value …] [--config-dir DIR] [--cfg job]
 
   recipe=NAME       a recipe by name (recipes/), or a path to a .yaml; `recipe=` may be left out, as in all commands
-  key=value         any key of docs/config.md, or a group: zero=stage3, model=glm_tiny
+  key=value         any key of docs/config.md, or a group: zero=stage3, model=glm_tiny. The usual ones:
+    data=FILE       your own rows                    model.path=DIR  the model
+    tuning=lora     or full, qlora, …                run.name=NAME   the run's directory: the same name resumes it
+    train.epochs=3  or train.max_steps=500           optim.lr=1e-4   batch.global_size=16   data.max_length=2048
   deepspeed_json=F  take DeepSpeed's settings from your own JSON
   --cfg job         print the resolved config and stop
   --multirun, -m    several values of a key: see `toolkit sweep`

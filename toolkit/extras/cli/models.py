@@ -1,4 +1,4 @@
-"""Show which methods can train the models in a directory; without one, list the models of model=NAME.
+"""List the models of model=NAME; of a directory, show which methods can train the models in it.
 
 toolkit models [PATH …] [max_length=1024] [--json]
 toolkit models TEXT
