@@ -106,6 +106,17 @@ def test_one_goes_and_comes(fleet: Fleet, capsys: pytest.CaptureFixture[str]) ->
     assert shown.count("node3  GPUs 0-1  ranks 4-5") == 2 and shown.count("node3  GPUs 0-1  ranks 2-3") == 1
 
 
+def test_a_single_node_that_is_left_needs_pdsh_too(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's launcher reaches it by --force_multi."""
+    fleet.there = {"node1"}
+    monkeypatch.undo()
+    monkeypatch.setattr(Nodes, "_answering", lambda _, hosts: [host for host in hosts if host in fleet.there])
+    monkeypatch.setattr("toolkit.launch.deepspeed.shutil.which", lambda _: None)
+    monkeypatch.chdir(fleet.file.parent)
+    with pytest.raises(LaunchError, match="several nodes need pdsh, which is not installed here"):
+        fleet.launched()
+
+
 def test_one_that_would_break_the_run_stays_out_until_it_is_mended(fleet: Fleet) -> None:
     fleet.there.remove("node3")
     launched = fleet.launched()

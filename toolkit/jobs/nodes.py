@@ -203,8 +203,9 @@ class Nodes:
         if hosts:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
-            # With min_nodes it is pdsh, and --include is this class's own, not the user's.
-            deepspeed.check_backend_program(hosts, {} if self.is_elastic else options)
+            # With min_nodes --include is this class's own, not the user's.
+            own = {"--include"} if self.is_elastic else set()
+            deepspeed.check_backend_program(hosts, {name: options[name] for name in options.keys() - own})
         else:
             hostfile.check_visible_devices_here(options)
         deepspeed.check_binding(hosts, options)

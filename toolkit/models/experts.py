@@ -83,9 +83,11 @@ def pretend_full_expert_shapes(model: PreTrainedModel) -> Iterator[None]:
     }
     for name, parameter in divided.items():
         parameter.__dict__["ds_shape"] = torch.Size(process_group.full_shape(name, parameter))
-    yield
-    for parameter in divided.values():
-        del parameter.__dict__["ds_shape"]
+    try:
+        yield
+    finally:
+        for parameter in divided.values():
+            del parameter.__dict__["ds_shape"]
 
 
 def quantize_matrices(layer: Any, name: str, device: torch.device) -> Any:
