@@ -27,6 +27,7 @@ def encoding_of(content: bytes) -> str:
     if 0 in content[:2]:  # without a mark: in UTF-16 one byte of an ASCII character is 0
         return "UTF-16LE" if content[1] == 0 else "UTF-16BE"
     try:
+        # Incremental: `content` may end within a character.
         codecs.getincrementaldecoder("gb18030")().decode(content)
     except UnicodeDecodeError:
         return "CP1252"

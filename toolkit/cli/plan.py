@@ -98,12 +98,15 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
 
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
-    """Return the config with the nearest batch that these ranks can share, and report it: recipes are for others."""
+    """Return the config with the nearest batch that these ranks can share, and report it: a recipe's batch is made for
+    another number of ranks. Unchanged where the batch is chosen otherwise, or these ranks cannot hold the model at all.
+    """
     batch = loaded.cfg.batch
-    if batch.micro_per_gpu == AUTO or world_size % mesh.model_ranks(loaded.cfg):
+    is_chosen_otherwise = batch.micro_per_gpu == AUTO or batch.world_sizes
+    if is_chosen_otherwise or world_size % mesh.model_ranks(loaded.cfg):  # the latter is an error of its own
         return loaded
     size, micro = mesh.fitting_batch(loaded.cfg, world_size)
-    if (size, micro) == (batch.global_size, batch.micro_per_gpu) or batch.world_sizes:
+    if (size, micro) == (batch.global_size, batch.micro_per_gpu):
         return loaded
     fitting = {"batch.global_size": size, "batch.micro_per_gpu": micro}
     changed = {key: value for key, value in fitting.items() if value != get_value(loaded.cfg, key)}

@@ -87,9 +87,10 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
             if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
             reported.add(key)
-            # What decides whether it is read: zero.stage -> zero.stage and zero, whose group may be chosen.
+            # Keys and groups that decide whether it is read: of zero.stage the key zero.stage, and the group zero.
             deciding = [owner[: end.start()] for owner in row.owners for end in re.finditer(r"\.|$", owner)]
-            is_overruled = not layer or any(loaded.layers.get(name, 0) > layer for name in deciding)
+            is_of_whole_config = layer == 0  # conf/ or a run's config.yaml set it, not a user
+            is_overruled = is_of_whole_config or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
             if is_overruled:
                 sentence = tr(

@@ -93,7 +93,7 @@ class RowReader:
     """Whether a row becomes two samples that are used together or not at all."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
-        # Undecided where no row of a block can be parsed: each is rejected before a format is needed.
+        # Still `auto` where no row of a block can be parsed: each is rejected before its format counts, so any will do.
         self.row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
         self.answered = answered
         self.skipped: Counter[str] = Counter()  # keys of messages that are not read, and in how many messages

@@ -64,10 +64,14 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
     key = [CODE_VERSION, cache.content, cache.split, "prompts", members_hash, list(plan.bounds)]
 
     def build(folder: Path) -> tuple[int, list[int]]:
-        # Members are samples: preferred, rejected, preferred, …; in the cache a rejected one follows its preferred one.
-        # Weights may take a pair several times.
+        # Members are numbers of samples: preferred, rejected, preferred, …; in the cache a rejected one follows its
+        # preferred one. Weights may take a pair several times: `pair_of` is the place in `preferred` of each pair.
         preferred, pair_of = np.unique(members[::2], return_inverse=True)
-        prompt_tokens = [_common_prefix(cache[sample][0], *cache[sample + 1]) for sample in preferred.tolist()]
+        prompt_tokens = []
+        for sample in preferred.tolist():
+            preferred_ids, _ = cache[sample]
+            rejected_ids, rejected_trained = cache[sample + 1]
+            prompt_tokens.append(_common_prefix(preferred_ids, rejected_ids, rejected_trained))
         # How many first tokens of a member are taken from the member before it: those of a rejected answer's prompt.
         shared = np.zeros(len(members), np.uint32)
         shared[1::2] = np.array(prompt_tokens, np.uint32)[pair_of]

@@ -464,10 +464,12 @@ def _import_precision(ds: DsImport) -> None:
     elif ds.values.get("torch_autocast.enabled") is True:
         name = ds.values.get("torch_autocast.dtype", "bfloat16").removeprefix("torch.").lower()
         ds.assign("precision.dtype", _AUTOCAST_DTYPES.get(name, name), "torch_autocast.dtype")
-    elif "auto" not in switches.values():
-        stated = [key for key in switches if key in ds.values]
-        if stated or "precision.dtype" not in ds.loaded.explicit:
-            ds.assign("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
+    elif "auto" not in switches.values():  # which leaves the recipe's
+        switched_off = [key for key in switches if key in ds.values]
+        if switched_off or "precision.dtype" not in ds.loaded.explicit:
+            origin = switched_off[0] if switched_off else "fp16.enabled"  # whose default in DeepSpeed is false
+            ds.assign("precision.dtype", "fp32", origin)
+    # No other message about these keys: the note below says what becomes of them.
     ds.explained |= {key for key in ds.values if key.startswith("torch_autocast.")}
     if ds.values.get("torch_autocast.enabled") is True:
         ds.note(

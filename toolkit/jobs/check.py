@@ -292,8 +292,8 @@ def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
     """
     nodes = positive_int(values, "nodes") or 1
     host = values.get("host_memory", "")
-    machine = this_machine(nodes) if "gpus" not in values else parse_machine(values["gpus"], nodes, host)
-    if machine is None:
+    machine = parse_machine(values["gpus"], nodes, host) if "gpus" in values else this_machine(nodes)
+    if machine is None:  # no gpus=, and nvidia-smi lists none here
         kind = devices.device_here()
         if kind == "cpu" or devices.on_nvidia():
             say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
@@ -305,7 +305,7 @@ def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
             )
         machine = parse_machine(_USUAL, nodes, host)
     check_precision(machine.card, cfg.precision)
-    if host:
+    if host:  # of this machine, too, whose own memory `this_machine` has put in
         machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
     bound = int(cfg.plan.max_gpu_gib * GIB)
     if bound and bound < machine.usable_bytes:

@@ -341,7 +341,8 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     for section in sections_of(config):
         for key, (smallest, largest) in {**_SIZES, **_FRACTIONS}.items():
             value, is_size = section.get(key), key in _SIZES
-            if value is None and (key not in section or key not in _REQUIRED_KEYS):  # null is wrong in required keys
+            is_wrong_null = key in section and key in _REQUIRED_KEYS  # a missing key takes transformers' default
+            if value is None and not is_wrong_null:
                 continue
             types = int if is_size else (int, float)
             for number in value if is_size and isinstance(value, list) else [value]:  # a list has one for each layer

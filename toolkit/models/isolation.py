@@ -70,7 +70,8 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
     """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
     inputs = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
-    with evaluating(engine), torch.compiler.set_stance("force_eager"):  # as in `probe.capture`
+    # Eagerly, as torch.compile would specialize graphs on these sizes, which training does not have.
+    with evaluating(engine), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = engine(
             input_ids=inputs["input_ids"],
             use_cache=False,

@@ -48,8 +48,9 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
     """
     text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     if text.is_heterogeneous:
-        return _saved(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
-    # In a hybrid the mean of layers with attention and of those without, of each kind by its last layer.
+        whole_model = _saved(folder, 0, dtype, trains)
+        return whole_model // (text.num_hidden_layers * _LENGTH)
+    # In a hybrid the mean of layers with attention and of those without. All layers of a kind save as much as its last.
     kinds = getattr(text, "layer_types", None) or ["full_attention"]
     numbers: dict[str, list[int]] = {}  # kind -> its layers
     for number, kind in enumerate(kinds):
@@ -58,6 +59,7 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
         total = sum(len(alike) * _saved_by_layers(folder, dtype, trains, alike[-1]) for alike in numbers.values())
     except LookupError:  # Zamba2 needs a layer of each kind
         total = len(kinds) * _saved_by_layers(folder, dtype, trains, -1)
+    # `_saved_by_layers` measures _LAYERS layers and _LENGTH tokens.
     return total // (len(kinds) * _LAYERS * _LENGTH)
 
 

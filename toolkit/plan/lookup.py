@@ -70,8 +70,9 @@ def _outline_with_tuning(
     if cfg.task.has_head:
         without_head = {name: shape for name, shape in shapes.items() if name != HEAD}
         # If only the data show the labels, two are assumed: a head is very small.
-        head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
-        shapes, sizes = without_head | {SCORE: head}, sizes | {"logits_change": 0}
+        num_labels = len(objective.score_labels(cfg)) or 2
+        shapes = without_head | {SCORE: (num_labels, sizes["hidden"])}
+        sizes = sizes | {"logits_change": 0}  # the model's own scaling of logits is of the output layer that is dropped
     outline = with_tuning(shapes, sizes, tuning_of(cfg), targets)
     if not cfg.model.add_tokens or not outline.targets:
         return outline

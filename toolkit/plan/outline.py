@@ -202,9 +202,10 @@ class Outline:
 
 def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
     """Return the outline of a model with a fine-tuning method's parameters; `tuning.adapter` is not read. `targets`:
-    the layers that each value of tuning.target_modules matches, only for LoRA; without it they are found by name.
+    tuning.target_modules, joined by spaces -> the layers that they match, only for LoRA; else these are found by name.
     """
     if tuning.method is schema.TuningMethod.full:
+        # Image and audio encoders are never trained.
         return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
     if tuning.method is schema.TuningMethod.freeze:
         trained = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
@@ -214,10 +215,11 @@ def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targe
     if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
         from toolkit.plan.lora_outline import with_lora
 
-        return with_lora(shapes, sizes, tuning, (targets or {}).get(" ".join(tuning.target_modules), []))
+        known_layers = (targets or {}).get(" ".join(tuning.target_modules), [])
+        return with_lora(shapes, sizes, tuning, known_layers)
     if tuning.method is schema.TuningMethod.ptuning_v2:
         added = _prefix_encoder_shapes(sizes, tuning)
-    else:
+    else:  # prompt tuning
         added = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
     return Outline(shapes | added, frozenset(added), sizes)
 

@@ -370,9 +370,10 @@ def commands(run: Run) -> list[tuple[str, str]]:
 def _again_words(run: Run) -> list[str]:
     """Return the words of a command that trains with a run's settings once more."""
     ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not run.is_custom:
+    is_on_several_nodes = isinstance(hosts, list) and len(set(map(str, hosts))) > 1
+    if is_on_several_nodes and not run.is_custom:
         start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
-    else:
+    else:  # `toolkit launch` does not start a user's own program: of several nodes this is one node's form
         is_launched = isinstance(ranks, int) and ranks > 1
         start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
         start.append(str(run.data.get("program") or "run.py"))

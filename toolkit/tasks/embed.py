@@ -102,9 +102,11 @@ class EmbedTask(samples.ScoreTask):
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
         """Raise ModelError if the inputs of the output layer cannot be taken as embeddings. A collective."""
         super().engine_built(engine, ds, source)
+        # Of a pipeline the last stage alone has the output layer.
         model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
         path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
-        if path is not loss.LossPath.losses:  # the other paths need the logits that the model itself computes
+        # Only on the path `losses` our own code runs instead of the output layer, and sees its inputs.
+        if path is not loss.LossPath.losses:
             raise ModelError(
                 "{architecture} does something with its output layer, in whose place embeddings would be taken: "
                 "task=embed needs a model whose output layer is a plain matrix, such as Qwen3, Llama or GLM.",

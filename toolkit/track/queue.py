@@ -142,14 +142,13 @@ class Trackers:
         self._leave()
 
     def _wait_ended(self, process: "subprocess.Popen[bytes]", limit_s: float) -> None:
-        """Print the process's warnings until it has ended; kill it if it has not in `limit_s`. `self._process` becomes
-        None meanwhile if it takes no messages any more: `_exchange` has then given it up.
-        """
+        """Print the process's warnings until it has ended; after `limit_s` kill it, with what it started."""
         until = time.monotonic() + limit_s
+        # `_exchange` gives up a process that takes no messages any more: `self._process` is None then.
         while process.poll() is None and self._process is not None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
         if process.poll() is None:
-            with suppress(OSError):
+            with suppress(OSError):  # it leads a process group of its own
                 os.killpg(process.pid, signal.SIGKILL)
             self._lose(tr("no answer"))
 

@@ -173,15 +173,14 @@ def newest_step(folder: Path) -> int:
 
 
 def reached_step(folder: Path) -> int:
-    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats: the step that
-    they name if it is later than the row's, or if a rank was in what follows that step; else the step after the row's.
+    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats. With the row of
+    step 5: 7 if a heartbeat names step 7; 5 if a rank was evaluating or saving after step 5; else 6, which had begun.
     """
     logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
     beat_step = max((int(beat["step"]) for beat in beats), default=0)
     in_step = (watchdog.STEP, watchdog.DATA)
-    # A rank may have been evaluating or saving after the logged step.
     is_after_step = logged > 0 and any(beat["step"] == logged and beat["phase"] not in in_step for beat in beats)
     if beat_step > logged or is_after_step:
         return beat_step
-    return logged + 1  # which had begun, but has no row
+    return logged + 1
