@@ -128,7 +128,7 @@ def test_tokens_are_counted_by_the_models_tokenizer(language: str, folder: Path,
     assert new("model=model", "gpus=2xcpu") == 0
     assert (written().data.max_length, written().data.too_long) == (256, TooLong.truncate)
     assert "of the first 251 samples 190 tokens (median) and 1,510 (longest), by the model's tokenizer" in said[0] or (
-        "前 251 个样本按模型的 tokenizer 计算，中位数 190 个 token，最长 1,510 个" in said[0]
+        "前 251 个样本按模型的分词器计算，中位数 190 个 token，最长 1,510 个" in said[0]
     )
     assert "1 of 251 samples (0.4 %) are longer" in said[1] or "251 个样本中有 1 个（0.4 %）更长" in said[1]
     assert "by its tokenizer" in Path("mine.yaml").read_text(encoding="utf-8")
