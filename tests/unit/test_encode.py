@@ -219,6 +219,8 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"There is no tokenizer directory 'nowhere'.*model.tokenizer"):
         load_tokenizer("nowhere")
+    refused("holds neither config.json nor a tokenizer")
+    (tmp_path / "config.json").write_text("{}")
     refused("holds no tokenizer")
     config = tmp_path / "tokenizer_config.json"
     (tmp_path / "tokenizer.json").write_text("{ broken")

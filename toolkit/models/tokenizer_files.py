@@ -107,7 +107,8 @@ def _load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         if not (path / "config.json").is_file():
             raise ModelError(
-                "The directory '{folder}' holds neither config.json nor a tokenizer: it is not a model directory.",
+                "The directory '{folder}' holds neither config.json nor a tokenizer: it is not a model directory. "
+                "Correct model.path, or model.tokenizer.",
                 folder=path,
             )
         raise ModelError(
