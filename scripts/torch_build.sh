@@ -12,24 +12,28 @@ torch_build() {
         gpus=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || gpus=""
     [ -n "$gpus" ] || build=cpu
     while IFS=', ' read -r driver capability; do
-        [[ "$driver $capability" =~ ^([0-9]+)\.[0-9.]*\ ([0-9]+)\.([0-9])$ ]] ||
-            [[ "$driver 8.0" =~ ^([0-9]+)\.[0-9.]*\ ([0-9]+)\.([0-9])$ ]] || continue
-        if ((BASH_REMATCH[1] < 580 && BASH_REMATCH[2] >= 10)); then
+        [[ "$driver" =~ ^[0-9]+\. ]] || continue # a warning
+        driver="${driver%%.*}"
+        [[ "$capability" =~ ^[0-9]+\.[0-9]$ ]] || capability=8.0 # unknown: a GPU that every build has kernels for
+        capability="${capability/./}"
+        if ((driver < 580 && capability >= 100)); then
             build=none
-        elif ((BASH_REMATCH[1] < 580 || BASH_REMATCH[2] * 10 + BASH_REMATCH[3] < 75)); then
+        elif ((driver < 580 || capability < 75)); then
             build=cu126
         fi
     done <<<"$gpus"
     echo "$build"
 }
 
+if [ -n "${PIP_EXTRA_INDEX_URL:-}" ]; then
+    echo "$PIP_EXTRA_INDEX_URL"
+    exit
+fi
 python="${1:-python3}"
 build="$(torch_build)"
 index="https://download.pytorch.org/whl/$build"
 answers='import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)'
-if [ -n "${PIP_EXTRA_INDEX_URL:-}" ]; then
-    echo "$PIP_EXTRA_INDEX_URL"
-elif [ -z "$build" ] || [ "$(uname -s)" != Linux ] || [[ "$("$python" -m pip config list)" == *extra-index-url* ]]; then
+if [ -z "$build" ] || [ "$(uname -s)" != Linux ] || [[ "$("$python" -m pip config list)" == *extra-index-url* ]]; then
     exit
 elif [ "$build" = none ]; then
     echo "PyTorch has no build for this GPU (Blackwell) with an NVIDIA driver before 580: update the driver." >&2

@@ -12,7 +12,7 @@ from generate_ds_keys import key_table
 
 from toolkit.config.dotted_keys import leaves
 from toolkit.config.files import known_recipes
-from toolkit.config.load import load
+from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import model_ranks
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
 from toolkit.engine.ds_config import OWNED, build_ds_config, read_key
@@ -140,7 +140,8 @@ def test_explain_covers_every_leaf() -> None:
     for key, why in ds.why.items():
         if not why.startswith(("=", "ds_extra.")):
             assert read_key(cfg, why) is not None, key
-    table = explain(ds, {"zero.stage": "conf/zero/stage3.yaml:2", "ds_extra": "recipes/x.yaml:9"})
+    where = {"zero.stage": "conf/zero/stage3.yaml:2", "ds_extra": "recipes/x.yaml:9"}
+    table = explain(ds, LoadedConfig(cfg=cfg, where=where))
     lines = {line.split()[0]: line for line in table.splitlines()}
     assert set(lines) == set(ds.why)
     assert lines["zero_optimization.stage"].endswith("zero.stage  (conf/zero/stage3.yaml:2)")

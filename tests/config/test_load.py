@@ -138,6 +138,14 @@ IN_A_FILE = {
     "zero:\n\tstage: 3\n": ":2: Indent with spaces: YAML takes no tabs.",
     "optim:\n lr: 1\n  eps: 1\n": ":3: Check the indentation: keys of a section begin in one column.",
     "defaults: quickstart\n": ":1: 'defaults' must be a list, such as [quickstart, _self_].",
+    "optim：{lr: 1e-4}\n": (
+        ":1: unknown key 'optim：{lr'. '：' is full-width or a typographic quote. Write = : , { } [ ] \" ' as in code. "
+        "Did you mean 'optim.lr'?"
+    ),
+    "optim:\n  lr：1e-4\n": (
+        ":1: 'optim' = lr：1e-4 must be a section of keys. '：' is full-width or a typographic quote. "
+        "Write = : , { } [ ] \" ' as in code."
+    ),
     "zero: {stage: 3\n": ":2: A quote or a bracket above is not closed.",
     "- a\n- b\n": " must hold `key: value` lines, not a list or a single value.",
 }

@@ -10,7 +10,7 @@ import torch
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from toolkit.config.load import load
+from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import accumulation
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
@@ -90,7 +90,7 @@ def test_deepspeed_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) -> No
         spec, split = specs.find_matching_spec(name), split_of(name)
         assert (spec and spec.partition_type) == (split and expected[split]), name
         assert bool(spec and spec.shape) == (split is Split.pairs)
-    assert "parallel.tensor" in explain(ds, {})
+    assert "parallel.tensor" in explain(ds, LoadedConfig(cfg=cfg))
     assert "tensor_parallel" not in build_ds_config(RunConfig(), 8).values
 
 

@@ -129,19 +129,14 @@ def wide_advice(text: str) -> str:
     if wide is None:
         return ""
     return tr(
-        "'{character}' is full-width or a typographic quote: write = : , {{ }} [ ] \" ' as in code.", character=wide[0]
+        "'{character}' is full-width or a typographic quote. Write = : , {{ }} [ ] \" ' as in code.", character=wide[0]
     )
 
 
 def unreadable(word: str) -> ConfigError:
     """Return the error for an argument that is not in Hydra's grammar."""
-    if wide := _WIDE.search(_IN_QUOTES.sub("", word)):
-        return ConfigError(
-            "command line: cannot read '{word}': '{character}' is full-width or a typographic quote. Write = : , {{ }} "
-            "[ ] \" ' as in code.",
-            word=word,
-            character=wide[0],
-        )
+    if advice := wide_advice(_IN_QUOTES.sub("", word)):
+        return ConfigError("command line: cannot read '{word}': {advice}", word=word, advice=advice)
     if re.match(r"(data\.)?columns=", word):
         return ConfigError(
             "command line: cannot read '{word}': quote it for the shell, with a field of the toolkit before each name: "
@@ -311,7 +306,7 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         return here[close]
     if prefix and (close := _with_a_word_like(name, here)):
         return here[close]
-    if name in ours and not prefix:  # a key of ours whose section was left out
+    if name in ours and not prefix:  # a key of ours whose section is missing
         return ours[name]
     # The right name in a section that is nearly right: of several sections the one that is most like the typed one.
     section_of = partial(_likeness, prefix)

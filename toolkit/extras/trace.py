@@ -71,15 +71,15 @@ def difference(ranks: Sequence[dict[str, Any]]) -> str:
     first = ranks[0]
     for other in ranks[1:]:
         pairs = zip_longest(first["collectives"], other["collectives"])  # None where a rank has no more
-        for place, pair in enumerate(pairs, start=1):
-            mine, theirs = (tr("none") if collective is None else shown(collective) for collective in pair)
-            if mine != theirs:
+        for number, pair in enumerate(pairs, start=1):
+            of_first, of_other = (tr("none") if collective is None else shown(collective) for collective in pair)
+            if of_first != of_other:
                 return tr(
                     "collective {place} of a step is {mine} on rank {first}, {theirs} on rank {rank}",
-                    place=place,
-                    mine=mine,
+                    place=number,
+                    mine=of_first,
                     first=first["rank"],
-                    theirs=theirs,
+                    theirs=of_other,
                     rank=other["rank"],
                 )
     return ""
@@ -92,7 +92,7 @@ def shown(collective: Sequence[Any]) -> str:
 
 
 def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[str, Any]:
-    """Print the traced memory, waits and collectives beside the plan; return them as a dict for `output=`. `results`:
+    """Print the traced memory, waits and collectives next to the plan; return them as a dict for `output=`. `results`:
     as `trace` returns them; those of the rank with the highest peak are shown.
     """
     planned, memory = layout.memory.peak("step"), layout.memory.device

@@ -203,9 +203,9 @@ class Nodes:
         if hosts:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
-            # With min_nodes --include is this class's own, not the user's.
-            own = {"--include"} if self.is_elastic else set()
-            deepspeed.check_backend_program(hosts, {name: options[name] for name in options.keys() - own})
+            # With min_nodes this class adds --include, and the user may give none.
+            ignored = {"--include"} if self.is_elastic else set()
+            deepspeed.check_backend_program(hosts, {name: options[name] for name in options.keys() - ignored})
         else:
             hostfile.check_visible_devices_here(options)
         deepspeed.check_binding(hosts, options)

@@ -15,13 +15,13 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 from toolkit.arguments import Arguments, parse_checked
 from toolkit.command_line import positive_int
 from toolkit.config import dotted_keys
 from toolkit.config.hub import resolve_model_path
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, limit_reduce_bucket
 from toolkit.messages import ConfigError, tr
@@ -66,24 +66,20 @@ def run(words: list[str]) -> None:
             raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error) from error
         print(tr("wrote {file} for {world_size} ranks.", file=output, world_size=world_size))
     if "--explain" in arguments.flags:
-        print(explain(ds, arguments.loaded.where))
+        print(explain(ds, arguments.loaded))
     elif not output:
         print(text, end="")
 
 
-def explain(ds: DsConfig, where: dict[str, str]) -> str:
+def explain(ds: DsConfig, loaded: LoadedConfig) -> str:
     """Return a table with a line for each DeepSpeed key: its value, the schema key or formula that it comes from, and
-    the "file:line" that sets it. `where`: schema key -> "file:line".
+    the "file:line" that sets it, or the section above it as a whole.
     """
     rows = []
     for key, value in dotted_keys.leaves(ds.values):
         why = ds.why[key]  # a formula begins with =, anything else is a schema key
         if not why.startswith("="):
-            # The key itself, or the section above it that is set as a whole; the longest comes last: of optim.lr the
-            # prefixes are optim and optim.lr.
-            prefixes = accumulate(why.split("."), "{}.{}".format)
-            set_keys = [prefix for prefix in prefixes if prefix in where]
-            why += f"  ({where[set_keys[-1]] if set_keys else tr('schema default')})"
+            why += f"  ({loaded.location(why) or tr('schema default')})"
         rows.append((key, json.dumps(value), why))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
