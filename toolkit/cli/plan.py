@@ -45,7 +45,7 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 
 def run(words: list[str]) -> None:
-    """Print the plan; with `calibrate=true` after measuring this machine, with `trace=true` beside a traced step."""
+    """Print the plan; with `calibrate=true` after measuring this machine, with `trace=true` next to a traced step."""
     loaded, settings, machine = _checked(words)
     if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
         loaded = resolve_model_path(loaded, config_only=True)

@@ -24,7 +24,7 @@ def csv_rows(file: io.BufferedReader, path: Path, usual: str) -> Generator[tuple
         nonlocal lines_read
         for content in file:
             lines_read += 1
-            # A byte that is not UTF-8 becomes a lone surrogate, for which `check_characters` refuses its row alone.
+            # A byte that is not UTF-8 becomes a lone surrogate, for which `check_characters` rejects its row alone.
             yield (content.removeprefix(BOM) if lines_read == 1 else content).decode("utf-8", "surrogateescape")
 
     reader = csv.DictReader(lines(), delimiter=_delimiter(file, usual), strict=True)

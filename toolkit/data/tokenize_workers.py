@@ -274,7 +274,7 @@ class PartBuilder:
             except RowError as error:
                 counts.reject(row, error, value)
                 continue
-            leaves_negatives = len(texts) == 2 and len(all_texts) > 2  # of query and positive all are left out
+            leaves_negatives = len(texts) == 2 and len(all_texts) > 2  # of query and positive all are dropped
             if isinstance(parsed, dict) and (columns := (frozenset(parsed), leaves_negatives)) not in columns_seen:
                 columns_seen.add(columns)
                 counts.add(RowCounts(unused=reader.unused(parsed) + (["negatives"] if leaves_negatives else [])))

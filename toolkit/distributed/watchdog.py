@@ -78,7 +78,7 @@ class Watchdog:
     def enter(self, phase: str, step: int, detail: str = "") -> None:
         """Note what this rank does: STEP, DATA, START, END or another name; `detail` (shapes) helps find the cause."""
         now = time.monotonic()
-        if self.phase == STEP and not self._is_excused:  # the limit is learned from steps that nobody held up
+        if self.phase == STEP and not self._is_excused:  # the limit is learned from steps without an excuse
             self.taken.append(now - self.since)
         self._is_steady = phase in (STEP, DATA) and (self._is_steady or self.phase == STEP)
         # Not twice per step: the thread counts every second.

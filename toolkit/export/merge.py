@@ -198,7 +198,7 @@ def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change
                 scaling = module.scaling[lora.ADAPTER]
                 bias = parameters[f"lora_B.{lora.ADAPTER}.bias"]
                 adapted.setdefault(f"{plain}.bias", []).append(_AddBias(bias, scaling))
-        elif isinstance(module, ModulesToSaveWrapper):  # a module trained in full: a copy of it is beside the base's
+        elif isinstance(module, ModulesToSaveWrapper):  # a module trained in full: a copy next to the base's
             prefix = f"modules_to_save.{lora.ADAPTER}."
             stored = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
             for key in stored:

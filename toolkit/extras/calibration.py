@@ -73,7 +73,7 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
     gather = _gather_rate(full_cfg, outline, layer_s, device, world_size) if is_cpu_group else 0.0
     return Rates(
         flops=speed,
-        micro_s=max(0.0, first_s - first_flops / speed),  # what a micro-batch takes beside its operations
+        micro_s=max(0.0, first_s - first_flops / speed),  # what a micro-batch takes besides its operations
         # Bytes of each weight, as the plan counts them: gradient read, fp32 weight read and written (12), two states of
         # Adam read and written (16), and the weight in the run's precision read and written.
         memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step),

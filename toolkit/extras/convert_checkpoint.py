@@ -68,8 +68,8 @@ def convert(source: Path, target: Path) -> directory.RunState:
                 if path.suffix != ".pt" and path.name != directory.MANIFEST:
                     (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
         else:
-            # Its schedule is not ours: this toolkit's goes on at the same step. Steps whose gradients overflowed (fp16)
-            # did not move it. A scheduler counts from -1.
+            # Its schedule is not ours: this toolkit's continues at the same step. Steps whose gradients overflowed (in
+            # fp16) did not move it. A scheduler counts from -1.
             counts["schedule"] = {"last_batch_iteration": counts["global_steps"] - counts["skipped_steps"] - 1}
             directory.RunState(step=counts["global_steps"]).write(target)
             written = fragment_reader.Fragments(target)
@@ -130,7 +130,7 @@ def _engine_counts(source: Path) -> dict[str, Any]:
     files = _state_files(source)
     saved = _load_file(files["model", 0, 0])
     optimizer = _optimizer_state(files, saved, 0, 0)
-    # ZeRO saves the loss scaler as an object; DeepSpeed's fp16 optimizer without ZeRO saves its fields beside its own.
+    # ZeRO saves the loss scaler as an object; DeepSpeed's fp16 optimizer without ZeRO saves its fields among its own.
     scaler = vars(optimizer["loss_scaler"]) if "loss_scaler" in optimizer else optimizer
     changing = engine_state.SCALER if optimizer.get("dynamic_loss_scale") else ()  # a static scale is in the config
     return {

@@ -75,7 +75,7 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
 
     group = groups._get_expert_parallel_group(self.expert_group)
     num_experts, ranks = self.num_experts, dist.get_world_size(group)
-    # Rows of each of all experts, [P x own]; dropped rows are counted in front, as number 0, and left out.
+    # Rows of each of all experts, [P x own]; dropped rows are counted in front, as number 0, and skipped.
     counts = count_choices(chosen.clamp(min=-1) + 1, num_experts * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)

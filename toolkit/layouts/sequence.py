@@ -125,7 +125,7 @@ def part_attention(
         mask = None if is_causal else attention_mask
         padded = learned_keys if is_causal else 0
         # With `is_causal` query i attends to keys 0 to i, so learned keys get queries too, whose results are dropped:
-        # it takes no mask beside that, and PyTorch's class of biases cannot be compiled.
+        # it takes no mask besides that, and PyTorch's class of biases cannot be compiled.
         query = functional.pad(query, (0, 0, padded, 0)) if padded else query
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped

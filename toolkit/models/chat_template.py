@@ -530,7 +530,7 @@ class TemplateChatEncoder:
             # Of a text by `served_turns.after_prompt`, the template writes the end; its start is `shift` longer.
             is_own = changed[:begin] == text[:begin]
             shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
-        except RowError:  # gpt-oss' rejects a text beside both reasoning and calls
+        except RowError:  # gpt-oss' rejects a text with both reasoning and calls
             return begin
         chars = zip(text[begin:stop], changed[begin - shift :], strict=False)
         return begin + next((offset for offset, (char, changed_char) in enumerate(chars) if char != changed_char), 0)

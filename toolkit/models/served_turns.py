@@ -87,7 +87,7 @@ def after_prompt(
         return None
     if traits.no_thinking:
         opening, no_thought, mode = traits.no_thinking
-        # The rendering goes on after `opening` with the answer, the prompt with `no_thought`.
+        # The rendering continues after `opening` with the answer, the prompt with `no_thought`.
         start = template.render(before, tools, False, **mode) + opening
         prompt, written = start + no_thought, rendered.removeprefix(start)
         if written == rendered or template.render(before, tools, True, **mode) != prompt:

@@ -159,7 +159,7 @@ def _ask_columns(arguments: dict[str, str], error: ToolkitError, check: Callable
         )
         typed = input(question).strip().removeprefix("columns=")
         if typed:
-            columns = typed if typed.startswith("{") else f"{{{typed}}}"  # a YAML map, whose braces may be left out
+            columns = typed if typed.startswith("{") else f"{{{typed}}}"  # a YAML map, whose braces are optional
             check({**arguments, "columns": columns})
             arguments["columns"] = columns
             return True

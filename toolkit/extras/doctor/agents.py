@@ -282,7 +282,7 @@ class Hosts:
 
 
 def _pump(stream: IO[str], take: Callable[[str], None]) -> None:
-    """Hand each line of a stream to `take` until it ends: a pipe that nobody reads would block the agent."""
+    """Hand each line of a stream to `take` until it ends: a pipe that is not read would block the agent."""
     with stream:
         for line in stream:
             take(line)

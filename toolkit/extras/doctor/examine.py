@@ -102,7 +102,7 @@ class Examination:
             else:
                 self.facts[host] = answer
         handed_on = {*self.environ, *self.cfg.launch.env}
-        here = {  # this shell's variables that nobody hands on: ranks on other nodes would not have them
+        here = {  # this shell's variables that are not forwarded: ranks on other nodes would not have them
             name: hashed(value)
             for name, value in os.environ.items()
             if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on

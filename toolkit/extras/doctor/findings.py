@@ -210,7 +210,7 @@ def _disks(facts: Facts) -> Iterable[Finding]:
         for name, disk in answer.get("disks", {}).items():
             path, gib = disk["path"], f"{disk['free'] / GIB:.1f}"
             level = WARNING if name == "prepare.dir" else ERROR  # nothing is written where all is prepared
-            # /dev/shm is small: Docker gives it 64 MiB where nobody asks for more.
+            # /dev/shm is small: Docker gives it 64 MiB by default.
             least = 64 << 20 if name == "shm" else GIB
             if disk["error"]:
                 yield Finding("disks", level, f"{host}: {name} {path}: {disk['error']}.")
