@@ -278,6 +278,20 @@ def test_a_model_that_is_not_there_is_reported_without_torch(command: str) -> No
     assert done.stderr.startswith("ModelError: there is no directory runs/nope (model.path).")
 
 
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_finished_run_is_rejected_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "DONE").touch()
+    script = "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+    words = [command, "recipe=quickstart", f"run.dir={tmp_path}/runs", "run.name=mine"]
+    done = subprocess.run(
+        [sys.executable, "-c", script + "sys.exit(code)", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"RunFolderError: the run {tmp_path}/runs/mine has finished already (DONE).")
+    assert "\n" not in done.stderr.strip() and not done.stdout
+
+
 def test_total_steps_that_contradict_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export-config", *TINY, "train.max_steps=10", "total_steps=20"]) == 2
     assert "train.max_steps = 10 and total_steps=20 contradict each other" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from toolkit.config.validate import field_type
 from toolkit.jobs.launch import launch
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import ConfigError, Problems
+from toolkit.train import run_dir
 
 
 def run(words: list[str]) -> int:
@@ -38,6 +39,7 @@ def run(words: list[str]) -> int:
     # Ranks on this node would look for files and model 20 seconds later; other nodes may have their own.
     is_alone = deepspeed.hostfile_of(options) is None
     check_parsed(arguments.loaded, ranks, problems, files=is_alone)
+    problems.attempt(run_dir.check_unfinished, arguments.loaded.cfg)
     problems.raise_all()
     if is_alone:
         hub.resolve_model_path(arguments.loaded, config_only=True)

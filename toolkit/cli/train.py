@@ -22,6 +22,7 @@ from toolkit.config.context_length import check_positions
 from toolkit.config.load import LoadedConfig
 from toolkit.launch import ancestors, environment
 from toolkit.messages import ConfigError, tr
+from toolkit.train import run_dir
 from toolkit.train.startup import greet, make_ready
 
 
@@ -35,6 +36,7 @@ def run(words: list[str]) -> None:
     cfg = arguments.loaded.cfg
     if cfg.prepare.shard:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
+    run_dir.check_unfinished(cfg)
     if ranks.rank == 0:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
     loaded = _with_directories(arguments.loaded)

@@ -19,6 +19,7 @@ from toolkit.train.run_dir import (
     STOP,
     RunSource,
     begin_new,
+    check_unfinished,
     config_digest,
     read_rows,
     record_start,
@@ -34,7 +35,7 @@ def choose(cfg: RunConfig) -> RunSource:
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
     # The same command again, as a launcher repeats it: it continues its own run, not the one that `resume` names.
     if named is not None and is_path and _was_started_with(named, cfg):
-        _lock_to_resume(named)
+        _lock_to_resume(named, cfg)
         say(
             "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
             "another run.name.",
@@ -51,7 +52,7 @@ def choose(cfg: RunConfig) -> RunSource:
         is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:
-        _lock_to_resume(named)
+        _lock_to_resume(named, cfg)
         return _resume(named, checkpoint, cfg)
     if cfg.resume == MUST:
         raise CheckpointError(
@@ -111,17 +112,12 @@ def _resolve_checkpoint(path: Path) -> Path:
     return checkpoint
 
 
-def _lock_to_resume(folder: Path) -> None:
-    """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
+def _lock_to_resume(folder: Path, cfg: RunConfig) -> None:
+    """Lock the existing run that `run.name` names, unless it has finished; remove a `stop` that was meant for an
+    earlier start of it.
+    """
     disk.check_no_symlinks(folder, RunFolderError)
-    if (folder / "DONE").exists():
-        is_adapter = (folder / "export" / "adapter_config.json").is_file()
-        raise RunFolderError(
-            "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
-            "further, set {key}={folder}/export as well.",
-            folder=folder,
-            key="tuning.adapter" if is_adapter else "model.path",
-        )
+    check_unfinished(cfg)
     run_lock.lock_run_dir(folder)
     stop = folder / STOP
     # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.

@@ -60,6 +60,20 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
     return existing_run.choose(cfg)
 
 
+def check_unfinished(cfg: RunConfig) -> None:
+    """Raise RunFolderError if `run.name` is that of a run that has finished, which this command would resume."""
+    folder = Path(cfg.run.dir).absolute() / cfg.run.name
+    if not cfg.run.name or cfg.resume == NEVER or not os.path.exists(folder / "DONE"):
+        return
+    is_adapter = (folder / "export" / "adapter_config.json").is_file()
+    raise RunFolderError(
+        "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
+        "further, set {key}={folder}/export as well.",
+        folder=folder,
+        key="tuning.adapter" if is_adapter else "model.path",
+    )
+
+
 def begin_new(cfg: RunConfig, checkpoint: Path | None = None, step: int = 0) -> RunSource:
     """Make and lock a new run directory, whose run starts from another one's checkpoint of that step, or from none."""
     folder = create_run_dir(cfg)
