@@ -181,7 +181,8 @@ def test_two_recipes() -> None:
 
 
 def test_no_recipe() -> None:
-    assert message() == f"no recipe is chosen: add recipe=NAME or recipe=PATH.yaml. {KNOWN}"
+    how = "no recipe is chosen: add recipe=NAME or PATH.yaml. recipe=lora trains any model; `toolkit new` writes one."
+    assert message() == f"{how} {KNOWN}"
 
 
 def test_not_utf8(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def test_help_of_a_mistyped_key_names_the_right_one(name: str, meant: str, capsy
     assert f"is called '{name}'. Did you mean '{meant}'?" in capsys.readouterr().err
 
 
+def test_help_of_a_choice_names_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "lora"]) == 2
+    shown = capsys.readouterr().err
+    assert "'lora' is a choice of the group tuning: tuning=lora. About it: toolkit help tuning" in shown
+
+
 def test_help_of_a_key_needs_no_torch() -> None:
     program = "import sys; from toolkit.cli import main; main(['help', 'optim.lr']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=60).returncode == 0

@@ -1,5 +1,6 @@
 """`toolkit help` of a key, of a group of keys, and where the list of all is. No torch."""
 
+import glob
 import re
 
 from toolkit.cli import COMMANDS
@@ -85,6 +86,12 @@ def _unknown(name: str, keys: list[str]) -> ConfigError:
     unknown = tr("no command and no key is called '{name}'.", name=name)
     if "." not in name and (command := did_you_mean(name, COMMANDS)):
         return ConfigError(joined(unknown, command))
+    if groups := sorted(path.parent.name for path in conf_folder().glob(f"*/{glob.escape(name)}.yaml")):
+        return ConfigError(
+            "'{name}' is a choice of the group {group}: {group}={name}. About it: toolkit help {group}",
+            name=name,
+            group=groups[0],
+        )
     if meant := keys_meant(name):
         shown = "' / '".join(f"toolkit help {_plain(key)}" for key in meant[:3])
         return ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=shown)))

@@ -75,7 +75,10 @@ def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     known_names = sorted(recipes, key=lambda known: (known != "quickstart", known))
     listing = tr("Known: {recipes}.", recipes=shortlist(known_names, "toolkit recipes", like=name))
     if not typed:
-        raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
+        how = tr(
+            "no recipe is chosen: add recipe=NAME or PATH.yaml. recipe=lora trains any model; `toolkit new` writes one."
+        )
+        raise ConfigError(joined(how, listing))
     if len(set(typed)) > 1:
         raise ConfigError(
             "command line: several recipes, {names}: give one. A value with spaces needs quotes: data='my chat.jsonl'.",
