@@ -39,13 +39,14 @@ def of_peers(record: Any) -> Iterator[list[str]]:
 
 
 def of_compiled(record: Any) -> Iterator[list[str]]:
-    runs = {name: [row["real_tokens_per_s"] for row in rows] for name, rows in record[0]["runs"].items()}
-    theirs = next(rates for name, rates in runs.items() if name.startswith("HF Trainer") and len(rates) == 3)
-    figures = []
-    for ours in (rates for name, rates in runs.items() if name.startswith("this toolkit")):
-        ratios = [rate / other for rate, other in zip(ours, theirs, strict=True)]
-        figures += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
-    yield figures
+    for machine in record:
+        runs = {name: [row["real_tokens_per_s"] for row in rows] for name, rows in machine["runs"].items()}
+        theirs = next(rates for name, rates in runs.items() if name.startswith("HF Trainer") and len(rates) == 3)
+        figures = []
+        for ours in (rates for name, rates in runs.items() if name.startswith("this toolkit")):
+            ratios = [rate / other for rate, other in zip(ours, theirs, strict=True)]
+            figures += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+        yield figures
 
 
 def of_types(record: Any) -> Iterator[list[str]]:
