@@ -79,6 +79,13 @@ def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> Non
     assert _mean_loss(cast("RunContext", run)) == pytest.approx(2.0)
 
 
+def test_the_mean_loss_of_a_task_that_counts_samples(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 1.0, "samples": 4}, {"step": 2, "loss": 3.0, "samples": 8}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = SimpleNamespace(folder=tmp_path, cfg=RunConfig())
+    assert _mean_loss(cast("RunContext", run)) == pytest.approx(2.0)
+
+
 def test_the_mean_loss_of_a_run_from_another_ones_checkpoint(tmp_path: Path) -> None:
     pace = {"step_s": 2.0, "trained_tokens_per_s": 5.0}
     rows = [

@@ -90,24 +90,27 @@ class Tracking(Hook):
 
 def _mean_loss(run: "RunContext") -> float:
     """Return the mean loss over the trained tokens (or samples, pairs) of the run, from metrics.jsonl; NaN if there is
-    no finite one. If the run began from another's checkpoint, whose counts it continues, that one's steps are left out.
+    no finite one. Each row has the mean loss since the row before, and what that is the mean of: pairs since the row
+    before, but tokens or samples since the run's start. A run that began from another run's checkpoint continues that
+    one's counts: for its first row they are computed from its speed.
     """
     counted, _ = data_unit(run.cfg)
-    [first_start, *_] = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError) or [{"from_step": 0}]
-    loss_sum = counted_sum = 0.0
-    count_before = None if first_start["from_step"] else 0.0  # tokens or samples at the end of the row before
+    starts = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError)
+    first_step = starts[0]["from_step"] if starts else 0  # above 0: that of another run's checkpoint
+    loss_sum = weight_sum = 0.0
+    count_before = None if first_step else 0.0
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = metrics.metric_values(json.loads(line))
             if metrics.is_evaluation(row):
                 continue
-            count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
-            if count_before is None:  # the first row: only its own steps are new, tokens per s x s per step x steps
-                pace = row["trained_tokens_per_s" if "trained_tokens" in row else "samples_per_s"]
-                count_before = count - pace * row["step_s"] * (row["step"] - first_start["from_step"])
-            # A row has its own count of pairs, but tokens and samples since the run's start.
-            new, count_before = row.get(counted, count - count_before), count
+            unit = "trained_tokens" if "trained_tokens" in row else "samples"
+            if count_before is None:
+                count_before = row[unit] - row[f"{unit}_per_s"] * row["step_s"] * (row["step"] - first_step)
+            weight, count_before = row[unit] - count_before, row[unit]
+            if counted != unit:
+                weight = row.get(counted, weight)
             if math.isfinite(row["loss"]):
-                loss_sum += row["loss"] * new
-                counted_sum += new
-    return loss_sum / counted_sum if counted_sum else math.nan
+                loss_sum += row["loss"] * weight
+                weight_sum += weight
+    return loss_sum / weight_sum if weight_sum else math.nan
