@@ -120,7 +120,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(baseline, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)
-        assert baseline.median_of_ranks(torch.device("cpu"), torch.float32) == found
+        assert baseline.median_matmul_flops(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
     unmeasured = an_account(matmul_flops=0.0, device="NVIDIA X1")
     assert set(unmeasured.speed(*2 * (baseline.Work(8, 20, 4),), 2.0)) == {

@@ -1,7 +1,7 @@
 """What a run finds out where its config leaves it open: `plan.auto` the layout, `batch.micro_per_gpu=auto` the rows."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -32,23 +32,12 @@ def choose_layout(
     """Return `cfg` with plan.auto's layout: that of the checkpoint in `source` if as many ranks saved it and its
     micro-batch still divides the global batch, else the fastest that fits; OutOfMemory if none fits. A collective.
     """
-    state = None
     if (checkpoint := source.checkpoint) is not None:
         state = on_rank0(lambda: intact.read_run_state(checkpoint))
-    saved = state.config if state is not None and state.world_size == ranks.world_size else {}
-    # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
-    if saved and saved["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
-        laid_out = search.with_layout(
-            cfg,
-            saved["zero"]["stage"],
-            Device(saved["zero"]["offload_optimizer"]["device"]),
-            Device(saved["zero"]["offload_param"]["device"]),
-            saved["train"]["activation_checkpointing"]["enabled"],
-            saved["batch"]["micro_per_gpu"],
-        )
-        hpz_size = laid_out.zero.zero_hpz_partition_size  # the saved one was limited to a node's GPUs
-        laid_out.zero.zero_hpz_partition_size = min(hpz_size, saved["zero"].get("zero_hpz_partition_size", hpz_size))
-        return laid_out
+        saved = state.config if state.world_size == ranks.world_size else {}  # {} too if another program saved it
+        # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
+        if saved and saved["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
+            return _with_saved_layout(cfg, saved)
     machine = smallest_machine(cfg, ranks, device)
 
     def fastest_layout() -> layouts.Layout | None:
@@ -66,6 +55,21 @@ def choose_layout(
     overrides = " ".join(search.overrides(cfg, fastest.cfg)) or tr("the recipe as it is")
     say("plan.auto: {words}  ({layout})", words=overrides, layout=fastest.name)
     return fastest.cfg
+
+
+def _with_saved_layout(cfg: RunConfig, saved: dict[str, Any]) -> RunConfig:
+    """Return `cfg` with the layout of a checkpoint's config, `saved`."""
+    laid_out = search.with_layout(
+        cfg,
+        saved["zero"]["stage"],
+        Device(saved["zero"]["offload_optimizer"]["device"]),
+        Device(saved["zero"]["offload_param"]["device"]),
+        saved["train"]["activation_checkpointing"]["enabled"],
+        saved["batch"]["micro_per_gpu"],
+    )
+    hpz_size = laid_out.zero.zero_hpz_partition_size  # the saved one was limited to a node's GPUs
+    laid_out.zero.zero_hpz_partition_size = min(hpz_size, saved["zero"].get("zero_hpz_partition_size", hpz_size))
+    return laid_out
 
 
 def micro_batch_before(cfg: RunConfig, ranks: Ranks, source: run_dir.RunSource) -> int:
@@ -96,7 +100,7 @@ def search_micro_batch(
     every rank. A collective. A row is the longest sequence. Memory grows with rows linearly or faster, so each trial at
     most doubles the rows, as long as the line through the last two measurements fits.
     """
-    rows_per_step = mesh.accumulation(cfg, ranks.world_size)  # as micro-batches are of one row in `cfg`
+    rows_per_step = mesh.accumulation(cfg, ranks.world_size)  # of each rank: micro-batches have one row in `cfg`
     sizes = mesh.micro_sizes(cfg, ranks.world_size)
     most_rows = 1
 
@@ -108,11 +112,12 @@ def search_micro_batch(
 
     with PeakMemory(engine.device) as memory:
         with restore_after(engine):
-            if rows_per_step > 1:
+            if rows_per_step > 1:  # else there is no second row to compute at once
                 half, two_halves, single = measure(1, 0.5), measure(2, 0.5), measure(1)
                 # Memory without any row, on the line through one and two rows of half the length: 2 x one - two.
                 before = RowsMemory(0, 2 * half.forward_backward - two_halves.forward_backward)
                 last = RowsMemory(1, single.forward_backward)
+                # All ranks try the rows of the one that has the least room.
                 while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last.rows:
                     measured = measure(rows)
                     if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
@@ -140,8 +145,8 @@ class RowsMemory(NamedTuple):
 
 
 def _next_rows(sizes: Sequence[int], before: RowsMemory, last: RowsMemory, limit_bytes: float) -> int:
-    """Return how many rows to try next: the most of `sizes` (ascending) that are at most double `last.rows`, and that
-    the line through the two measurements puts within `limit_bytes`; `last.rows` if there are none.
+    """Return how many rows to try next: the most of `sizes` (ascending) up to double `last.rows`, or if there is none
+    the next larger size, that the line through both measurements puts within `limit_bytes`; `last.rows` if none is.
     """
     rows, used_bytes = last
     bytes_per_row = (used_bytes - before.used_bytes) / (rows - before.rows)
@@ -163,5 +168,6 @@ def apply_settled(engine: DeepSpeedEngine, cfg: RunConfig, ds: DsConfig, total_s
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = accumulation
     engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
+    # `received_config`, which becomes ds_config.json, says what trains.
     settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
     engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}

@@ -28,10 +28,9 @@ _GPU_S, _CPU_S, _AT_ONCE = 0.3, 0.1, 5
 """Seconds for which products are repeated, and products between two synchronizations of a GPU."""
 
 
-def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the median of FLOP/s in large matrix products over ranks with memory for one, 0 if there are none. A
-    collective. All ranks measure at once, under a second; a GPU needs 0.4 GiB (0.8 GiB in fp32), or a 16th if it is
-    full.
+def median_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large matrix product, measured: the median of the ranks that have memory for one, 0 if
+    none has. A collective, under a second. A GPU needs 0.4 GiB (0.8 GiB in fp32), or a 16th if it is full.
     """
     rank_speed = 0.0
     for size in _sizes(device, dtype):
@@ -138,15 +137,15 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
     """
     shapes: outline.Shapes = {}
     trained: set[str] = set()
-    config, untrained = getattr(model, "config", None), tuple[str, ...]()
+    config, without = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
         config = model.config.get_text_config()
-        if record_of(model).tuned:  # in others everything is trained
+        if record_of(model).tuned:  # by a method that trains parts of the text model; else everything is trained
             from toolkit.models.trainable import untrained_prefixes
 
-            untrained = untrained_prefixes(model)
+            without = untrained_prefixes(model)
     for name, parameter in model.named_parameters():
-        if name.startswith(untrained):
+        if name.startswith(without):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
@@ -173,7 +172,7 @@ def measure_baseline(
         formula=_formula_of(model, tuning),
         recomputes=recomputes,
         dtype=next(name.value for name, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
-        matmul_flops=median_of_ranks(device, dtype),
+        matmul_flops=median_matmul_flops(device, dtype),
         device=device_name,
         card=machine.find_gpu(device_name),
         planned_bytes=planned_bytes,

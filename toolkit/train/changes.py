@@ -12,18 +12,16 @@ from toolkit.train.consistency import is_below
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets. A
-    key that the old config lacks, as an older version wrote it, is taken to have had its default. Of keys that decide
-    what is trained, only if it has its default now too and the old config names a tuning method; else it is None.
+    key that the old config lacks, as an older version wrote it, is taken to have had its default; one that decides what
+    is trained only if it has its default now too, and the old config has a tuning method: else its old value is None,
+    not known.
     """
-    saved = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
+    old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
     new = dict(dotted_keys.leaves(now))
-    knows_method = "tuning.method" in saved
-
-    def had_default(key: str, default: Any) -> bool:
-        return key in new and (not _is_trained(key) or (knows_method and new[key] == default))
-
-    defaults = dotted_keys.leaves(load.to_dict(schema.RunConfig()))
-    old = {key: value for key, value in defaults if had_default(key, value)} | saved
+    has_method = "tuning.method" in old
+    for key, default in dotted_keys.leaves(load.to_dict(schema.RunConfig())):
+        if key in new and (not _is_trained(key) or (has_method and new[key] == default)):
+            old.setdefault(key, default)
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
 
@@ -60,7 +58,7 @@ def check_changes(
             "this, or start over under another run.name, from model.path=RUN/export.",
             changes="\n".join(other_states),
         )
-    if others := [line for key, old, _, line in changes if _is_trained(key) and old is not None]:
+    if others := [line for key, old, _, line in changes if _is_trained(key) and old is not None]:  # None: not known
         raise ConfigError(
             "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start over under "
             "another run.name; from an adapter: tuning.adapter=RUN/export.",
@@ -68,8 +66,7 @@ def check_changes(
         )
     lines = [(key, line) for key, _, _, line in changes]
     lines += _changed_data(data_before, data_now)
-    # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same, wherever its
-    # directory is now.
+    # Where a part of the model is trained, its directory may be another one: base.json in the checkpoint identifies it.
     is_part = now.get("tuning", {}).get("method", "full") != "full"
     may_change = [*allowed, "model.path"] if is_part else allowed
     disallowed = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, may_change)]
@@ -87,7 +84,7 @@ def _changes_states(key: str, old: Any, new: Any, optimizer_before: str | None) 
     """Whether the saved states do not fit after a change: those of another optimizer, or of other parameter groups."""
     if key == "optim.name" and not {optimizer_before, new} <= {"adam", "adamw"}:  # these two have the same states
         return True
-    # A rate leaves the groups as they are; older configs know no groups.
+    # adam_lr is a rate, which leaves the groups as they are; `old` is None in a config from before there were groups.
     return key in rule_tables.GROUPING and key != "optim.adam_lr" and old is not None
 
 
@@ -104,8 +101,8 @@ def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator
             continue
         if not name.startswith(TOKENIZER):
             yield "data", tr("  the prepared data: {name} is another one", name=name)
-        elif name in before:  # earlier versions noted none
-            # One that is trained on the data is another one with other data, and its tokens mean something else.
+        elif name in before:  # earlier versions noted no tokenizer
+            # "data" does not allow it: with a tokenizer that other data has trained, ids of tokens mean something else.
             yield (
                 "model.tokenizer",
                 tr(

@@ -86,7 +86,7 @@ def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Mach
         ranks=max(ranks_per_node),
         memory_bytes=min(memory_bytes),
         card=None if on_cpu else gpu_by_driver(own_memory, accelerator.device_name(device)),
-        nodes=-(-ranks.world_size // max(ranks_per_node)),
+        nodes=-(-ranks.world_size // max(ranks_per_node)),  # rounded up
         uneven_ranks=ranks.world_size,
         host_bytes=min(host_bytes),
         on_cpu=on_cpu,
@@ -170,8 +170,8 @@ def check_disk(run: RunContext, saves: int) -> None:
     try_checkpoint(checkpoints)
     if cfg.checkpoint.export:
         on_rank0(lambda: try_export(export))
-    least_bytes, num_bytes = run.checkpointer.least_bytes, export_bytes(run.engine, cfg.checkpoint)
-    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), num_bytes))
+    each_bytes, num_bytes = run.checkpointer.least_bytes(), export_bytes(run.engine, cfg.checkpoint)
+    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, each_bytes, num_bytes))
 
 
 def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
@@ -222,7 +222,7 @@ def _failure_of(write: Callable[..., object], *arguments: object) -> str:
 def try_checkpoint(folder: Path) -> None:
     """Write and remove a small file in checkpoints/ on every rank; CheckpointError if one fails. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
-    # `reasons`: by rank why a step of the trial failed there, "" where it did not.
+    # Why it failed, by rank; "" where it did not.
     reasons = gather(_failure_of(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
     files = state_files.Files()
@@ -237,11 +237,10 @@ def try_checkpoint(folder: Path) -> None:
         written = _failure_of(write) or files.failure
         removed = _failure_of(lambda: path.unlink(missing_ok=True))
         reasons = gather(written or removed)
-    is_left = rank() == 0 and not was_there and folder.is_dir()
+    is_left = rank() == 0 and not was_there and folder.is_dir()  # the directory that was made for the trial
     rmdir_reasons = gather(_failure_of(folder.rmdir) if is_left else "")
-    reasons = reasons if any(reasons) else rmdir_reasons
-    reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
-    if reason:
+    by_rank = [*enumerate(reasons), *enumerate(rmdir_reasons)]
+    if reason := next((f"{reason} (rank {number})" for number, reason in by_rank if reason), ""):
         raise CheckpointError(
             "checkpoints cannot be written to {folder}: {reason}. Set run.dir to a directory that "
             "every rank may write to.",
@@ -278,9 +277,9 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
     def gigabytes(num_bytes: int) -> str:
         return f"{num_bytes / 1e9:,.3g}"
 
-    # An older one goes only when its successor is complete.
+    # One more than `keep`: an older checkpoint is removed once the next is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
-    # Those that are there already take no more room, but the next one is written before an older one goes.
+    # Those of an earlier start have their room already, but the next one needs some before one of them is removed.
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
     most = count * each_bytes
     if config.max_gib:
@@ -367,7 +366,7 @@ def trial_step(
 
     scaler = _loss_scaler(engine)
     for name, value in (("cur_scale", 1.0), ("raise_error_at_min_scale", False)):
-        if scaler is not None and name in vars(scaler):  # no gradient overflows for a scale that is still to be found
+        if scaler is not None and name in vars(scaler):  # at the first scale, still far too high, gradients overflow
             setattr(scaler, name, value)
     # Lists of micro-batches, each for one call of `train_step`.
     if stages.is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
@@ -378,8 +377,8 @@ def trial_step(
     before = memory.restart()
     judge, guard.gate.may_update = guard.gate.may_update, reject
     try:
-        for window in windows:
-            engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)  # the last ones
+        for window in windows:  # as the last micro-batches of a step: the engine updates after them
+            engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)
             train_step(engine, task, window, mesh.Mesh(world_size=world_size()), guard)
     finally:
         guard.gate.may_update = judge
@@ -396,15 +395,11 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
     tiles = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 hands over one after the other
     groups = [[tile] for tile in tiles] if tiles else [group["params"] for group in optimizer.param_groups]
     on_device = [[tensor for tensor in group if tensor.device == engine.device] for group in groups]
-    allocated = [
-        torch.empty_like(tensor)
-        for group in on_device
-        for tensor in group
-        for _ in range(states)
-        if not optimizer.state.get(tensor)
-    ]
+    tensors = [tensor for group in on_device for tensor in group]
+    missing = [tensor for tensor in tensors if not optimizer.state.get(tensor)]
+    allocated = [torch.empty_like(tensor) for tensor in missing for _ in range(states)]
     largest_group = max((sum(tensor.numel() for tensor in group) for group in on_device), default=0)
-    if any(tensor.dtype is torch.bfloat16 for group in on_device for tensor in group):
+    if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         largest_group = largest_group // 2 + bf16_chunk_elements(largest_group)
     allocated.append(torch.empty(largest_group, dtype=torch.float32, device=engine.device))
 

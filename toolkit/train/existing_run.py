@@ -27,13 +27,12 @@ from toolkit.train.run_dir import (
 
 
 def choose(cfg: RunConfig) -> RunSource:
-    """Do what `run_dir.choose_run_dir` does if `run.name` or `resume` may mean a directory that is there. The run
-    `run.name` is resumed if this command started it before, or if `resume` allows it or names a checkpoint of it; else
-    a new one begins, from the checkpoint that `resume` names, if any.
+    """Do what `run_dir.choose_run_dir` does if `run.name` or `resume` may mean a directory that is there. In this
+    order: the run `run.name` is resumed if this command started it before (a launcher repeats it), or if `resume`
+    allows it or names a checkpoint of it; else a new run begins, from the checkpoint that `resume` names, if any.
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
-    # The same command again, as a launcher repeats it: it continues its own run, not the one that `resume` names.
     if named is not None and is_path and _was_started_with(named, cfg):
         _lock_to_resume(named, cfg)
         say(
@@ -43,11 +42,11 @@ def choose(cfg: RunConfig) -> RunSource:
             path=cfg.resume,
         )
         if directory.published_checkpoints(named / "checkpoints"):
-            return _resume(named, None, cfg)
-        return _resume(named, _resolve_checkpoint(Path(cfg.resume)), cfg)  # starts over, from what it began with
+            return _resume(named, None, cfg)  # from its own newest checkpoint
+        return _resume(named, _resolve_checkpoint(Path(cfg.resume)), cfg)  # it has none: from what it began with
     checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
-        resumes = checkpoint.parent.parent == named
+        resumes = checkpoint.parent.parent == named  # RUN/checkpoints/step-N
     else:  # `begin_new` rejects a directory that is no run
         is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
@@ -87,7 +86,7 @@ def resumable_checkpoint(folder: Path, *, must_exist: bool = False) -> Path | No
         raise CheckpointError(
             "{folder} holds no intact checkpoint. To start over, choose another run.name.", folder=checkpoints
         )
-    # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
+    # Without config.yaml no run was stopped here: another process made the directory, and this one got the lock first.
     if checkpoint is None and (folder / "config.yaml").exists():
         say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=folder)
     return checkpoint
@@ -120,7 +119,7 @@ def _lock_to_resume(folder: Path, cfg: RunConfig) -> None:
     check_unfinished(cfg)
     run_lock.lock_run_dir(folder)
     stop = folder / STOP
-    # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.
+    # After a restart by the launcher the file counts: it was made since the command was typed.
     if stop.exists() and not environment.restart_number():
         stop.unlink(missing_ok=True)
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
@@ -131,7 +130,7 @@ def _prepare_to_resume(folder: Path, checkpoint: Path | None, digest: str) -> No
     `set_aside_settings` renames once nothing prevents it any more. `digest`: of the config, see `config_digest`.
     """
     try:
-        if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
+        if checkpoint is not None:  # before `record_start`: after it the same command would resume from the newest one
             intact.move_aside_after(folder / "checkpoints" / checkpoint.name)
         record_start(folder, intact.read_run_state(checkpoint).step if checkpoint else 0, digest)
         if (folder / "FAILED").exists():
@@ -172,11 +171,12 @@ def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats. With the row of
     step 5: 7 if a heartbeat names step 7; 5 if a rank was evaluating or saving after step 5; else 6, which had begun.
     """
-    logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
+    rows = read_rows(folder / "metrics.jsonl", OSError)
+    logged = int(rows[-1]["step"]) if rows else 0
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
-    beat_step = max((int(beat["step"]) for beat in beats), default=0)
+    newest_beat = max((int(beat["step"]) for beat in beats), default=0)
+    if newest_beat > logged:  # not every step is logged
+        return newest_beat
     in_step = (watchdog.STEP, watchdog.DATA)
-    is_after_step = logged > 0 and any(beat["step"] == logged and beat["phase"] not in in_step for beat in beats)
-    if beat_step > logged or is_after_step:
-        return beat_step
-    return logged + 1
+    was_after_step = any(beat["step"] == logged and beat["phase"] not in in_step for beat in beats)
+    return logged if logged and was_after_step else logged + 1

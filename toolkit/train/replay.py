@@ -129,16 +129,14 @@ def _compare_loss(step: int, results: Sequence[StepResult], metrics_file: Path) 
     """Return a sentence on whether the replayed loss equals the one that metrics.jsonl has for `step`. A row's loss is
     the mean over the steps since the row before, so the same mean is taken of `results`, which end with `step`.
     """
-    rows = [row for row in run_dir.read_rows(metrics_file) if "loss" in row]
-    row = next((row for row in rows if int(row["step"]) >= step), None)
-    before = max((int(row["step"]) for row in rows if int(row["step"]) < step), default=0)
+    losses = {int(row["step"]): row["loss"] for row in run_dir.read_rows(metrics_file) if "loss" in row}
+    before = max((row_step for row_step in losses if row_step < step), default=0)
     num_steps = step - before
-    averaged = results[-num_steps:] if num_steps <= len(results) else []
-    if row is None or int(row["step"]) != step or not averaged:
+    if step not in losses or num_steps > len(results):
         return tr("metrics.jsonl has no row that ends with this step and begins after the checkpoint.")
-    finite = [result for result in averaged if math.isfinite(result.loss)]
+    finite = [result for result in results[-num_steps:] if math.isfinite(result.loss)]
     mean = sum(result.loss * result.counts.losses for result in finite) / sum(result.counts.losses for result in finite)
-    if mean == row["loss"]:
+    if mean == losses[step]:
         return tr("The loss of steps {first} to {last} equals that in metrics.jsonl.", first=before + 1, last=step)
     return tr(
         "The loss of steps {first} to {last} is {mean}, and {loss} in metrics.jsonl: not the same computation. Compare "
@@ -146,5 +144,5 @@ def _compare_loss(step: int, results: Sequence[StepResult], metrics_file: Path) 
         first=before + 1,
         last=step,
         mean=mean,
-        loss=row["loss"],
+        loss=losses[step],
     )

@@ -47,8 +47,8 @@ def lock_run_dir(folder: Path) -> None:
     file.seek(0)
     owner = file.read().strip()
     is_free, descriptor = True, None
-    if not owner:  # never locked, or made anew after a locked one was deleted, whose owner still writes heartbeats
-        # Not after locking it: the owner, who locks it again, would take our lock for the loss of its directory.
+    if not owner:  # a new file; if a user has deleted a running run's, its ranks still write heartbeats
+        # Before this process locks it: that run locks it again, and would take our lock for the loss of its directory.
         owner = _rank_still_alive(folder)
         is_free = not owner
     if is_free:

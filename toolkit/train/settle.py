@@ -18,22 +18,22 @@ from toolkit.train import run_dir
 def settle_config(
     cfg: schema.RunConfig, vocab_size: int | None, ranks: Ranks, source: run_dir.RunSource
 ) -> schema.RunConfig:
-    """Return the config with nothing left that is `auto`, but for a micro-batch that an engine has to search. A
-    collective. `vocab_size`: of the task, needed with `plan.auto`.
+    """Return the config with its `auto` values decided: the optimizer, then the layout (`plan.auto`), else the
+    micro-batch: it stays `auto`, for the built engine to search, unless `source` has a checkpoint whose micro-batch
+    fits. A collective. `vocab_size`: of the task, needed with `plan.auto`.
     """
-    cfg = build_ops(agree_on_optimizer(cfg, source), typed=cfg)
-    if cfg.plan.auto:
-        from toolkit.train import auto_layout
+    typed = cfg
+    cfg = build_ops(agree_on_optimizer(typed, source), typed)
+    if not cfg.plan.auto and cfg.batch.micro_per_gpu != schema.AUTO:
+        return cfg
+    from toolkit.train import auto_layout
 
+    if cfg.plan.auto:  # a layout has a micro-batch too
         assert vocab_size is not None
         device = torch.device(get_accelerator().current_device_name())
         return auto_layout.choose_layout(cfg, vocab_size, ranks, device, source)
-    if cfg.batch.micro_per_gpu == schema.AUTO:
-        from toolkit.train import auto_layout
-
-        rows = process_group.on_rank0(lambda: auto_layout.micro_batch_before(cfg, ranks, source))
-        return mesh.with_micro_batch(cfg, rows) if rows else cfg
-    return cfg
+    rows = process_group.on_rank0(lambda: auto_layout.micro_batch_before(cfg, ranks, source))
+    return mesh.with_micro_batch(cfg, rows) if rows else cfg
 
 
 def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
@@ -41,7 +41,7 @@ def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> sche
     if cfg.optim.torch != schema.AUTO:
         return cfg
     rank_cfg, reason = native_ops.resolve_optimizer(cfg)
-    choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
+    choices = process_group.gather((bool(rank_cfg.optim.torch), reason))  # what each rank would choose, and why
     saved_optim = process_group.on_rank0(lambda: _saved_optim(source.checkpoint))
     # A rank without a compiler decides for all, and a resumed run keeps what it began with.
     is_torch = any(is_torch for is_torch, _ in choices) or saved_optim.get("torch") is True
@@ -66,11 +66,11 @@ def build_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfi
     `typed`, the config as the user wrote it, has optim.torch=auto; LaunchError otherwise. A collective.
     """
     names = native_ops.needed_ops(cfg)
+    if not names:
+        return cfg
     if missing := [name for name in names if name not in native_ops.built_ops(names)]:
         folder = native_ops.extensions_dir()
         say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
-    if not names:
-        return cfg
     from toolkit.engine import ops
 
     reason = next(filter(None, process_group.gather(ops.load_ops(names))), "")

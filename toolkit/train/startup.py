@@ -42,11 +42,7 @@ def make_ready(typed: list[str], *, custom: bool = False) -> tuple[Arguments, en
     environment.set_rank_variables(ranks, os.environ)  # from here on an error knows which rank it speaks for
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(native_ops.extensions_dir()))
     if "--cfg" in typed:
-        index = typed.index("--cfg")
-        if typed[index + 1 : index + 2] not in (["job"], ["all"]):  # Hydra's values; a third shows its own config
-            raise ConfigError(tr("write --cfg job: it prints the resolved config and stops."))
-        overrides = typed[:index] + typed[index + 2 :]
-        say(load.to_yaml(parse(overrides, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
+        _print_config(typed, ranks.world_size)
         return None
     problems = Problems()
     arguments = parse_checked(typed, world_size=ranks.world_size, custom=custom, problems=problems)
@@ -68,6 +64,15 @@ def make_ready(typed: list[str], *, custom: bool = False) -> tuple[Arguments, en
         deepspeed.check_restarts(cfg.run.max_restarts, ranks, typed, least_nodes=cfg.launch.min_nodes)
     set_environment(cfg, ranks, inherited)
     return arguments, ranks
+
+
+def _print_config(typed: list[str], world_size: int) -> None:
+    """Print the resolved config of a command with `--cfg job`; ConfigError if another word follows `--cfg`."""
+    index = typed.index("--cfg")
+    if typed[index + 1 : index + 2] not in (["job"], ["all"]):  # Hydra's values; a third shows its own config
+        raise ConfigError(tr("write --cfg job: it prints the resolved config and stops."))
+    overrides = typed[:index] + typed[index + 2 :]
+    say(load.to_yaml(parse(overrides, world_size=world_size).loaded.cfg).rstrip("\n"))
 
 
 def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:

@@ -97,18 +97,21 @@ class Trainer:
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
         # Changes only what is `auto`; zero.*, parallel.* and what they exclude only with plan.auto.
         self.cfg = settle.settle_config(self.cfg, task.vocab_size, ranks, source)
-        built = self._search_micro_batch(source) if self.cfg.batch.micro_per_gpu == schema.AUTO else None
+        # The engine that finds the micro-batch trains with it too; with a known one the engine is built below.
+        searched = self._search_micro_batch(source) if self.cfg.batch.micro_per_gpu == schema.AUTO else None
         cfg = self.cfg
         task.settle(cfg)
         total_steps = task.total_steps
         schedule.warn_of_short_run(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
-        if built is not None:
+        if searched is None:
+            engine, guard = self._build_engine(cfg, ds, source)
+        else:
             from toolkit.train import auto_layout
 
-            auto_layout.apply_settled(built[0], cfg, ds, total_steps)
-        engine, guard = built or self._build_engine(cfg, ds, source)
+            engine, guard = searched
+            auto_layout.apply_settled(engine, cfg, ds, total_steps)
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
@@ -142,9 +145,9 @@ class Trainer:
 
     def measure_baseline(self) -> baseline.Baseline:
         """Return what the run's speed and memory are compared with. A collective."""
-        cfg, planned_bytes = self.cfg, self.plan.process_bytes if self.plan else None
-        recompute = cfg.train.activation_checkpointing.enabled
-        measured = baseline.measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
+        planned_bytes = self.plan.process_bytes if self.plan else None
+        recompute = self.cfg.train.activation_checkpointing.enabled
+        measured = baseline.measure_baseline(self.run.engine, self.cfg.tuning, recompute, planned_bytes)
         # FLOPs are known of language models alone.
         return measured if self.task.unit == TOKENS else replace(measured, formula=None)
 
@@ -153,7 +156,7 @@ class Trainer:
         run, progress, cfg = self.run, self.progress, self.cfg
         compared_with = self.measure_baseline()
         say(self.task.start_lines(run))
-        if self.task.unit == TOKENS and compared_with.device:  # of a processor the figure says nothing that helps
+        if self.task.unit == TOKENS and compared_with.device:  # the speed of a CPU tells users nothing that helps
             say(compared_with.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
             with terminal.phase(tr("Dry run")):
@@ -204,10 +207,10 @@ class Trainer:
         # In a thread, as every byte of a checkpoint is read.
         source = process_group.patiently_on_rank0(lambda: run_dir.choose_run_dir(self.cfg))
         folder = source.folder
-        if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
+        if ranks.rank and ranks.local_rank == 0:  # for the `toolkit launch` of a node that rank 0 is not on
             environment.report_status(folder=str(folder))
         peers = _peers_that_see(folder)
-        # Of an earlier start, put aside: file servers may still show it to other nodes under its old name.
+        # Inodes of earlier starts' markers, now in logs/: file servers may still show them to other nodes as FAILED.
         old_markers = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
         failure.watch_failures(folder, earlier_markers=old_markers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
@@ -231,9 +234,7 @@ class Trainer:
 
     def _build_engine(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> BuiltEngine:
         """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps.
-
-        Raises:
-            ConfigError: If the run is too short for its schedule.
+        ConfigError if the run is too short for its schedule.
         """
         module = self.task.build_model(ds, source)
         values = ds_config.with_flops_file(ds.values, source.folder)
@@ -241,8 +242,7 @@ class Trainer:
         recompute = cfg.train.activation_checkpointing
         with terminal.phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
             engine = build.initialize_engine(module, values, recompute, make_schedule, cfg.compile, cfg.optim)
-        # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
-        gc.collect()
+        gc.collect()  # building leaves cycles of references behind, which hold memory of weights
         self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
 
@@ -270,7 +270,7 @@ class Trainer:
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], answers: list[dict[str, str]]) -> list[str]:
         """Return the lines that are printed at the end: steps, losses, skipped steps, answers, what to do next."""
         unit = self.task.loss_unit
-        digits = 3 if unit else 4
+        digits = 3 if unit else 4  # a custom model's loss may be of any size
         first, last = f"{result.state.first_loss:.{digits}f}", f"{result.state.last_loss:.{digits}f}"
         lines = [
             tr(
@@ -321,13 +321,13 @@ def _naming_what_was_trained(run: RunContext, result: FitResult) -> Iterator[Non
 
 def _what_was_trained(run: RunContext, result: FitResult) -> str:
     """Return a sentence on what a run has left when its export failed: the export, or how to make it later."""
-    saved = directory.published_checkpoints(run.folder / "checkpoints")
-    checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}" if saved else ""
+    saved = directory.published_checkpoints(run.folder / "checkpoints")  # the newest first
     steps, export = f"{result.state.step:,}", f"{run.display_folder}/export"
     if (run.folder / "export").exists():
         return tr("All {steps} steps are trained, and the export is in {folder}.", steps=steps, folder=export)
-    if not checkpoint:
+    if not saved:
         return tr("All {steps} steps are trained, but no checkpoint was saved (checkpoint.at_end).", steps=steps)
+    checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}"
     command = shlex.join(["toolkit", "export-model", checkpoint, f"output={export}"])
     return tr(
         "All {steps} steps are trained, and the checkpoint {checkpoint} is untouched. Export it later:  {command}",
