@@ -26,7 +26,7 @@ def steps(own_s: list[float], data_wait_s: list[float] | None = None, tokens: li
 def told(found: RankTimes, times: int = IN_A_ROW) -> list[str]:
     """Return what is said after each of so many windows."""
     ranks = StragglerDetector(HOSTS[: len(found.own_s)])
-    return [ranks.see(found) for _ in range(times)]
+    return [ranks.compare(found) for _ in range(times)]
 
 
 def test_a_slow_rank_is_told_of_once() -> None:
@@ -41,7 +41,7 @@ def test_a_slow_rank_is_told_of_once() -> None:
 
 def test_short_rows_are_put_together() -> None:
     ranks, one = StragglerDetector(HOSTS), RankTimes(1, 1.0, [0.1, 0.1, 0.1, 0.9], [0.0] * 4, [9.0] * 4)
-    said = [bool(ranks.see(one)) for _ in range(IN_A_ROW * COMPARED_STEPS)]
+    said = [bool(ranks.compare(one)) for _ in range(IN_A_ROW * COMPARED_STEPS)]
     assert said == [False] * (IN_A_ROW * COMPARED_STEPS - 1) + [True]
 
 
@@ -62,8 +62,8 @@ def test_who_is_not_slow(found: RankTimes) -> None:
 def test_now_this_rank_and_now_that() -> None:
     ranks = StragglerDetector(HOSTS)
     for _ in range(9):
-        assert not ranks.see(steps([0.9, 0.1, 0.1, 0.1]))
-        assert not ranks.see(steps([0.1, 0.9, 0.1, 0.1]))
+        assert not ranks.compare(steps([0.9, 0.1, 0.1, 0.1]))
+        assert not ranks.compare(steps([0.1, 0.9, 0.1, 0.1]))
 
 
 def test_row() -> None:

@@ -32,9 +32,10 @@ def warn_of_bad_step(
     """
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
     head = {"step": step, "what": anomaly.kind.value, "text": anomaly.text()}
-    rows, reason = record_samples(file, head, result, samples)
+    rows, write_error = record_samples(file, head, result, samples)
     worst = rows[0]
-    named = [row["where"] + reason for row in rows if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
+    of_worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (worst["rank"], worst["micro_batch"])]
+    named = [row["where"] + write_error for row in of_worst]
     what = tr(
         "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
         step=step,
@@ -60,7 +61,7 @@ def record_samples(
     function that returns the samples of all ranks; called on rank 0 only.
     """
     sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
-    losses = gather([loss / count if count else 0.0 for loss, count in sums])
+    losses = gather([loss / count if count else 0.0 for loss, count in sums])  # by rank, then by micro-batch
 
     def write() -> tuple[list[dict[str, Any]], str]:
         rows = [
@@ -87,21 +88,12 @@ def record_samples(
 
 
 def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path], what: str) -> directory.RunState:
-    """Load the weights and optimizer of a checkpoint, and cut metrics.jsonl to what it held then. A collective.
-
-    Args:
-        run: The run.
-        current: Its state at the bad step, whose counts of bad steps and rewinds are kept.
-        rewinds: Rewinds to each checkpoint so far; counted here.
-        what: The bad step, for messages.
-
-    Returns:
-        The state to continue from.
-
-    Raises:
-        Diverged: If there is no checkpoint, or none that helps.
+    """Load the weights and optimizer of a checkpoint, cut metrics.jsonl to what it held then, and return the state to
+    continue from: the checkpoint's, with the counts of bad steps and rewinds of `current`, the state at the bad step.
+    `rewinds`: how often the run went back to each checkpoint, counted here; `what`: the bad step, for messages.
+    Diverged if there is no checkpoint, or none that helps. A collective.
     """
-    checkpoint = _checkpoint_before(run.checkpointer, rewinds, what)
+    checkpoint = _choose_checkpoint(run.checkpointer, rewinds, what)
     saved = intact.read_run_state(checkpoint)
     state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
     is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
@@ -110,10 +102,10 @@ def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path],
     return state
 
 
-def _checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
-    """Return the checkpoint to go back to, and count it in `rewinds`: the newest, or if that has not helped and no good
-    step has followed it, the newest good one; then later ones are moved aside. Diverged if there is no checkpoint, or
-    it has not helped either; `what`: the bad step, for the message. A collective.
+def _choose_checkpoint(checkpointer: Checkpointer, rewinds: Counter[Path], what: str) -> Path:
+    """Return the checkpoint to go back to, and count it in `rewinds`: the newest one; but if the run has gone back to
+    it before, and no good step has followed it, the newest good one, and later ones are moved aside. Diverged if there
+    is none, or MOST_REWINDS to it have not helped. `what`: the bad step, for the message. A collective.
     """
     good, checkpoint = checkpointer.good, checkpointer.newest
     was_tried = checkpoint is not None and rewinds[checkpoint] > 0

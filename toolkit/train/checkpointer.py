@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from toolkit.train.task import ModelFiles
 
 
-def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.StoredTensors:
+def _stored_tensors_of(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.StoredTensors:
     """Return an engine's tensors that this rank saves, by their names in the full model; frozen ones if asked for."""
     model, full_model = stage_model(engine.module), unwrap_model(engine.module)
-    # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
+    # A head tied to the embedding has its own name on a pipeline's last stage: the embedding's is used for both.
     tied = weights.tied_parameter_names(full_model) if is_pipeline(engine) else {}
     named = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
+    # The last stage's copy of it is marked: the first stage saves it.
     on_other_stage = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
@@ -87,7 +88,7 @@ class Checkpointer:
         self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
-        self._held = _held_by(engine, described.holds_frozen)
+        self._held = _stored_tensors_of(engine, described.holds_frozen)
         self._rotation = Rotation(folder, self.config)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
@@ -108,14 +109,11 @@ class Checkpointer:
         if refusal:
             self._give_up(name, refusal)
             return
-        self.failed, self.ruin = False, ""
+        self.failed = False
         # Rank 0 writes the probe; only of a divided model all ranks compute it.
         runs_probe = has_probe and (rank() == 0 or is_partitioned(self.engine) or is_pipeline(self.engine))
         probed = self._probe() if runs_probe else None
-        if has_probe and on_rank0(lambda: probed is not None and not bool(torch.isfinite(probed.logits).all())):
-            self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
-        elif ruined := ranks_with_broken_states(self.engine):
-            self.ruin = tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ruined)
+        self.ruin = self._find_ruin(probed, has_probe)
         if self.ruin:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
             self._give_up(name, self.ruin)
@@ -123,8 +121,17 @@ class Checkpointer:
         pending = self._write(temporary, state, probed)
         latest = state.evaluations[-1] if state.evaluations else {}
         is_evaluated = latest.get("step") == state.step and math.isfinite(latest.get(schema.EVAL_LOSS, math.nan))
+        # A finite evaluation shows good weights; at the end a finite probe does too, as no step follows.
         pending.is_good = (is_last and has_probe) or is_evaluated
         pending.thread.start()
+
+    def _find_ruin(self, probed: probe.Probe | None, has_probe: bool) -> str:
+        """Return what is NaN or Inf: logits of the probe, if there is one (`probed` on rank 0), or states; else ""."""
+        if has_probe and on_rank0(lambda: probed is not None and not bool(torch.isfinite(probed.logits).all())):
+            return tr("the weights give logits that are NaN or Inf, an update has ruined them")
+        if ranks := ranks_with_broken_states(self.engine):
+            return tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ranks)
+        return ""
 
     def _write(self, temporary: Path, state: directory.RunState, probed: probe.Probe | None) -> "_Pending":
         """Write this rank's files of a save into `temporary`; return it as pending, with its thread not yet started."""
@@ -238,7 +245,7 @@ class Checkpointer:
         """Wait until rank 0 has removed outdated checkpoints, however long that takes. A collective."""
         if rank() == 0 and self._rotation.is_busy():
             say("Removing old checkpoints.")
-        while any(gather(rank() == 0 and self._rotation.is_busy(_SLICE_S))):
+        while any(gather(rank() == 0 and self._rotation.is_busy(_SLICE_S))):  # is_busy waits, up to _SLICE_S
             pass
 
     def least_bytes(self) -> int:
@@ -285,12 +292,11 @@ class Checkpointer:
         """Return [the best checkpoint] by `keep_best`, of equals the first; [] if none is rated in `evaluations`."""
         published = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
         sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1  # `min` finds the best of either
-        rated = [
-            (sign * evaluation[self.keep_best], int(evaluation["step"]))
-            for evaluation in evaluations
-            # A metric that failed at a step is missing from its row.
-            if int(evaluation["step"]) in published and math.isfinite(evaluation.get(self.keep_best, math.nan))
-        ]
+        rated = []
+        for evaluation in evaluations:
+            step, value = int(evaluation["step"]), evaluation.get(self.keep_best, math.nan)  # missing where it failed
+            if step in published and math.isfinite(value):
+                rated.append((sign * value, step))
         return [published[min(rated)[1]]] if rated else []
 
     def _give_up(self, name: str, reason: str) -> None:

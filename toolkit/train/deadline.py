@@ -89,13 +89,14 @@ class Deadline:
         self.costs = Costs()
         checkpoint_bytes, export_bytes = sizes
         self.costs.save, self._export_s = checkpoint_bytes / _BYTES_PER_S, export_bytes / _BYTES_PER_S
+        # Decisions of an earlier start: those of steps that are repeated are taken again.
         rows = [row for row in run_dir.read_rows(folder / FILE) if row["step"] <= start]
         disk.write_atomically(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.log = MetricsLog(folder / FILE)
         self.end_step = total_steps
         if rows:
             self.costs = Costs(**rows[-1]["seconds"])
-            if rows[-1]["at"] == at:  # for another deadline the earlier decision does not count
+            if rows[-1]["at"] == at:  # it was for this deadline
                 self.end_step = min(total_steps, rows[-1]["last"])
         self._announced_end: int | None = None
         self._steps: deque[float] = deque(maxlen=_WINDOW)

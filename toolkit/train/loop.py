@@ -31,13 +31,14 @@ class TrainLoop:
 
     def __init__(self, task: Task, run: RunContext, baseline: Baseline, progress: Progress) -> None:
         self.task, self.run, self.baseline, self.progress = task, run, baseline, progress
+        # Parts of `run`, under shorter names.
         self.cfg, self.engine, self.guard, self.checkpointer = run.cfg, run.engine, run.guard, run.checkpointer
         self.watchdog, self.hooks = run.watchdog, run.hooks
         self.total_steps = run.total_steps
         """The step that ends the run: earlier than planned where a hook decides so."""
         self.mesh = mesh.mesh_of(run.cfg, process_group.world_size())
         self.stop_file = run_dir.StopFile(run.folder)
-        # Not a method of the loop: in a cycle of references, its batches would outlive it, and their threads the run.
+        # Not a method of the loop: the cycle of references would keep its batches, and their threads, after the run.
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_log_to, run.hooks))
         self.steps, self.steps_s = 0, 0.0
         """Steps that this process has done and logged, and the seconds that they took."""
@@ -55,7 +56,7 @@ class TrainLoop:
         tokens_so_far = state.trained_tokens, state.total_tokens
         self.meter = ThroughputMeter(self.engine, self.baseline, *tokens_so_far, self.task.unit, self.task.counted)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
-        self.batches = self.task.batches(position, self.run.total_steps - state.step)  # too many if `end_at` is called
+        self.batches = self.task.batches(position, self.run.total_steps - state.step)  # `end_at` may leave some unused
 
     def end_at(self, step: int) -> None:
         """Let the run and its learning-rate schedule end with `step`; takes effect from the next step on."""
@@ -70,7 +71,7 @@ class TrainLoop:
         for hook in self.hooks:
             hook.at_start(self)
         self.engine.train()
-        # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.
+        # Step 0 is evaluated here, and the step of a checkpoint whose run was stopped before it could evaluate.
         if self._evaluates() and all(int(row["step"]) != self.step for row in self.state.evaluations):
             with self._paused():
                 self._evaluate()
@@ -145,7 +146,8 @@ class TrainLoop:
         stop; `is_time`: whether `checkpoint.minutes` have passed; `lr`: the step's; `log`: whether to log in any case.
         """
         step, is_last = self.step, self.step == self.total_steps
-        saves, evaluates = self.saving.is_due(step, stops, is_time, is_last), self._evaluates() and not stops
+        saves = self.saving.decide(step, stops, is_time, is_last)
+        evaluates = self._evaluates() and not stops
         if log or saves or evaluates or is_last or step == 1 or step % self.cfg.train.log_every == 0:
             self._log(lr)
         with self._paused():
@@ -162,16 +164,20 @@ class TrainLoop:
                 for hook in self.hooks:
                     hook.between_steps(step)
         if stops:
-            by_file = tr("the file 'stop'") if self.stop_file.is_found else ""
-            self.stop_file.obey()
-            raise Stopped(
-                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is "
-                "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
-                signal=by_file or signals.received_signal() or tr("a signal to another rank"),
-                step=step,
-                total=self.total_steps,
-                checkpoint=self.checkpointer.newest,
-            )
+            raise self._stopped()
+
+    def _stopped(self) -> Stopped:
+        """Return the error that ends a stopped run; remove the file `stop`, which would stop it again when resumed."""
+        by_file = tr("the file 'stop'") if self.stop_file.is_found else ""
+        self.stop_file.obey()
+        return Stopped(
+            "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is no "
+            "DONE marker: the run is unfinished. With a run.name the same command resumes it.",
+            signal=by_file or signals.received_signal() or tr("a signal to another rank"),
+            step=self.step,
+            total=self.total_steps,
+            checkpoint=self.checkpointer.newest,
+        )
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -185,9 +191,7 @@ class TrainLoop:
             hook.at_resume()
 
     def _log(self, lr: float) -> None:
-        """Append a row about the steps since the last row to metrics.jsonl, and print it. A collective. `lr`: of the
-        last step.
-        """
+        """Append a row about the steps since the last row to metrics.jsonl, and print it. `lr`: of the last step."""
         own_figures: dict[str, float] = {}
         for hook in self.hooks:
             own_figures |= hook.rank_figures()
@@ -204,7 +208,7 @@ class TrainLoop:
         self.progress.show(row)
         for hook in self.hooks:
             hook.after_log(times)
-        if math.isnan(self.state.first_loss):
+        if math.isnan(self.state.first_loss):  # none yet that was a number
             self.state.first_loss = row["loss"]
         self.state.last_loss = row["loss"]
 

@@ -32,15 +32,14 @@ class Saving:
         patience_s = 60 * self.config.minutes / (10 if self.checkpointer.failed else 1)
         return 0 < patience_s <= now - self.saved_at
 
-    def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
-        """Decide whether to save after `step`: the run `stops`, or a save is due by steps, time (`is_time`) or end
-        (`last`), or failed or was postponed. One that is due after a bad loss is postponed: `is_postponed`.
+    def decide(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
+        """Return whether to save after `step`: because the run `stops`, or a save is due by steps, time (`is_time`) or
+        end (`last`), or the last one failed or was postponed. After a bad loss, which may mean ruined weights, what is
+        due is postponed to the next good step (`is_postponed`); after the last step only if the loss before was bad too.
         """
-        config, failed = self.config, self.checkpointer.failed
-        retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
-        due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
-        # The loss of the step after an update is what shows whether the update has spoilt the weights. No step follows
-        # the last one: there only a second bad loss in a row is taken for ruined weights.
+        every = self.config.every
+        retries = self.checkpointer.failed and is_due(step, min(every, max(1, every // 10)))  # ten times as often
+        due = is_due(step, every) or is_time or (last and self.config.at_end) or retries or self.is_postponed
         self.is_postponed = due and (self.guard.has_ruined_weights if last else self.guard.has_bad_loss)
         return stops or (due and not self.is_postponed)
 
@@ -61,15 +60,14 @@ class Saving:
         self.progress.note(checkpoint=self.checkpointer.newest)
 
     def publish_last(self, step: int, is_saved: bool) -> None:
-        """Publish at once; raise CheckpointError or Diverged if `is_saved`, but the save has failed. A collective."""
+        """Publish at once, as the run ends. If a save of this step was begun (`is_saved`) and has failed, raise
+        Diverged where its numbers were NaN or Inf, else CheckpointError. A collective.
+        """
         with terminal.phase(tr("Proving the checkpoint of step {step}", step=step)):
             self.publish()
-        if is_saved and self.checkpointer.failed:
-            if not self.checkpointer.ruin:
-                reason = tr(
-                    "the last checkpoint could not be saved; see the warning above. Earlier ones are untouched."
-                )
-                raise CheckpointError(reason)
+        if not is_saved or not self.checkpointer.failed:
+            return
+        if self.checkpointer.ruin:
             raise Diverged(
                 "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
                 "precision=fp32. The last checkpoint is {checkpoint}.",
@@ -77,6 +75,8 @@ class Saving:
                 reason=self.checkpointer.ruin,
                 checkpoint=self.checkpointer.good or self.checkpointer.newest or tr("none"),
             )
+        reason = tr("the last checkpoint could not be saved; see the warning above. Earlier ones are untouched.")
+        raise CheckpointError(reason)
 
     def rescue(self, state: RunState) -> RunFolderError:
         """Save the state next to the run directory, which is gone; return the error that ends the run. A collective."""

@@ -48,19 +48,20 @@ def learning_rate(
     lowest = warmup_start_ratio(schedule, warmup_steps)
     if index < 0:
         return lowest * peak
-    if index < warmup:
-        is_log = schedule.warmup_type is schema.WarmupType.log
-        gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if is_log else index / warmup
-    elif is_cosine:
-        return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
-    elif schedule.name is schema.ScheduleName.linear:
-        return peak * max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
+    if index >= warmup:
+        if is_cosine:
+            return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
+        if schedule.name is schema.ScheduleName.linear:
+            return peak * max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
+        risen = 1.0  # a constant rate stays at the peak
+    elif schedule.warmup_type is schema.WarmupType.log:
+        risen = (1.0 / math.log(warmup)) * math.log(index + 1)
     else:
-        gamma = 1.0
-    # Both are the same number, computed in the order of each of DeepSpeed's schedulers.
+        risen = index / warmup
+    # `risen`: share of the way from the lowest rate to the peak. Rounded as by each of DeepSpeed's schedulers.
     if is_cosine:
-        return peak * (lowest + gamma * (1.0 - lowest))
-    return lowest * peak + (peak - lowest * peak) * gamma
+        return peak * (lowest + risen * (1.0 - lowest))
+    return lowest * peak + (peak - lowest * peak) * risen
 
 
 def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
@@ -87,12 +88,12 @@ class Schedule:
         """How far the schedule is, in its own steps: as far as `done`, or farther after `fit` has shortened it."""
         self._steps_left: int | None = None
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
-        self._settings = (schedule, lr, total_steps, warmup_steps)
+        self.config, self.peak, self.total_steps, self.warmup_steps = schedule, lr, total_steps, warmup_steps
         self.write()
 
     def set_length(self, total_steps: int, warmup_steps: int) -> None:
         """Change the number of steps of the run and of its warm-up, before the first step."""
-        self._settings = (*self._settings[:2], total_steps, warmup_steps)
+        self.total_steps, self.warmup_steps = total_steps, warmup_steps
         self.write()
 
     def fit(self, steps_left: int | None) -> None:
@@ -103,8 +104,7 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
-        schedule, lr, total_steps, warmup_steps = self._settings
-        rate = learning_rate(schedule, lr, self.position, total_steps, warmup_steps)
+        rate = learning_rate(self.config, self.peak, self.position, self.total_steps, self.warmup_steps)
         return [rate * share for share in self._shares]
 
     def get_last_lr(self) -> list[float]:
@@ -121,20 +121,18 @@ class Schedule:
         """Return by how many of the schedule's steps the step just done advances it: 1, or another number where `fit`
         has changed its length; count that step off `_steps_left`.
         """
-        schedule, _, total_steps, warmup_steps = self._settings
-        if self._steps_left is None or schedule.name in _ENDLESS:
+        if self._steps_left is None or self.config.name in _ENDLESS:
             return 1
         left, self._steps_left = max(1, self._steps_left), self._steps_left - 1  # `left`: with the step just done
-        if self.position < warmup_steps and left > warmup_steps - self.position:
+        if self.position < self.warmup_steps and left > self.warmup_steps - self.position:
             return 1  # the warm-up ends in time as it is
-        if schedule.name is schema.ScheduleName.wsd:
+        if self.config.name is schema.ScheduleName.wsd:
             from toolkit.train.transformers_schedules import decay_begin
 
-            plateau_end = decay_begin(schedule, total_steps, warmup_steps)
+            plateau_end = decay_begin(self.config, self.total_steps, self.warmup_steps)
             if self.position < plateau_end:  # the plateau takes the steps that the decay leaves
-                return (plateau_end - self.position) / max(1, left - (total_steps - plateau_end))
-        # What is left of the schedule, in equal strides.
-        return max(0.0, total_steps - self.position) / left
+                return (plateau_end - self.position) / max(1, left - (self.total_steps - plateau_end))
+        return max(0.0, self.total_steps - self.position) / left  # the rest of the schedule, in equal strides
 
     def state_dict(self) -> dict[str, float]:
         """Return how far the schedule is, in DeepSpeed's form; "position" only if `fit` has changed it."""
@@ -192,26 +190,10 @@ class Epoch:
 
 def warn_of_short_run(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
     """Warn of too few steps to learn much, and of a rate that begins at 0; `epoch` None, `total_steps` 0: not known."""
-    if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
-        samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
-        data = (
-            tr("{samples} samples", samples=samples)
-            if epoch.samples == epoch.sequences
-            else tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
-        )
-        longer = _longer_runs(cfg, epoch, world_size)
-        ways = [tr("{override} ({steps} steps)", override=override, steps=steps) for override, steps in longer]
-        warn(
-            "too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
-            "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
-            steps=total_steps,
-            data=data,
-            per_step=epoch.per_step,
-            epochs=cfg.train.epochs,
-            fewest=FEWEST_STEPS,
-            ways=clauses(ways),
-        )
-    elif 0 < total_steps < FEWEST_STEPS:
+    is_short = 0 < total_steps < FEWEST_STEPS
+    if is_short and epoch and not cfg.train.max_steps:
+        _warn_of_few_steps(cfg, epoch, total_steps, world_size)
+    elif is_short:
         say("train.max_steps = {steps}: enough to try the recipe out, too few to learn.", steps=total_steps)
     total = total_steps or _LOOKED_AT
     warmup, looked_at = warmup_steps(cfg, total), range(min(total - 1, _LOOKED_AT))
@@ -224,6 +206,26 @@ def warn_of_short_run(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: i
         )
 
 
+def _warn_of_few_steps(cfg: schema.RunConfig, epoch: Epoch, total_steps: int, world_size: int) -> None:
+    """Warn that the data give too few steps to learn much, and say which overrides make the run longer."""
+    samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
+    data = tr("{samples} samples", samples=samples)
+    if epoch.samples != epoch.sequences:
+        data = tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
+    longer = _longer_runs(cfg, epoch, world_size)
+    ways = [tr("{override} ({steps} steps)", override=override, steps=steps) for override, steps in longer]
+    warn(
+        "too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, train.epochs={epochs}); {fewest} "
+        "or more are usual. Each of these makes the run longer: {ways}",
+        steps=total_steps,
+        data=data,
+        per_step=epoch.per_step,
+        epochs=cfg.train.epochs,
+        fewest=FEWEST_STEPS,
+        ways=clauses(ways),
+    )
+
+
 def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
     """Yield overrides (no packing, smaller batch, more epochs) for runs of about FEWEST_STEPS, and their steps."""
     train, epochs, size = cfg.train, cfg.train.epochs, cfg.batch.global_size
@@ -234,16 +236,14 @@ def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterat
         yield f"data.packing=none{more}", replace(train, epochs=enough).over_epochs(unpacked)
     # A smaller global batch: a multiple of all data ranks' micro-batches (`rows_at_once`).
     rows_at_once = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
-    scale = Fraction(
-        epoch.per_step, size
-    )  # sequences per row of the global batch: with grouped packing 1 / micro-batch
+    per_row = Fraction(epoch.per_step, size)  # sequences of a row: 1, or 1 / micro-batch with data.packing=grouped
     # An epoch has `needed` steps or more where a step takes less than `bound` sequences: of 98 sequences, for 50 steps,
     # less than 98 / 49 = 2. Fractions, so that the bound is exact.
     needed = math.ceil(FEWEST_STEPS / epochs)
     bound = Fraction(epoch.sequences, needed - 1) if needed > 1 else Fraction(size)
-    smaller = min(size - 1, math.ceil(bound / scale) - 1) // rows_at_once * rows_at_once
-    if smaller > 0 and bound > 1:
-        steps = math.ceil(epoch.sequences / max(Fraction(1), smaller * scale))
+    smaller = min(size - 1, math.ceil(bound / per_row) - 1) // rows_at_once * rows_at_once
+    if smaller > 0 and bound > 1:  # with less than one sequence per step no batch is small enough
+        steps = math.ceil(epoch.sequences / max(Fraction(1), smaller * per_row))
         yield f"batch.global_size={smaller}", train.over_epochs(steps)
     enough = math.ceil(FEWEST_STEPS / epoch.steps)
     yield f"train.epochs={enough}", epoch.steps * enough

@@ -120,13 +120,16 @@ class StepGuard:
         return self.anomaly is None
 
     def check(self) -> Anomaly | None:
-        """Return what was wrong with the step just done, None if nothing; Diverged if it updated the weights anyway."""
+        """Return what was wrong with the step just done, None if nothing. Record loss and gradient norm of a step that
+        updated the weights, for later ones to be compared with; Diverged if it was a bad one.
+        """
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        # DeepSpeed itself skips an update by a gradient that is not finite; in fp16 that only lowers the loss scale.
         if skipped and self.anomaly is None and not self.engine.fp16_enabled():
             self.anomaly = Anomaly(AnomalyKind.gradient, self.gate.grad_norm, _median(self.grad_norms))
-        if self.anomaly is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
+        if self.anomaly is not None and not skipped:  # by an optimizer class of DeepSpeed's that the gate does not know
             raise Diverged(
                 "{what}, and {optimizer} has updated the weights all the same.",
                 what=self.anomaly.text(),
@@ -134,7 +137,7 @@ class StepGuard:
             )
         if not skipped:
             self.losses.append(self.loss)
-            if math.isfinite(self.gate.grad_norm):  # ZenFlow knows it only in steps that update everything
+            if math.isfinite(self.gate.grad_norm):  # ZenFlow computes it only in steps that update all columns
                 self.grad_norms.append(self.gate.grad_norm)
         return self.anomaly
 
@@ -300,7 +303,7 @@ def train_step(
     else:
         result = _data_parallel_passes(engine, task, micro_batches, guard, counts, mesh.world_size, forward)
     result.counts = StepCounts(*(count // mesh.copies for count in result.counts))
-    if task.counted:  # sequences, which all ranks that split them have counted
+    if task.counted:  # samples or pairs: each rank that has a part of a sequence has counted it
         result.counts = result.counts._replace(losses=result.counts.losses // mesh.sequence)
     if result.router_loss is not None:
         result.router_loss /= mesh.world_size * len(micro_batches)
@@ -388,12 +391,13 @@ def _sum_and_judge(
     router_sums = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)  # loss, then loads
     figures = task.take_figures()
     own_figures = [sum_and_count.to(micro_losses) for sum_and_count in figures.values()]
+    # The loss; sum and count of each figure in turn; the routers' loss; each expert's load, which stays on the device.
     sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *own_figures, router_sums)), micro_losses.device)
-    num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)  # a figure is two numbers
-    scalars, expert_loads = sums.tensor_split([2 + num_figures])  # the loads stay on the device
-    # The loss, sum and count of each figure in turn, the routers' loss; then `counts`.
+    num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)
+    scalars, expert_loads = sums.tensor_split([2 + num_figures])
     loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
     figure_numbers, router_sum, count_numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
+    figure_pairs = zip(figure_numbers[::2], figure_numbers[1::2], strict=True)  # (sum, count) of each
     step_counts = StepCounts(*map(int, count_numbers[:num_counts]))
     if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
@@ -406,6 +410,5 @@ def _sum_and_judge(
         micro_losses=micro_losses,
         router_loss=router_sum if routers and routers.coefficient else None,
         expert_loads=expert_loads if len(expert_loads) else None,
-        # Name -> (sum, count), from sum, count, sum, count, …
-        figures=dict(zip(figures, zip(figure_numbers[::2], figure_numbers[1::2], strict=True), strict=True)),
+        figures=dict(zip(figures, figure_pairs, strict=True)),
     )

@@ -43,10 +43,10 @@ class StragglerDetector(Hook):
 
     def after_log(self, times: RankTimes) -> None:
         """Warn of a slow rank, after the row about the steps in which it was slow is printed."""
-        if slow := self.see(times):
+        if slow := self.compare(times):
             warn(slow)
 
-    def see(self, times: RankTimes) -> str:
+    def compare(self, times: RankTimes) -> str:
         """Add the times of the steps since the last call. Each COMPARED_STEPS steps, compare the slowest rank with the
         median; return a warning once it was much slower IN_A_ROW times, else "".
         """
@@ -59,12 +59,16 @@ class StragglerDetector(Hook):
         per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
         # Slow per token too, as longer sequences take longer.
         is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
-        suspect = slowest if is_slow and excess_s > LEAST_SHARE * times.seconds else -1
+        suspect = slowest if is_slow and excess_s > LEAST_SHARE * times.seconds else -1  # -1: no rank
         self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
         if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:
             return ""
         self._reported.add(suspect)
+        return self._warning(suspect, times)
+
+    def _warning(self, suspect: int, times: RankTimes) -> str:
+        """Return the warning of a slow rank: by how much it is slow, and whether its data or its machine is."""
         own_s, median_s, host = times.own_s[suspect], median_low(times.own_s), self.hosts[suspect]
         if times.data_wait_s[suspect] - median_low(times.data_wait_s) > (own_s - median_s) / 2:
             where = tr(

@@ -69,7 +69,7 @@ def slowest_rank(values: Sequence[float]) -> int:
 
 _IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
 _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
-"""Other names, and figures that are left out, in rows of a task that counts samples in place of tokens."""
+"""In rows of a task that counts samples in place of tokens: figures under other names, and those that are left out."""
 
 
 class ThroughputMeter:
