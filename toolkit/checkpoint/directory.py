@@ -22,7 +22,7 @@ LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
 PREFIX = "step-"
 _WEIGHTS = "-weights"
-_NAME = re.compile(rf"{PREFIX}(\d+)({_WEIGHTS})?")
+_NAME = re.compile(rf"{PREFIX}(\d+)({_WEIGHTS})?")  # 1: the step, 2: of exported weights the suffix
 TRASH = ".trash"
 
 
@@ -126,13 +126,14 @@ def discard_checkpoint(folder: Path) -> Path | None:
 
 
 def remove_directories(folders: Iterable[Path]) -> None:
-    """Remove checkpoints, those that are still there. Takes minutes where they are large and the disk slow. What stands
-    in the way of one costs no other: its OSError, the first of all, is raised at the end.
+    """Remove checkpoints, those that are still there; takes minutes where they are large and the disk is slow. If some
+    cannot be removed, the others are all the same, and the first OSError is raised at the end.
     """
     failed: OSError | None = None
     for folder in folders:
         try:
-            if trash := folder if folder.suffix == TRASH else discard_checkpoint(folder):
+            trash = folder if folder.suffix == TRASH else discard_checkpoint(folder)
+            if trash is not None:
                 shutil.rmtree(trash)
         except OSError as error:
             failed = failed or error

@@ -153,7 +153,7 @@ def _zero3_flat_tensors(optimizer: Any, changes: bool) -> Iterator[FlatTensor]:
             optimizer._optimizer_states_and_gradient_swap_in(number)
         flat, pieces = optimizer.fp32_partitioned_groups_flat[number], []
         for parameter in parameters:
-            _, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            _, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]  # offset and size of the piece
             position = distributed.get_rank(parameter.ds_process_group) * size
             length = min(size, parameter.ds_numel - position)  # the last partitions are padded
             if length > 0:

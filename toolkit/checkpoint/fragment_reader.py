@@ -120,14 +120,14 @@ class Fragments:
         """
         if name not in self.facts:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
-        is_same = turned == self.facts[name].get("turned", False)
-        if is_same and part[1] == self.facts[name]["parts"]:
+        is_same_order = turned == self.facts[name].get("turned", False)
+        if is_same_order and part[1] == self.facts[name]["parts"]:  # it was split into as many
             return self._range(name, state, position, length, part[0])
-        if is_same and tensor_split.split_of(name) is tensor_split.Split.rows:
+        if is_same_order and tensor_split.split_of(name) is tensor_split.Split.rows:
             return self._across_parts(name, state, position, length, part)
-        full_tensor = process_group.take_part(name, self.whole(name, state), *part)
-        full_tensor = full_tensor.t() if turned else full_tensor
-        return full_tensor.reshape(-1)[position : position + length]
+        own_part = process_group.take_part(name, self.whole(name, state), *part)
+        own_part = own_part.t() if turned else own_part
+        return own_part.reshape(-1)[position : position + length]
 
     def _across_parts(self, name: str, state: str, position: int, length: int, part: Part) -> torch.Tensor:
         """Do what `read` does, if the checkpoint has another number of tensor-parallel parts, for parameters split by

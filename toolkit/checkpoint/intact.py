@@ -16,7 +16,6 @@ from toolkit.checkpoint.directory import (
     MANIFEST,
     PREFIX,
     STATE,
-    TRASH,
     RunState,
     discard_checkpoint,
     members_of,
@@ -72,9 +71,8 @@ def move_aside_after(checkpoint: Path) -> None:
 def discard_unfinished(checkpoints: Path) -> None:
     """Discard the temporary directories of interrupted saves. Only the process that holds the run's lock may."""
     for pattern in (f"{PREFIX}*.tmp", f".{PREFIX}*.tmp"):  # of a checkpoint, and of weights
-        for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
-            if path.suffix != TRASH:
-                discard_checkpoint(path)
+        for path in checkpoints.glob(pattern):
+            discard_checkpoint(path)
 
 
 _LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin", ".model", ".txt", ".jinja", ".py")
@@ -90,7 +88,8 @@ def _damaged_tensors(path: Path) -> str:
             crc = 0
             while size and (block := file.read(min(size, BLOCK_BYTES))):
                 crc, size = zlib.crc32(block, crc), size - len(block)
-            wrong += [name] if size or crc != checksum else []
+            if size or crc != checksum:  # the file ends too early, or has other bytes
+                wrong.append(name)
     shown = ", ".join(wrong[:3]) + (" …" if len(wrong) > 3 else "")
     return f" ({shown})" if wrong else ""
 
@@ -147,7 +146,7 @@ def manifest_problems(folder: Path, expected_format: int = FORMAT) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        wrong = [problem for problem in pool.map(lambda entry: _problem(folder, *entry), files.items()) if problem]
+        wrong = list(filter(None, pool.map(lambda entry: _file_problem(folder, *entry), files.items())))
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
@@ -155,7 +154,7 @@ def manifest_problems(folder: Path, expected_format: int = FORMAT) -> list[str]:
     return wrong
 
 
-def _problem(folder: Path, name: str, record: Any) -> str:
+def _file_problem(folder: Path, name: str, record: Any) -> str:
     """Return how a file of a checkpoint differs from its record in the manifest, "" if it does not."""
     inner = PurePosixPath(name)  # of a file in the folder: no way up, no link that somebody placed
     is_outside = inner.is_absolute() or ".." in inner.parts or not inner.parts or "\0" in name

@@ -29,7 +29,7 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
     optimizer, is_factored = engine.optimizer, has_factored_states(engine)
     is_zero3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if is_zero3:
-        optimizer.checkpoint_event_prologue()  # drops the small parameters that every rank holds, of the old weights
+        optimizer.checkpoint_event_prologue()  # frees small parameters that ranks hold in full, with their old values
     for flat in flat_tensors(engine, changes=True):
         for piece in flat.pieces:
             _restore_piece(flat, piece, names[id(piece.parameter)], fragments, is_factored)
@@ -55,17 +55,9 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
 
 
 def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragments, is_factored: bool) -> None:
-    """Copy what a checkpoint holds of one parameter's piece into this rank's flat tensor and the states of that.
-
-    Args:
-        flat: where weights and states go; states that the optimizer has not created yet are created.
-        piece: which elements of the parameter are where in the flat tensor.
-        name: the parameter's name in the checkpoint.
-        fragments: the checkpoint.
-        is_factored: whether states are copied whole, as they are not elementwise (Adafactor).
-
-    Raises:
-        CheckpointError: the saved parameter has another shape, or numbers are missing.
+    """Copy what a checkpoint holds of one parameter's `piece` into this rank's flat tensor and its states; those that
+    the optimizer has not created yet are created. `name`: the parameter's in the checkpoint; `is_factored`: states are
+    copied whole, as they are not elementwise (Adafactor). CheckpointError for another shape or missing numbers.
     """
     _check_shape(piece, name, fragments)
     _restore_numbers(flat, fragments.numbers(name))
@@ -73,12 +65,13 @@ def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragmen
         flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
     states = set() if is_factored or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
     for state in sorted(states):
-        if not isinstance(flat.state.get(state), torch.Tensor):
-            # In the type that the optimizer would use: the flat tensor's, and the saved one for Muon's full momentum.
-            dtype = fragments.dtype(name, state) if flat.full_offsets else flat.tensor.dtype
-            empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
+        if isinstance(flat.state.get(state), torch.Tensor):
+            continue
+        if flat.full_offsets:  # Muon's momentum, of full parameters, in the type that it was saved in
             size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
-            flat.state[state] = empty if not flat.full_offsets else empty.new_zeros(size)
+            flat.state[state] = flat.tensor.new_zeros(size, dtype=fragments.dtype(name, state))
+        else:
+            flat.state[state] = torch.zeros_like(flat.tensor, requires_grad=False)
     for state in (WEIGHT, *states):
         is_weight = state == WEIGHT
         target, into = (flat.tensor.data, piece) if is_weight else (flat.state[state], flat.piece_in_states(piece))
@@ -129,6 +122,7 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
     codes, scales = f"state{number}", f"absmax{number}"  # names of bitsandbytes
     if not any(codes in fragments.states(names[id(piece.parameter)]) for piece in flat.pieces):
         return  # saved before the first update
+    # Values of the 256 codes: with a sign for the first moment, without for the second.
     levels = optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(tensor.device)
     in_8_bits = size >= optimizer.args.min_8bit_size
     if in_8_bits:

@@ -18,7 +18,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
-
     The master weights of vectors and chosen columns are outdated, so the model's are saved in their place. They are
     also written over the master's, which nothing reads until ZenFlow does the same, before it chooses columns again.
     """
@@ -28,7 +27,7 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     if optimizer.micro_step_id >= 0 and total is not None:  # there is none without a gradient
         fragment.values[ZENFLOW_SUM] = stretch(total, piece.position, piece.length)
     state = optimizer.selective_optimizer.state.get(parameter)
-    if not state:
+    if not state:  # not updated yet
         return
     is_outdated = torch.full(parameter.shape[-1:], not fragment.turned)  # of each column, or of a vector's numbers
     if fragment.turned:
@@ -49,9 +48,9 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
         fragment.bound = {f"zenflow_{name}": value for name, value in states.items()}
 
 
-def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
-    """Yield for each rank that has some of a matrix its first whole column, the one after its last, how many it chooses
-    of them; nothing for a vector.
+def _column_choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
+    """Yield for each rank that has some of a matrix (begin, end, number): it has the whole columns `begin` to `end` - 1
+    and chooses so many of them. Nothing for a vector.
     """
     if parameter.dim() != 2:
         return
@@ -65,9 +64,7 @@ def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Itera
 
 def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], fragments: Fragments) -> None:
     """Put back what `add_to_fragment` added to the fragments of a rank's `pieces`; `names`: of parameters by their id.
-
-    Where ranks would choose otherwise, or ZenFlow saved nothing, the next step chooses columns, and their moments begin
-    again.
+    If ranks would choose other columns, or ZenFlow saved none, the next step chooses, and their moments begin again.
     """
     for piece in pieces:
         parameter, name = piece.parameter, names[id(piece.parameter)]
@@ -76,30 +73,37 @@ def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], f
             value = fragments.read(name, ZENFLOW_SUM, piece.position, piece.length, turned=parameter.dim() == 2)
             stretch(total, piece.position, piece.length).copy_(value)
             optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)] = total
-    chosen = []
+    chosen = []  # (parameter, its saved states by name, its saved columns by rank)
     for group, parameters in enumerate(optimizer.bit16_groups):
         for parameter in parameters:
             bound = fragments.bound(names[id(parameter)])
             saved = {key.removeprefix("zenflow_"): tensor for key, tensor in bound.items()}
-            parts = _parts(saved.get(_CHOSEN), list(_choices(optimizer, group, parameter)))
+            parts = _split_by_rank(saved.get(_CHOSEN), list(_column_choices(optimizer, group, parameter)))
             if not saved or parts is None:
-                _choose_next(optimizer)
+                _choose_in_next_step(optimizer)
                 return
             chosen.append((parameter, saved, parts))
     for parameter, saved, parts in chosen:
-        saved = {state: tensor.to(parameter.device) for state, tensor in saved.items()}
-        state = optimizer.selective_optimizer.state[parameter]
-        state["step"] = saved["step"]
-        if parts:
-            parameter.partition_selected_indices = [part.to(parameter.device) for part in parts]
-            columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
-            parameter.selected_indices = saved[_CHOSEN]
-            parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
-        for moment in _MOMENTS:
-            if optimizer.offload_selective_optimizer:
-                setattr(parameter, f"{moment}_cpu_data", _on_host(optimizer, saved[moment]))
-            else:
-                state[moment] = saved[moment].view(parameter.shape[0], -1) if parts else saved[moment]
+        _restore_selective_states(optimizer, parameter, saved, parts)
+
+
+def _restore_selective_states(
+    optimizer: Any, parameter: Any, saved: Mapping[str, torch.Tensor], parts: Sequence[torch.Tensor]
+) -> None:
+    """Set a parameter's chosen columns, by rank in `parts` ([] for a vector), their moments and the count of steps."""
+    saved = {state: tensor.to(parameter.device) for state, tensor in saved.items()}
+    state = optimizer.selective_optimizer.state[parameter]
+    state["step"] = saved["step"]
+    if parts:
+        parameter.partition_selected_indices = [part.to(parameter.device) for part in parts]
+        columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
+        parameter.selected_indices = saved[_CHOSEN]
+        parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
+    for moment in _MOMENTS:
+        if optimizer.offload_selective_optimizer:
+            setattr(parameter, f"{moment}_cpu_data", _on_host(optimizer, saved[moment]))
+        else:
+            state[moment] = saved[moment].view(parameter.shape[0], -1) if parts else saved[moment]
 
 
 def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
@@ -108,9 +112,9 @@ def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
     return get_accelerator().pin_memory(value) if optimizer.cpu_offload_pin_memory else value
 
 
-def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
-    """Return the saved columns by the rank that chose them; None if ranks, by their `_choices`, would choose others
-    here; [] for a vector.
+def _split_by_rank(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
+    """Return the saved columns by the rank that chose them; None if ranks have or choose other ones here, by their
+    `_column_choices`; [] for a vector, which has none.
     """
     counts = [count for *_, count in choices]
     if columns is None or len(columns) != sum(counts):
@@ -123,7 +127,7 @@ def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) ->
     return parts if all(has_own_columns) else None
 
 
-def _choose_next(optimizer: Any) -> None:
+def _choose_in_next_step(optimizer: Any) -> None:
     """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
     is_due = optimizer.is_zenflow_select_boundary
     next_step: int | None = None
