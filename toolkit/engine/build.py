@@ -31,7 +31,6 @@ def initialize_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine that trains a model (under ZeRO-3 its weights are partitioned already, see models/load.py). A
     collective; ConfigError if DeepSpeed rejects the settings.
-
     `ds_config` alone decides about partitioning and precision; `optim`, if given, about parameter groups, and about
     optimizers that DeepSpeed does not have by name. `make_schedule` gets the optimizer and returns its learning-rate
     schedule. Without `compiling`, nothing is compiled. The engine's `received_config` is the JSON that DeepSpeed got.
@@ -124,38 +123,37 @@ def parameter_groups(
     model: torch.nn.Module, optim: schema.OptimConfig, copies: Mapping[str, torch.nn.Parameter] | None = None
 ) -> Groups:
     """Return a model's trained parameters as an optimizer takes them: in groups of equal learning rate and weight decay
-    if `optim` asks for such, with divided experts in groups of their own, else as a plain list.
-
-    The group with the highest rate comes first, as logs show the rate of the first group.
-    `copies`: parameter's name -> what is returned in place of the model's own.
+    if `optim` asks for such, with divided experts in groups of their own, else as a plain list. The group with the
+    highest rate comes first, as logs show its rate. `copies`: parameter's name -> what is returned in its place.
     """
     named = (copies or dict(model.named_parameters())).items()
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    has_experts = any(is_expert_part(parameter) for _, parameter in trained)
-    if not rule_tables.is_grouped(optim):
-        parameters = [parameter for _, parameter in trained]
-        if not has_experts:
-            return parameters
-        sorted_groups: list[dict[str, Any]] = [{"params": parameters}]
-    else:
-        from toolkit.engine.weight_decay import weight_names
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    parameters = list(trained.values())
+    groups = _groups_by_rate(model, optim, trained) if rule_tables.is_grouped(optim) else [{"params": parameters}]
+    if any(map(is_expert_part, parameters)):
+        from toolkit.layouts.experts import split_off_experts
 
-        weights = weight_names(model)
-        num_layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
-        groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
-        for name, parameter in trained:
-            is_weight, is_in_layer = name in weights, layer_of(name) >= 0
-            decays = {"all": True, "matrices": is_weight, "hidden": is_weight and is_in_layer}[optim.decay.value]
-            groups.setdefault((_peak_rate(optim, name, parameter, num_layers), decays), []).append(parameter)
-        sorted_groups = [
-            {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
-            for rate, decays in sorted(groups, reverse=True)
-        ]
-    if not has_experts:
-        return sorted_groups
-    from toolkit.layouts.experts import split_off_experts
+        return split_off_experts(groups)
+    return groups if rule_tables.is_grouped(optim) else parameters
 
-    return split_off_experts(sorted_groups)
+
+def _groups_by_rate(
+    model: torch.nn.Module, optim: schema.OptimConfig, trained: Mapping[str, torch.nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Return groups of equal learning rate and weight decay, highest rate first, of a model's `trained` parameters."""
+    from toolkit.engine.weight_decay import weight_names
+
+    weights = weight_names(model)
+    num_layers = 1 + max(map(layer_of, trained), default=-1)  # numbered from 0; -1: in no layer
+    groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        is_weight, is_in_layer = name in weights, layer_of(name) >= 0
+        decays = {"all": True, "matrices": is_weight, "hidden": is_weight and is_in_layer}[optim.decay.value]
+        groups.setdefault((_peak_rate(optim, name, parameter, num_layers), decays), []).append(parameter)
+    return [
+        {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
+        for rate, decays in sorted(groups, reverse=True)
+    ]
 
 
 def _peak_rate(optim: schema.OptimConfig, name: str, parameter: torch.nn.Parameter, num_layers: int) -> float:

@@ -18,7 +18,6 @@ def reaches_recomputed_layers(
     compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
 ) -> bool:
     """Return whether torch.compile compiles layers that are computed again, at a ZeRO `stage`; warn if it does not.
-
     It traces PyTorch's checkpoint function, but not DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`). DeepSpeed's
     is needed for its own settings, and by ZeRO 3 without DeepCompile, whose hooks that gather the weights end each
     graph.
@@ -35,15 +34,10 @@ def reaches_recomputed_layers(
 
 
 def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: schema.CompileConfig) -> None:
-    """Compile each layer of the engine's model by itself: layers of a kind share what is compiled, so that 28 take as
-    long as one. As one graph, a ChatGLM3-6B was not compiled after 150 s (torch 2.11, one H200).
-
-    Compiled as a whole is what has no layers, what DeepCompile changes, and ZeRO 3, whose hooks end each graph anyway.
-
-    Args:
-        engine: what trains `model`.
-        model: the transformers model; of a pipeline, this rank's stage.
-        compiling: the settings.
+    """Compile each layer of the engine's `model` (of a pipeline, this rank's stage) by itself: layers of a kind share
+    what is compiled, so that 28 take as long as one. As one graph, a ChatGLM3-6B was not compiled after 150 s (torch
+    2.11, one H200). A model without layers is compiled as a whole, as is one under DeepCompile, which changes the
+    graph, or ZeRO 3, whose hooks end each graph anyway.
 
     Raises:
         ConfigError: the backend is not installed, or there is no DeepCompile here.

@@ -79,13 +79,11 @@ def patch_norm_masking() -> None:
 
 
 def end_optimizer_processes_with_rank() -> None:
-    """Make the processes of ZenFlow's and SuperOffload's optimizers end when their rank is killed; Python ends them at
-    a regular exit alone (deepspeed 0.19.8).
+    """Let the processes that ZenFlow and SuperOffload start for their optimizers end when this rank is killed, by
+    replacing the function that each of them runs. Python ends them only if the rank exits regularly (deepspeed 0.19.8).
     """
-    for module, name in (
-        (zenflow_utils, "zenflow_optimizer_process"),
-        (superoffload_utils, "superoffload_optimizer_worker"),
-    ):
+    targets = (zenflow_utils, "zenflow_optimizer_process"), (superoffload_utils, "superoffload_optimizer_worker")
+    for module, name in targets:  # the replacement calls the original by its name, in the new process
         setattr(module, name, children.ending_with_this(module.__name__, name))
 
 
@@ -106,7 +104,6 @@ def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch
 
 class UpdateVeto:
     """Asks `may_update` in each `engine.step`, when the gradient norm is known and the weights are still unchanged.
-
     `may_update` gets the global gradient norm before clipping, the same on every rank, and must return the same on all;
     it is not called if DeepSpeed has found an overflow already. A vetoed step is skipped as DeepSpeed (0.19.8) skips
     one whose gradients overflowed: it counts in `skipped_steps`, the schedule does not advance, gradients are dropped.
@@ -118,14 +115,15 @@ class UpdateVeto:
         """Norm before clipping of the step in progress or just done; inf where gradients overflowed."""
         self.vetoed = False
         """Whether the step in progress or just done was stopped here."""
-        self._grow: Callable[[], None] | None = None
-        """Tells the loss scaler about a step without overflow; None before it has been put off in this step."""
-        if hasattr(self.optimizer, "_update_scale"):  # its loss scaler must not take a veto for an overflow
+        self._grow_scale: Callable[[], None] | None = None
+        """Tells the loss scaler of a step without overflow, once the step is done; None: nothing to tell (yet)."""
+        if hasattr(self.optimizer, "_update_scale"):  # it has a loss scaler, to which a veto must be no overflow
             self.wrap("_update_scale", self._update_scale)
             self.wrap("step", self._step)
-        if hasattr(self.optimizer, "averaged_gradients") and engine.zero_optimization_stage():
-            self._ask_in_zero(is_stage3=engine.zero_optimization_stage() == 3)
-        else:  # the optimizers of stage 0, and of stage 1 in bf16
+        stage = engine.zero_optimization_stage()
+        if stage and hasattr(self.optimizer, "averaged_gradients"):  # ZeRO's own optimizers: they compute the norm
+            self._ask_in_zero(is_stage3=stage == 3)
+        else:  # the optimizers of stage 0, and BF16_Optimizer, which is that of stage 1 in bf16
             from toolkit.engine import veto_without_zero
 
             veto_without_zero.ask_before_step(self)
@@ -141,16 +139,16 @@ class UpdateVeto:
         if overflow and not self.vetoed:
             real(True)
         else:
-            self._grow = partial(real, False)
+            self._grow_scale = partial(real, False)
 
     def _step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Stand in for the optimizer's `step`, `real`: let the loss scale grow after the update. DeepSpeed doubles it
         before, and divides gradients by the doubled one, which halves an update without clipping (0.19.8).
         """
-        self._grow = None
+        self._grow_scale = None
         result = real(*arguments, **options)  # in which `_update_scale` is called
-        if self._grow is not None:
-            self._grow()
+        if self._grow_scale is not None:
+            self._grow_scale()
         return result
 
     def judge(self, scaled_norm: Any) -> bool:
@@ -169,9 +167,8 @@ class UpdateVeto:
 
     def _ask_in_zero(self, is_stage3: bool) -> None:
         """Ask where DeepSpeed's ZeRO computes the norm: after a veto that method returns infinity, for which the update
-        is skipped. Stage 3's returns a list of norms, that of stages 1 and 2 one norm.
-
-        Muon's momentum is updated before that in two cases: it is asked before its update then, which a veto skips.
+        is skipped. Stage 3's returns a list of norms, that of stages 1 and 2 one norm. In two cases Muon's momentum is
+        updated before that: `may_update` is asked before it then, and a veto skips the momentum's update too.
         """
         norm_method = "_get_norm_groups" if is_stage3 else "scaled_global_norm"
         compute_norm = getattr(self.optimizer, norm_method)
@@ -182,34 +179,37 @@ class UpdateVeto:
             elif self.optimizer.cpu_offload:
                 momentum_method = "_apply_muon_updates_cpu_offload"
 
-        def judge(norm: Any) -> bool:
-            return self.judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
-
-        def norm_or_infinity(real: Callable[..., Any], *arguments: Any) -> Any:
-            if not momentum_method:
-                norm = real(*arguments)
-                if not judge(norm):
-                    return norm
-            elif not self.vetoed:  # judged by `update_unless_vetoed`
-                return real(*arguments)
-            infinity = torch.full((), math.inf)  # after a veto
-            return [infinity] if is_stage3 else infinity
+        def judge(norm: Any) -> None:
+            self.judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
 
         def update_unless_vetoed(real: Callable[[], None]) -> None:
-            if not judge(compute_norm()):
+            judge(compute_norm())
+            if not self.vetoed:
                 real()
 
-        if momentum_method:  # it comes before DeepSpeed computes the norm, which is then of updates
+        def infinity() -> Any:
+            norm = torch.full((), math.inf)
+            return [norm] if is_stage3 else norm
+
+        def judged_norm(real: Callable[..., Any], *arguments: Any) -> Any:
+            norm = real(*arguments)
+            judge(norm)
+            return infinity() if self.vetoed else norm
+
+        def norm_unless_vetoed(real: Callable[..., Any], *arguments: Any) -> Any:
+            return infinity() if self.vetoed else real(*arguments)
+
+        if momentum_method:  # DeepSpeed calls it before it computes a norm, which is then that of updates
             self.wrap(momentum_method, update_unless_vetoed)
-        self.wrap(norm_method, norm_or_infinity)
+            self.wrap(norm_method, norm_unless_vetoed)
+        else:
+            self.wrap(norm_method, judged_norm)
 
 
 def pass_rate_to_second_optimizers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give the learning rate to DeepSpeed's second optimizers, which would begin or stay at the peak rate (0.19.8).
-
     ZenFlow's gets it too late for its first update. `backup_optimizer`, for sub-groups on the GPU under partial
-    offloading, shares all parameter groups but the first, and decays weights as AdamW even if Adam is asked for
-    (stage3.py).
+    offloading, shares all parameter groups but the first, and decays as AdamW even if Adam is asked for (stage3.py).
     """
     if engine.zenflow:
         engine.optimizer._sync_selective_optimizer_lr()

@@ -196,7 +196,7 @@ class DsImport:
                 if isinstance(value, str) and type(json.loads(value.lower())) in accepted:
                     expected_type = joined(expected_type, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
-        item = str if key == "comms_logger.prof_ops" else (int, float)
+        item = str if key == "comms_logger.prof_ops" else (int, float)  # what a list holds
         if isinstance(value, list) and not all(isinstance(part, item) and not isinstance(part, bool) for part in value):
             expected_type = tr("a list of texts") if item is str else tr("a list of numbers")
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
@@ -333,7 +333,7 @@ def _check_round_trip(ds: DsImport, result: load.LoadedConfig) -> None:
     # Of an unknown number of ranks, as many as compute the global batch without accumulation.
     ranks = ds.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
     ours = dict(dotted_keys.leaves(ds_config.build_ds_config(cfg, ranks).values))
-    if cfg is not result.cfg:  # training determines both
+    if cfg is not result.cfg:  # its micro-batch is auto: a run determines it, and with it the accumulation
         ours |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
     # If the number of steps depends on the data, any number shows the scheduler's settings.
     any_steps = cfg.train.max_steps or 10**9
@@ -391,7 +391,7 @@ def _import_batch(ds: DsImport) -> None:
     if ds.has(BATCH):
         ds.assign("batch.global_size", ds.values[BATCH], BATCH)
     model_ranks = math.prod(ds.current(f"parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
-    data_ranks = (ds.world_size or 1) // max(1, model_ranks) or 1  # data-parallel ranks
+    data_ranks = max(1, (ds.world_size or 1) // max(1, model_ranks))  # data-parallel ranks
     size, rows = ds.current("batch.global_size"), ds.current("batch.micro_per_gpu")
     if not ds.has(STEPS) and not ds.strict and rows != schema.AUTO and size % (rows * data_ranks):
         # If the file gives one of the two sizes, the recipe's other one is adapted to it.
@@ -455,23 +455,27 @@ def _import_precision(ds: DsImport) -> None:
     """Import the sections fp16, bf16 and torch_autocast as precision.dtype. Without any of them it is fp32, unless the
     recipe or the command line chose one; "auto" leaves the recipe's.
     """
-    switches = {f"{dtype}.enabled": ds.values.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
-    enabled = [key for key, value in switches.items() if value is True]
-    if len(enabled) > 1:
+    switches = ("fp16.enabled", "bf16.enabled")
+    fp16, bf16 = (ds.values.get(key, False) for key in switches)  # true, false or "auto"
+    uses_autocast = ds.values.get("torch_autocast.enabled") is True
+    if fp16 is True and bf16 is True:
         raise ds.error("bf16.enabled", "fp16 and bf16 are both enabled. Keep one of them.")
-    if enabled:
-        ds.assign("precision.dtype", enabled[0].partition(".")[0], enabled[0])
-    elif ds.values.get("torch_autocast.enabled") is True:
+    if fp16 is True:
+        ds.assign("precision.dtype", "fp16", "fp16.enabled")
+    elif bf16 is True:
+        ds.assign("precision.dtype", "bf16", "bf16.enabled")
+    elif uses_autocast:
         name = ds.values.get("torch_autocast.dtype", "bfloat16").removeprefix("torch.").lower()
         ds.assign("precision.dtype", _AUTOCAST_DTYPES.get(name, name), "torch_autocast.dtype")
-    elif "auto" not in switches.values():  # which leaves the recipe's
+    elif "auto" not in (fp16, bf16):
         switched_off = [key for key in switches if key in ds.values]
-        if switched_off or "precision.dtype" not in ds.loaded.explicit:
-            origin = switched_off[0] if switched_off else "fp16.enabled"  # whose default in DeepSpeed is false
-            ds.assign("precision.dtype", "fp32", origin)
-    # No other message about these keys: the note below says what becomes of them.
+        if switched_off:
+            ds.assign("precision.dtype", "fp32", switched_off[0])
+        elif "precision.dtype" not in ds.loaded.explicit:
+            ds.assign("precision.dtype", "fp32", "fp16.enabled")  # DeepSpeed's default is false
+    # The note says what becomes of these keys; without it they are switched off.
     ds.explained |= {key for key in ds.values if key.startswith("torch_autocast.")}
-    if ds.values.get("torch_autocast.enabled") is True:
+    if uses_autocast:
         ds.note(
             "torch_autocast.enabled",
             "torch_autocast is not used. In its place is precision.dtype = {dtype}: products in the same precision, "
@@ -559,21 +563,30 @@ def _import_scheduler(ds: DsImport) -> None:
         shown_names = ", ".join(SCHEDULES)
         raise ds.error(key, "scheduler {value} is not available. There are {names}.", value=name, names=shown_names)
     ds.assign("schedule.name", SCHEDULES[name], key)
-    is_cosine, rate = name == "WarmupCosineLR", ds.current("optim.lr")
+    rate = ds.current("optim.lr")
     _check_peak_rate(ds, name, rate)
-    # Where the warm-up begins: the schema has it as a fraction of the peak rate, DeepSpeed only for the cosine.
-    lowest, lowest_key = _scheduler_parameter(ds, "warmup_min_ratio" if is_cosine else "warmup_min_lr")
-    if lowest is not None:
-        ds.assign("schedule.warmup_min_ratio", float(lowest) if is_cosine else lowest / (rate or 1.0), lowest_key)
-    if lowest and name == "WarmupDecayLR":
-        ds.note(
-            lowest_key,
-            "DeepSpeed's WarmupDecayLR falls to warmup_min_lr = {rate}; here the learning rate falls to 0.",
-            rate=lowest,
-        )
-    floor, floor_key = _scheduler_parameter(ds, "cos_min_ratio") if is_cosine else (None, "")
-    if floor is not None:
-        ds.assign("schedule.min_lr_ratio", floor, floor_key)
+    if name == "WarmupCosineLR":  # gives rates as fractions of the peak rate, as the schema does
+        for parameter, schema_key in (("warmup_min_ratio", "warmup_min_ratio"), ("cos_min_ratio", "min_lr_ratio")):
+            value, value_key = _scheduler_parameter(ds, parameter)
+            if value is not None:
+                ds.assign(f"schedule.{schema_key}", float(value), value_key)
+    else:
+        lowest, lowest_key = _scheduler_parameter(ds, "warmup_min_lr")
+        if lowest is not None:
+            ds.assign("schedule.warmup_min_ratio", lowest / (rate or 1.0), lowest_key)
+        if lowest and name == "WarmupDecayLR":
+            ds.note(
+                lowest_key,
+                "DeepSpeed's WarmupDecayLR falls to warmup_min_lr = {rate}; here the learning rate falls to 0.",
+                rate=lowest,
+            )
+    _import_warmup(ds)
+    if ds.has(total_key) and name != "WarmupLR":
+        ds.assign("train.max_steps", ds.values[total_key], total_key)
+
+
+def _import_warmup(ds: DsImport) -> None:
+    """Import type and steps of the warm-up; the recipe's `warmup_ratio` stays if it gives as many steps, else is 0."""
     kind, kind_key = _scheduler_parameter(ds, "warmup_type")
     if kind not in (None, "log", "linear"):  # deepspeed/runtime/lr_schedules.py warns, and takes log
         ds.note(kind_key, "DeepSpeed has no warmup_type {kind} and takes log.", kind=repr(kind))
@@ -581,14 +594,12 @@ def _import_scheduler(ds: DsImport) -> None:
     if kind is not None:
         ds.assign("schedule.warmup_type", kind, kind_key)
     steps, steps_key = _scheduler_parameter(ds, "warmup_num_steps")
-    total = ds.values.get(total_key) or ds.current("train.max_steps")
+    total = ds.values.get("scheduler.params.total_num_steps") or ds.current("train.max_steps")
     ratio = ds.current("schedule.warmup_ratio")
     is_ratio = isinstance(total, int) and total > 0 and ds_config.ratio_of_steps(ratio, total) == steps
-    if steps is not None and not is_ratio:  # the recipe's ratio may give the same steps
+    if steps is not None and not is_ratio:
         ds.assign("schedule.warmup_steps", steps, steps_key)
         ds.assign("schedule.warmup_ratio", 0.0, steps_key)
-    if ds.has(total_key) and name != "WarmupLR":
-        ds.assign("train.max_steps", ds.values[total_key], total_key)
 
 
 def _scheduler_parameter(ds: DsImport, name: str) -> tuple[Any, str]:
@@ -610,7 +621,7 @@ def _check_peak_rate(ds: DsImport, name: str, rate: float) -> None:
         return
     if ds.has(key) and "optimizer.params.lr" not in ds.values and not ds.strict:
         ds.assign("optim.lr", peak, key)
-    elif ds.is_on_command_line("optim.lr"):
+    elif ds.is_on_command_line("optim.lr"):  # which the schedule then warms up to
         ds.explained.add(key)
     elif not equal(peak, rate):
         raise ds.error(
@@ -664,7 +675,6 @@ def _import_switches(ds: DsImport) -> None:
 
 def _import_monitors(ds: DsImport) -> None:
     """Turn on the toolkit's trackers in place of DeepSpeed's monitors, which stay off; they write to the same paths."""
-    names = {"wandb.project": "project", "wandb.group": "group", "wandb.team": "entity"}
     for section, tracker in {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}.items():
         switch, output, job = f"{section}.enabled", f"{section}.output_path", f"{section}.job_name"
         ds.explained |= {key for key in ds.values if key.startswith(f"{section}.")}
@@ -676,10 +686,10 @@ def _import_monitors(ds: DsImport) -> None:
             "DeepSpeed's monitor stays off: track.{tracker} writes in its place (docs/tracking.md).",
             tracker=tracker,
         )
-        for key, name in names.items():
-            if key.startswith(f"{section}.") and ds.has(key):
-                ds.assign(f"track.{tracker}.{name}", ds.values[key], key)
-        if tracker == "tensorboard" and ds.values.get(output):
+        if tracker == "wandb":
+            for key in filter(ds.has, ("wandb.project", "wandb.group", "wandb.team")):
+                ds.assign(ds_config.MONITORS[key], ds.values[key], key)
+        elif tracker == "tensorboard" and ds.values.get(output):
             folder = f"{ds.values[output]}/{ds.values.get(job, 'DeepSpeedJobName')}"
             ds.assign("track.tensorboard.dir", folder, output)
         elif tracker == "csv" and (output in ds.values or job in ds.values):
@@ -770,7 +780,6 @@ def _without_ignored(
     section: dict[str, Any], keys: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """Return a section of a DeepSpeed JSON without the keys that DeepSpeed ignores, and with today's names.
-
     `keys`: those that the section may have, as in `ds_keys.KEYS`; `prefix`: what precedes them, such as "fp16.". Adds
     the lines of renamed keys to `where` (dotted key -> "file:line"), and sentences about what became of keys to `notes`
     (dotted key -> sentence).
@@ -783,17 +792,17 @@ def _without_ignored(
         if is_disabled and name != "enabled":
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
         elif today and " or " not in today:  # with a choice of new names it is an error, see `key_problem`
-            short, new, shown = today.removeprefix(prefix), value, today
+            name_today, shown = today.removeprefix(prefix), today
             for path, line in list(where.items()):  # of the key, and of those below it
                 if path.startswith(key):
                     where.setdefault(today + path.removeprefix(key), line)
-            if name.startswith("cpu_offload"):  # a switch, and a section today
-                new = {"device": "cpu"} if value is True else None
+            if name.startswith("cpu_offload"):  # a switch, and today a section: true -> {"device": "cpu"}
                 shown = f"{today}.device = {'cpu' if value is True else 'none'}"
+                value = {"device": "cpu"} if value is True else None
             elif isinstance(value, dict):
-                new = _without_ignored(value, keys[short], f"{today}.", where, notes)
-            if new is not None:
-                result.setdefault(short, new)
+                value = _without_ignored(value, keys[name_today], f"{today}.", where, notes)
+            if value is not None:
+                result.setdefault(name_today, value)  # a key with the name of today takes precedence
             notes[key] = tr("{key} is an old name, read as {today}.", key=key, today=shown)
         elif key == "data_efficiency" and isinstance(value, dict) and value.get("enabled") is False:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)  # an enabled one is an error, see `key_problem`

@@ -104,7 +104,7 @@ def _extra_problem(key: str, values: Mapping[str, Any], owned: Mapping[str, str]
             "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
             "(train.on_bad_step). Take it out."
         )
-    if values.get(key, 0) in (None, "auto"):
+    if values.get(key, 0) in (None, "auto"):  # 0 stands for a section, which has no value
         return tr("needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key]))
     return key_problem(key)
 

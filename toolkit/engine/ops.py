@@ -25,18 +25,14 @@ _ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 
 
 def load_ops(names: Iterable[str]) -> str:
-    """Load DeepSpeed's native ops on this rank, after building those that are not built yet, which takes minutes.
-
-    PyTorch's lock lets one process build while the others poll, so no collective waits for a compiler.
-
-    Returns:
-        The name of the first op that cannot be built and the compiler's error; "" if all are loaded.
+    """Load DeepSpeed's native ops on this rank, after building those that are not built yet, which takes minutes;
+    return "NAME: the compiler's error" of the first that cannot be built, "" if all are loaded. PyTorch's lock lets one
+    process build while the others poll, so no collective waits for a compiler.
     """
     drop_unreadable_architectures(os.environ)
     deadline = time.monotonic() + STALE_S
-    for name in names:
-        builder = _BUILDERS.get(name)
-        while builder:
+    for name, builder in ((name, _BUILDERS[name]) for name in names if name in _BUILDERS):
+        while True:
             try:
                 get_accelerator().create_op_builder(builder).load(verbose=False)
                 break
@@ -54,7 +50,6 @@ def load_ops(names: Iterable[str]) -> str:
 
 def drop_unreadable_architectures(environ: MutableMapping[str, str]) -> None:
     """Remove TORCH_CUDA_ARCH_LIST where DeepSpeed could not read it: it builds its ops for the GPUs it sees then.
-
     PyTorch also takes variants and names, such as `9.0a`, which images of CUDA set on an H200, and `Hopper`. DeepSpeed
     takes numbers alone, with +PTX, and fails at others with "invalid literal for int()" (0.19.8, op_builder/builder.py,
     compute_capability_args).

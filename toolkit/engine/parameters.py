@@ -27,10 +27,9 @@ def is_muon(engine: deepspeed.DeepSpeedEngine) -> bool:
 def gathered_parameters(
     module: torch.nn.Module, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full value, in rank 0's host memory, of each parameter and persistent buffer.
-
-    On other ranks the value is an empty tensor. A collective if the model is divided over ranks: every rank must
-    iterate to the end. One parameter is gathered at a time. `only`: names to yield, None for all.
+    """Yield the name and the full value, in rank 0's host memory, of each parameter and persistent buffer; on other
+    ranks the value is an empty tensor. A collective if the model is divided over ranks: every rank must iterate to the
+    end. One parameter is gathered at a time. `only`: names to yield, None for all.
     """
     if isinstance(module, PipelineModule):  # toolkit.layouts.pipeline.PipelineStage
         yield from module.gathered(only)
@@ -91,7 +90,6 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
 
 def ranks_with_broken_states(engine: deepspeed.DeepSpeedEngine) -> str:
     """Name the ranks whose optimizer states hold NaN or Inf, such as "rank 0, 3"; "" if none does. A collective.
-
     A weight whose Adam state is Inf never changes again; one whose state is NaN becomes NaN at the next step.
     """
     broken = [str(rank) for rank, is_finite in enumerate(gather(has_finite_states(engine))) if not is_finite]

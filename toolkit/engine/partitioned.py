@@ -12,7 +12,6 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, registe
 def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the method by which a module's code reads a parameter: a parameter that a block reads from a layer inside it
     without calling that layer is registered with the block, so that DeepSpeed gathers it in the backward pass too.
-
     DeepSpeed (0.19.8, parameter_offload.py, ZeROOrderedDict) registers it only if it is partitioned when it is read. If
     it was prefetched, as the layer was called in an earlier pass (Gemma 3n's `correction_coefs`, called in evaluation
     alone), it would be partitioned in the backward pass, and perhaps still in flight in the forward pass.
@@ -23,9 +22,10 @@ def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
         parameter = read(self, key)
         status = getattr(parameter, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
         stack = parameter_offload.FWD_MODULE_STACK
+        # Partitioned, so DeepSpeed registers it; not read in a forward pass; or torch.compile reads it.
         if status is ZeroParamStatus.NOT_AVAILABLE or not self._in_forward or torch.compiler.is_compiling():
             return parameter
-        # Never partitioned; read by a module that is being called, and gathered for it; or registered already.
+        # Never partitioned; read by its own layer, for which it is gathered anyway; or registered already.
         if parameter.ds_persist or self._parent_module in stack or id(parameter) in stack[-1]._external_params:
             return parameter
         if any(self._parent_module is part for part in stack[-1].modules()):

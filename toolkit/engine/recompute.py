@@ -38,10 +38,9 @@ def recompute_layers(
 def checkpoint_activations(
     model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, stage: int, compiled: bool = False
 ) -> None:
-    """Recompute the model's layers by DeepSpeed's checkpoint function, so that its settings take effect.
-
-    transformers would use torch's function and ignore DeepSpeed's settings. With `compiled` torch's is used all the
-    same, as torch.compile traces no other; see `compiling.reaches_recomputed_layers`. `stage`: of ZeRO.
+    """Recompute the model's layers by DeepSpeed's checkpoint function: torch's, which transformers would use, ignores
+    DeepSpeed's settings. With `compiled` torch's is used all the same, as torch.compile traces no other; see
+    `compiling.reaches_recomputed_layers`. `stage`: of ZeRO.
     """
     check_recomputes(model, stage)
     if compiled:
@@ -131,9 +130,8 @@ def _repeated_parameter(model: PreTrainedModel) -> str:
 
 def _with_input_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
     """Checkpoint the first trained layer with an input that requires a gradient, even if all layers before it are
-    frozen: without one autograd would not reach the parameters of a recomputed layer.
-
-    A forward hook of the layer would run too late: before 5.23 transformers calls those inside the checkpoint.
+    frozen: without one autograd would not reach the parameters of a recomputed layer. A forward hook of the layer would
+    run too late: before 5.23 transformers calls those inside the checkpoint.
     """
     if torch.is_grad_enabled() and not inputs[0].requires_grad:
         inputs[0].requires_grad_()
@@ -154,13 +152,11 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_
     `function` calls the layer, with `inputs` as positional arguments; if it is a partial, it holds the keywords.
     `is_moved`: whether DeepSpeed moves the inputs to host memory.
     """
-    call, keywords = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    keywords = function.keywords if isinstance(function, partial) else {}
     mappings = {name: value for name, value in keywords.items() if isinstance(value, MutableMapping)}
-    plain = keywords | {name: dict(value) for name, value in mappings.items()}
-    leaves, form = _pytree.tree_flatten((inputs, plain))
-    positions = [
-        position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
+    copies = {name: dict(value) for name, value in mappings.items()}  # without what the layer is about to write
+    leaves, form = _pytree.tree_flatten((inputs, keywords | copies))
+    positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if reentrant and not positions:
         return function(*inputs)
     # A view, as DeepSpeed empties what it has moved, and a later layer may take the same tensor (Gemma 4).
@@ -168,8 +164,9 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, reentrant: bool, is_
     for position in positions:
         leaves[position] = None  # no reference is kept, as they may be moved to host memory
     kinds = {name: type(value) for name, value in mappings.items()}
-    # A partial's positional arguments stay where they are; `inputs` follow them.
-    layer = _FlatLayer(partial(call, *getattr(function, "args", ())), kinds, leaves, positions, form)
+    # Without a partial's keywords, which are among the leaves.
+    call = partial(function.func, *function.args) if isinstance(function, partial) else function
+    layer = _FlatLayer(call, kinds, leaves, positions, form)
     checkpointing = deepspeed.checkpointing  # looked up at each call, so that tests can count the calls
     outputs = (checkpointing.checkpoint if reentrant else checkpointing.non_reentrant_checkpoint)(layer, *tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -34,15 +34,14 @@ def patch_zenflow(trained: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _step_with_offload(self: Any) -> None:
-    """Put the chosen columns back to what they were before the CPU's optimizer updated them too.
-
+    """Put the chosen columns back to what they were before the CPU's optimizer updated them too, then update them.
     DeepSpeed means to, but copies them into what indexing returned, a copy (zenflow_torch_adam.py, flush_bucket): with
     `offload` the chosen columns were updated twice (measured).
     """
     for group in self.param_groups:
         for parameter in group["params"]:
             before = getattr(parameter, "temp_selected_param", None)
-            if before is not None and parameter.dim() == 2:
+            if before is not None and parameter.dim() == 2:  # a vector is not indexed: DeepSpeed puts it back itself
                 parameter.data[:, parameter.selected_indices] = before.to(parameter.device)
     _STEP(self)
 
