@@ -20,7 +20,8 @@ def out_of_memory_kills() -> int:
     """Return how many processes the kernel has ended for lack of memory in this process's control group; 0 unknown."""
     try:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-        group = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
+        of_version_2 = (line for line in groups.splitlines() if line.startswith("0::"))  # as "0::/user.slice"
+        group = next(of_version_2, "").removeprefix("0::").strip("/")
         root = Path("/sys/fs/cgroup")
         # This group's file, that of a container's root, and that of cgroups of version 1.
         for file in (root / group / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):

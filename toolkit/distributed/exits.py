@@ -34,7 +34,7 @@ _OF_DISKS = (
 def run_guarded(function: Callable[[], int]) -> int:
     """Run a command and return the exit code; what it raises is reported by one of the ranks only."""
     _prepare_process()
-    if lost := _lost():
+    if lost := _tie_to_launcher():
         _say(lost)
         return 1
     try:
@@ -55,14 +55,15 @@ def run_guarded(function: Callable[[], int]) -> int:
         code = 130
         _report(tr("interrupted."), code)
     except BaseException as error:  # the last resort: whatever it is, it is reported once, with its traceback
-        machine_text = _of_the_machine(error) if isinstance(error, OSError) else None
+        machine_text = _machine_error_text(error) if isinstance(error, OSError) else None
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a path that somebody gave
             code = ConfigError.exit_code
             _report(f"ConfigError: {system_text(error)}", code)
-        elif machine_text is not None:
-            code = _MACHINE if machine_text else _READER_GONE
-            if machine_text:
-                _report(machine_text, code)
+        elif machine_text:
+            code = _MACHINE
+            _report(machine_text, code)
+        elif machine_text == "":  # as in `toolkit … | head`: an end, not an error
+            code = _READER_GONE
         elif is_failure(error):
             code = 1
             where = tr("rank {rank} on {host}", rank=os.environ.get("RANK", "0"), host=socket.gethostname())
@@ -106,7 +107,7 @@ def _prepare_process() -> None:
         os.environ.pop("PYTHONWARNINGS", None)  # of the processes that this one starts
 
 
-def _of_the_machine(error: OSError) -> str | None:
+def _machine_error_text(error: OSError) -> str | None:
     """Return the message about an error of a disk or of stdout; "" if stdout's reader closed it; None for others."""
     if error.errno not in _OF_DISKS:
         return None
@@ -148,12 +149,12 @@ def end_with_launcher() -> None:
     """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended. Not
     in processes that multiprocessing starts, which read the program too: the rank ends them.
     """
-    if multiprocessing.parent_process() is None and (lost := _lost()):
+    if multiprocessing.parent_process() is None and (lost := _tie_to_launcher()):
         _say(lost)
         raise SystemExit(1)
 
 
-def _lost() -> str:
+def _tie_to_launcher() -> str:
     """Let a rank end with its launcher from now on; return why it must end now if the launcher has ended, else ""."""
     with suppress(LaunchError):  # the command finds that out again, and reports it then
         ranks = environment.detect(os.environ)

@@ -113,7 +113,9 @@ class _Signature:
             file.truncate()
 
     def read(self) -> dict[str, Any]:
-        """Return the file's signature, {} if none; reopened, as network file systems need. Half-written: another's."""
+        """Return the file's signature, {} if none; reopened, as network file systems need. A half-written one, which
+        another process is writing, becomes a new "beat".
+        """
         try:
             text = self.path.read_text(encoding="utf-8")
             value = json.loads(text) if text.strip() else {}
@@ -156,7 +158,7 @@ def _wait(file: IO[str], signature: _Signature) -> None:
             time.sleep(_CLAIM_S)
             if signature.read().get("token", signature.me["token"]) == signature.me["token"]:  # nobody has signed since
                 return
-        if granted:
+        if granted:  # on a file system that locks per node only: another machine's process holds it
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
         if not told and time.monotonic() - started > NOTICE_AFTER_S:

@@ -11,10 +11,10 @@ from toolkit.config import devices
 from toolkit.messages import LaunchError, tr
 
 
-def number(visible: int, environ: MutableMapping[str, str]) -> int:
-    """Return the number of this rank's GPU among the visible ones: its local rank; 0 if it sees one alone, as Slurm may
-    show each task its own. LOCAL_RANK is set to 0 then, as DeepSpeed takes it for that number (0.19.8, zero/utils.py).
-    LaunchError if no GPU is left for this rank.
+def gpu_number(visible: int, environ: MutableMapping[str, str]) -> int:
+    """Return the number of this rank's GPU among the `visible` ones (how many): its local rank; 0 if it sees one alone,
+    as Slurm may show each task its own. LOCAL_RANK is set to 0 then, as DeepSpeed takes it for that number (0.19.8,
+    zero/utils.py). LaunchError if no GPU is left for this rank.
     """
     local_rank = int(environ["LOCAL_RANK"])
     if visible == 1:

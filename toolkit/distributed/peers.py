@@ -49,8 +49,8 @@ class Peers:
             status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
             self._poll.unregister(handle)
             os.close(handle)
-            note = self._read(rank)
-            if status is None and self.note.folder is None:  # without notes it may have ended in good order
+            has_notes = self.note.folder is not None
+            if status is None and not has_notes:  # it may have ended in good order
                 self.ended = tr(
                     "rank {rank} on {host} (pid {pid}) has ended, and its launcher has its exit status: if it has "
                     "printed no error, it was killed; see dmesg, or ask the scheduler.",
@@ -58,10 +58,10 @@ class Peers:
                     host=self.everybody[rank].host,
                     pid=self.everybody[rank].pid,
                 )
-            # If it is unknown: where ranks write notes, one that ends in good order says so ("left") in its last one.
-            has_notes = self.note.folder is not None
-            is_killed = has_notes if status is None else os.WIFSIGNALED(status)
-            if is_killed and not note.get("left"):
+            # With an unknown status the note tells: a rank that ends in good order says so ("left") in its last one.
+            may_be_killed = has_notes if status is None else os.WIFSIGNALED(status)
+            note = self._read(rank)
+            if may_be_killed and not note.get("left"):
                 return self._killed_text(rank, status, note)
         return ""
 

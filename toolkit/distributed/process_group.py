@@ -1,7 +1,6 @@
 """The process group, collectives of small values, and parameters that ranks have parts of."""
 
 import os
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -50,7 +49,7 @@ def start(config: schema.DistributedConfig) -> torch.device:
     if not on_cpu:
         from toolkit.distributed import own_gpu
 
-        chosen.set_device(own_gpu.number(chosen.device_count(), os.environ))
+        chosen.set_device(own_gpu.gpu_number(chosen.device_count(), os.environ))
     device = torch.device(chosen.current_device_name())
     try:
         init_method = None
@@ -58,7 +57,7 @@ def start(config: schema.DistributedConfig) -> torch.device:
             from toolkit.distributed import meeting
 
             init_method = meeting.init_method(timeout)
-            if not on_cpu and backend != "gloo":
+            if not on_cpu and backend != "gloo":  # gloo alone allows several ranks per GPU
                 own_gpu.check_alone(device, meeting.meet(timeout)[0])
         deepspeed.init_distributed(
             dist_backend=backend, timeout=timeout, init_method=init_method, auto_mpi_discovery=False, verbose=False
@@ -93,7 +92,7 @@ def stop() -> None:
 def remove_shared_memory(rank: int, port: str) -> None:
     """Unlink a rank's segment, 66 MiB that DeepSpeed 0.19.8 never unlinks (csrc/cpu/comm/shm.cpp names them)."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_{rank}"):  # noqa: S108
-        if re.search(rf"_{port}_{rank}$", path.name) and path.stat().st_uid == os.getuid():
+        if path.stat().st_uid == os.getuid():
             path.unlink(missing_ok=True)
 
 
@@ -131,10 +130,8 @@ def gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Block until every rank has called this. A collective.
-
-    DeepSpeed tells NCCL the GPU of a rank only where there are several (0.19.8, comm/torch.py, init_process_group);
-    with one, PyTorch 2.11 would warn that its barrier guesses it.
+    """Block until every rank has called this. A collective. One rank calls no barrier of PyTorch's: DeepSpeed tells
+    NCCL its GPU only where there are several (0.19.8, comm/torch.py), and PyTorch 2.11 would warn that it guesses it.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
@@ -256,14 +253,12 @@ def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     from toolkit.config.tensor_split import AXES, Split, split_of
 
     split = split_of(name)
-    if split is None:
+    if split is None:  # every rank has all of it
         return parts[0]
-    if split in AXES:
-        return torch.cat(list(parts), dim=AXES[split])
-    if split is Split.pairs:
+    if split is Split.pairs:  # two matrices in one, each of which is divided
         halves = [part.chunk(2) for part in parts]
         return torch.cat([*(above for above, _ in halves), *(below for _, below in halves)])
-    return torch.cat(list(parts))
+    return torch.cat(list(parts), dim=AXES.get(split, 0))
 
 
 def take_part(name: str, tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:

@@ -57,24 +57,23 @@ def received_signal() -> str:
 def _handle(number: int, frame: FrameType | None) -> None:
     """Handle a signal: record it and, unless signals are deferred, raise Stopped for the first one."""
     global _received
-    again = bool(_received)
+    is_first = not _received
     _received = signal.Signals(number).name
-    if not _deferred:
-        if again:
-            # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
-            return
-        if (folder := failure.finished_folder()) is not None:
-            done = Stopped(
-                "{signal} came after the run had finished: {folder} is complete. Only its report may be missing:  "
-                "toolkit report {folder}",
-                signal=_received,
-                folder=folder,
-            )
-            done.exit_code = 0
-            raise done
-        raise Stopped(
-            "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its "
-            "directory the run is unfinished.",
+    # Stopped is not raised again: the launcher's SIGTERM after a Ctrl-C must not disturb the unwinding.
+    if _deferred or not is_first:
+        return
+    if (folder := failure.finished_folder()) is not None:
+        done = Stopped(
+            "{signal} came after the run had finished: {folder} is complete. Only its report may be missing:  toolkit "
+            "report {folder}",
             signal=_received,
-            pid=os.getpid(),
+            folder=folder,
         )
+        done.exit_code = 0
+        raise done
+    raise Stopped(
+        "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its directory the run is "
+        "unfinished.",
+        signal=_received,
+        pid=os.getpid(),
+    )

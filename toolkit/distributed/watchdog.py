@@ -85,7 +85,7 @@ class Watchdog:
         is_new = phase != self.phase and {phase, self.phase} != {STEP, DATA}
         self.phase, self._is_excused = phase, False
         self.step, self.detail, self.since = step, detail, now
-        if is_new and self.hang_after_s >= 0:  # where a run died within a second of it is known too
+        if is_new and self.hang_after_s >= 0:  # at once: the run may die before the thread's next beat
             self._beat()
 
     def stop(self) -> None:
@@ -103,7 +103,8 @@ class Watchdog:
         # What is used again, or for the first time, may compile, tune itself, allocate or connect.
         if not self._is_steady or self.recompiles or len(self.taken) < 3:
             return self.patience_s
-        return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])  # of 99 %
+        percentile_99 = statistics.quantiles(self.taken, n=100, method="inclusive")[98]
+        return max(_LEAST_S, _TIMES * percentile_99)
 
     def _count(self) -> None:
         """Write heartbeats, and end this rank if others write none any more: rank 0 watches all, the others rank 0."""
@@ -118,7 +119,7 @@ class Watchdog:
                 continue
             states = self._read(watched)
             for rank, state in states.items():
-                if last_changes.get(rank, (-1, 0))[0] != state["beats"]:
+                if rank not in last_changes or last_changes[rank][0] != state["beats"]:
                     last_changes[rank] = state["beats"], written
             silent = [rank for rank, (_, changed_at) in last_changes.items() if written - changed_at >= most_beats]
             lost = [rank for rank in silent if not states[rank].get("left")]
@@ -180,27 +181,21 @@ class Watchdog:
         """
         everybody = range(self.world_size)
         since, phase, limit = self.since, self.phase, self.limit()
-        if self.world_size > UNHURRIED_RANKS and self.rank >= _JUDGES:  # or each would read the files of all
-            until = time.monotonic() + 2 * _LOOK_S * self.stretch
-            while time.monotonic() < until:
-                if failure.another_has_failed():
-                    self._write_stacks(waited)
-                    os._exit(EXIT_CODE)
-                if self._over.wait(failure.CHECK_EVERY_S) or self.since != since:
-                    return
+        if not self._waited_for_judges(waited):
+            return
         before = self._read(everybody)
         if self._over.wait(_LOOK_S * self.stretch) or self.since != since:
-            return  # it came to its end meanwhile
+            return  # the phase has ended
         after = self._read(everybody)
         others = [rank for rank in everybody if rank != self.rank]
         silent = [rank for rank in others if after.get(rank) == before.get(rank)]
         fetching = [rank for rank in others if after.get(rank, {}).get("phase") == DATA and rank not in silent]
         if fetching and phase != DATA:
-            self._is_excused = True  # its own watchdog knows how long it may wait
+            self._is_excused = True  # the watchdog of the rank that waits for its data has a limit for that
             return
         self._write_stacks(waited)
-        times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
-        files = self.folder / "hang-rank-*.txt"
+        values = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
+        values["files"] = str(self.folder / "hang-rank-*.txt")
         if phase == DATA:
             text = tr(
                 "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half "
@@ -208,8 +203,7 @@ class Watchdog:
                 "{files}.",
                 rank=self.rank,
                 host=socket.gethostname(),
-                files=files,
-                **times,
+                **values,
             )
         else:
             newest = max((state.get("step", 0) for state in after.values()), default=0)
@@ -219,13 +213,26 @@ class Watchdog:
                 "still write them: {files}.",
                 phase=phase,
                 who=self._accuse(silent, behind, after),
-                files=files,
-                **times,
+                **values,
             )
-        here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _NODE]
-        if self._over.is_set():  # writing takes time too
-            return
-        self._tell(text, [int(state["pid"]) for state in here])
+        stopped = [after[rank]["pid"] for rank in silent if after.get(rank, {}).get("machine") == _NODE]
+        if not self._over.is_set():  # else the run has ended while the stacks were written
+            self._tell(text, map(int, stopped))
+
+    def _waited_for_judges(self, waited: float) -> bool:
+        """Let the first ranks judge a hang where there are many, or each would read the heartbeats of all; return
+        whether the phase still hangs when they have had time to. If they report it, end this rank too.
+        """
+        if self.world_size <= UNHURRIED_RANKS or self.rank < _JUDGES:
+            return True
+        since, until = self.since, time.monotonic() + 2 * _LOOK_S * self.stretch
+        while time.monotonic() < until:
+            if failure.another_has_failed():
+                self._write_stacks(waited)
+                os._exit(EXIT_CODE)
+            if self._over.wait(failure.CHECK_EVERY_S) or self.since != since:
+                return False
+        return True
 
     def _tell(self, text: str, stopped: Iterable[int]) -> None:
         """Print `text` unless another rank has reported first; end this process, and the `stopped` ones (pids)."""
