@@ -58,7 +58,7 @@ def weights_only(checkpoints: Path) -> list[Path]:
 
 def publish_checkpoint(temporary: Path, target: Path) -> None:
     """Rename a finished checkpoint to `target` and write that into `latest`; a reader never sees an incomplete one."""
-    if target.exists():  # of this step there was one that could not be used, or that another session went on from
+    if target.exists():  # this step was saved before, and the run has been resumed from another checkpoint
         target.rename(unused_path(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
     flush(target.parent)

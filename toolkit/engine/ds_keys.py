@@ -50,7 +50,7 @@ def wrong_keys(section: dict[str, Any], tree: dict[str, Any] | None = None, pref
     for name, value in section.items():
         key, below = prefix + name, keys.get(name)
         is_no_section = below and not isinstance(value, dict | None)  # a value where DeepSpeed has a section
-        if key == "data_efficiency" or name not in keys or is_no_section:
+        if key == "data_efficiency" or name not in keys or is_no_section:  # the first is known, but has no use here
             yield key
         elif below and value:
             yield from wrong_keys(value, below, f"{key}.")

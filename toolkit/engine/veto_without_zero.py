@@ -51,7 +51,7 @@ def _gradients(engine: DeepSpeedEngine, optimizer: Any) -> tuple[list[torch.Tens
     """Return this rank's gradients that count in the norm, and those of divided experts by the name of their group of
     ranks. A parameter that several ranks of one model hold in full counts on one of them.
     """
-    if hasattr(optimizer, "get_grads_for_norm"):
+    if hasattr(optimizer, "get_grads_for_norm"):  # BF16_Optimizer (0.19.8, runtime/bf16_optimizer.py)
         gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = optimizer.get_grads_for_norm()
         return gradients
     is_first = process_group.tensor_rank() == 0

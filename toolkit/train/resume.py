@@ -83,6 +83,6 @@ def resume_from(
             state_files.load_generators(path)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise state_files.unreadable_error(path, error) from error
-    else:  # another layout, other streams: dropout differs, the mathematics do not; one stream for ranks of one model
+    else:  # new streams, the same for ranks of one model: dropout differs from that of the saved run
         data_rank = mesh.mesh_of(cfg, ranks.world_size, ranks.rank).data_rank
         state_files.seed_all(cfg.run.seed + 1_000_003 * state.step + data_rank)

@@ -35,7 +35,7 @@ class Saving:
     def decide(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
         """Return whether to save after `step`: because the run `stops`, or a save is due by steps, time (`is_time`) or
         end (`last`), or the last one failed or was postponed. After a bad loss, which may mean ruined weights, what is
-        due is postponed to the next good step (`is_postponed`); after the last step only if the loss before was bad too.
+        due is postponed to the next good step (`is_postponed`); after the last step only after two bad losses in a row.
         """
         every = self.config.every
         retries = self.checkpointer.failed and is_due(step, min(every, max(1, every // 10)))  # ten times as often
