@@ -84,8 +84,8 @@ def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
             "command line: several recipes, {names}: give one. A value with spaces needs quotes: data='my chat.jsonl'.",
             names=", ".join(dict.fromkeys(typed)),
         )
-    is_yaml = name.endswith((".yaml", ".yml"))
-    if not is_yaml and name not in recipes and not name.endswith((".json", ".sh")) and os.path.exists(name):
+    is_yaml, is_other_config = name.endswith((".yaml", ".yml")), name.endswith((".json", ".sh"))
+    if os.path.exists(name) and name not in recipes and not (is_yaml or is_other_config):
         raise ConfigError(
             "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
             "recipe: recipe=NAME or recipe=PATH.yaml.",
@@ -96,7 +96,7 @@ def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
         if not os.path.isfile(path):
             raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
         return path.stem, path.resolve()
-    if name.endswith((".json", ".sh")) and os.path.isfile(name):
+    if is_other_config and os.path.isfile(name):
         raise ConfigError(
             "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
             "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
@@ -130,7 +130,10 @@ class CommandLine:
         key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
             data_forms.expand(value, location)
-            if self._take_source_keys(value, location, problems) and not value:  # nothing else was in it
+            source_names = [name for name in data_forms.SOURCE_KEYS if name in value]
+            for name in source_names:
+                self._take_source_key(f"data.{name}", value.pop(name), location, problems)
+            if source_names and not value:  # nothing else was in it
                 return
         # Short forms: data=chat.jsonl, data.sources=[a,b], data.validation=500, zero=3.
         if key == "data.validation" and (split := data_forms.validation_split(value, location)):
@@ -147,18 +150,18 @@ class CommandLine:
         if is_choice(key, name, groups, location):
             self.choices[key] = value
             return
+        # Of a number or a boolean what was typed, where the schema wants a text: 1e3, not 1000.0.
         typed = str(override.input_line).partition("=")[2].strip()
-        # Hydra has made a number or a boolean of what is a text here.
-        was_text = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str and isinstance(
-            value, (bool, int, float)
-        )
-        if self._take_source_key(key, typed if was_text else value, location, problems):
+        is_converted = isinstance(value, (bool, int, float))
+        is_text_of_source = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str
+        source_value = typed if is_converted and is_text_of_source else value
+        if self._take_source_key(key, source_value, location, problems):
             return
         kind = field_type(key)
         if kind is None or "_target_" in key.split("."):
             raise unknown_key(key, partial(same_location, location))
-        if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
-            value = typed  # 1e3, not 1000.0
+        if is_converted and (kind is str or key.startswith("launch.env.")):
+            value = typed
         elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
             value = _as_typed_texts(value, typed)
         reader = TreeReader(partial(same_location, location), problems)
@@ -167,13 +170,6 @@ class CommandLine:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
             self._check_one_source(location)
-
-    def _take_source_keys(self, section: dict[str, Any], location: str, problems: Problems) -> bool:
-        """Take the keys of the only source out of a section `data` and add them; return whether there were any."""
-        names = [name for name in data_forms.SOURCE_KEYS if name in section]
-        for name in names:
-            self._take_source_key(f"data.{name}", section.pop(name), location, problems)
-        return bool(names)
 
     def _check_one_source(self, location: str) -> None:
         """Raise ConfigError if both the only source and `data.sources` name data."""

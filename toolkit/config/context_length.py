@@ -36,15 +36,17 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
     if config.get("model_type") in _AFTER_PADDING:
         unscaled -= 1 + (_number(config, "pad_token_id") or 0)
     limits = [unscaled]
-    for section in (config.get("rope_scaling"), config.get("rope_parameters")):
-        # Some models have a scaling for each kind of layer.
-        for scaling in [section, *section.values()] if isinstance(section, Mapping) else []:
-            if isinstance(scaling, Mapping):
-                kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
-                is_scaled = kind == "linear" and config.get("model_type") in _SCALED_ALREADY
-                if kind in _SCALES and not is_scaled and isinstance(factor, (int, float)) and 0 < factor < 2**20:
-                    before_scaling = _number(scaling, "original_max_position_embeddings") or unscaled
-                    limits.append(int(before_scaling * factor))
+    sections = [config.get("rope_scaling"), config.get("rope_parameters")]
+    # Some models have a scaling for each kind of layer in these.
+    sections += [inner for section in sections if isinstance(section, Mapping) for inner in section.values()]
+    for scaling in sections:
+        if not isinstance(scaling, Mapping):
+            continue
+        kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+        is_scaled = kind == "linear" and config.get("model_type") in _SCALED_ALREADY
+        if kind in _SCALES and not is_scaled and isinstance(factor, (int, float)) and 0 < factor < 2**20:
+            before_scaling = _number(scaling, "original_max_position_embeddings") or unscaled
+            limits.append(int(before_scaling * factor))
     return max(limits)
 
 
@@ -61,9 +63,8 @@ def check_positions(loaded: LoadedConfig) -> None:
     if cfg.model.init is schema.Init.random:
         limit: int | None = cfg.model.shape.max_positions
     else:
-        file = Path(cfg.model.path) / "config.json"
         try:
-            config = parsed_json(file_bytes(file))
+            config = parsed_json(file_bytes(Path(cfg.model.path) / "config.json"))
         except (OSError, ValueError):  # reported by what loads the model
             return
         limit = position_limit(config) if isinstance(config, dict) else None

@@ -77,7 +77,7 @@ def read_source(values: dict[str, Any], locate: Locator, problems: Problems) -> 
         if not problems_of_key.errors:
             valid[name] = value
         for error in problems_of_key.errors:
-            error.keys = (*error.keys, "data.sources[0]")  # its rows cannot be judged
+            error.keys = (*error.keys, "data.sources[0]")  # so that checks of rows leave this source out
             problems.add(error)
     return valid
 

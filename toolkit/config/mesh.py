@@ -10,10 +10,8 @@ from toolkit.messages import ConfigError, joined, tr
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     """One rank's position among all. Ranks that work on the same rows are a model's ranks; their numbers are
-    consecutive, and among them those of ranks that split matrices.
-
-    Only with pipeline stages the ranks of one *stage* are consecutive, as DeepSpeed numbers them (0.19.8,
-    runtime/pipe/topology.py, PipeModelDataParallelTopology).
+    consecutive, and among them those of ranks that split matrices. Only with pipeline stages the ranks of one *stage*
+    are consecutive, as DeepSpeed numbers them (0.19.8, runtime/pipe/topology.py, PipeModelDataParallelTopology).
     """
 
     world_size: int

@@ -101,16 +101,16 @@ def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/
     if named := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named)
     torch, cuda = torch_build("__version__"), torch_build("(?:cuda|hip)")
-    chips = [platform.machine(), *platform.libc_ver()]  # what of this machine goes into the name, as a digest
+    traits = [platform.machine(), *platform.libc_ver()]  # what of this machine goes into the name, as a digest
     with suppress(OSError):  # Linux alone has it; flags on x86, Features on ARM
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        chips.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
+        traits.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
     for file in sorted((proc / "driver/nvidia/gpus").glob("*/information")):
         with suppress(OSError):
             model = re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8", errors="replace"))
-            chips += [model[1]] if model and model[1] not in chips else []
+            traits += [model[1]] if model and model[1] not in traits else []
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256("\n".join(chips).encode()).hexdigest()[:8]
+    digest = hashlib.sha256("\n".join(traits).encode()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
     return cache / "torch_extensions" / f"{python}-torch{torch}-cuda{cuda or 'none'}-{digest}"
 
@@ -135,7 +135,7 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
 
     tools = lacking_tools(missing, environ)
     raise loaded.error(
-        _WITHOUT.get(missing[0], ("optim.torch",))[0],
+        _WITHOUT.get(missing[0], _WITHOUT_OPTIMIZER)[0],
         "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
         "({commands}), or set {other}.",
         ops=", ".join(missing),
@@ -145,6 +145,7 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     )
 
 
+_WITHOUT_OPTIMIZER = ("optim.torch", "optim.torch=true")
 _WITHOUT = {
     "async_io": ("zero.offload_optimizer.device", "zero=stage3_offload"),
     "deepspeed_shm_comm": ("distributed.cpu_shared_memory", "distributed.cpu_shared_memory=false"),
@@ -155,12 +156,12 @@ _WITHOUT = {
     "dc": ("compile.deepcompile", "compile.deepcompile=false"),
     "gds": ("zero.aio.use_gds", "zero.aio.use_gds=false"),
 }
-"""Op -> the key that needs it, and what to set in order to do without; of the others optim.torch."""
+"""Op -> (the key that needs it, what to set in order to do without); of all others _WITHOUT_OPTIMIZER."""
 
 
 def without_ops(names: Iterable[str]) -> str:
     """Return what to set in order to do without some ops."""
-    return " ".join(dict.fromkeys(_WITHOUT.get(name, ("", "optim.torch=true"))[1] for name in names))
+    return " ".join(dict.fromkeys(_WITHOUT.get(name, _WITHOUT_OPTIMIZER)[1] for name in names))
 
 
 OPS = (

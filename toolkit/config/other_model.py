@@ -22,16 +22,17 @@ def warn_of_another_model(model: schema.ModelConfig) -> None:
         return
     if not isinstance(config, Mapping):
         return
-    here, expected = _sizes(config), _sizes(model.published)  # a key that only one of them has is no difference
-    if differing := next((key for key in _KEYS if key in here and here[key] != expected.get(key, here[key])), None):
+    here, expected = _sizes(config), _sizes(model.published)
+    differing = [key for key in _KEYS if key in here and key in expected and here[key] != expected[key]]
+    if differing:
         warn(
             "model.path = {path} is another model than {name}, for which the recipe's settings are: {key} is {value} "
             "there, not {expected}. For any model: recipe=lora model=hf model.path=DIR",
             path=model.path,
             name=model.name,
-            key=differing,
-            value=here[differing],
-            expected=expected[differing],
+            key=differing[0],
+            value=here[differing[0]],
+            expected=expected[differing[0]],
         )
 
 

@@ -350,8 +350,6 @@ EVAL_LABELS = ("eval_accuracy", "eval_macro_f1")
 """The same in an evaluation of a classifier."""
 EVAL_EMBED = ("eval_recall_at_1", "eval_mrr")
 """The same in an evaluation of embeddings."""
-
-
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Environment variables that `distributed.interface` sets."""
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from toolkit.config import data_forms, files
@@ -51,9 +51,10 @@ letters; one in the section that was typed; a dotted path as a whole."""
 @cache
 def foreign_names() -> dict[str, tuple[str, ...]]:
     """Return another program's name -> our keys for it, from import-config's tables and other_names.yaml."""
-    # axolotl's rl is too likely a misspelling of lr.
-    names = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
-    return {name: tuple(keys.split(", ")) for name, keys in (names | read_table("config/other_names.yaml")).items()}
+    names = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
+    names.pop("rl")  # axolotl's is too likely a misspelling of lr
+    names |= read_table("config/other_names.yaml")
+    return {name: tuple(keys.split(", ")) for name, keys in names.items()}
 
 
 def is_foreign(name: str) -> bool:
@@ -70,20 +71,26 @@ def option_meant(name: str, value: str) -> str:
     if row is not None:
         # What to write ("": nothing), alone or with the name of a sentence that gives the reason.
         words, reason_name = (row, "") if isinstance(row, str) else row
-        written, reason = words.format(value=value or "VALUE"), sentence(reason_name)
-        if not reason:
-            return tr("Write {words}", words=written) if words else tr("Leave it out.")
-        if words:
-            return tr("Write {words}: {says}.", words=written, says=reason)
-        return tr("Leave it out: {says}.", says=reason)
+        return _write_or_leave_out(words.format(value=value or "VALUE"), sentence(reason_name))
     # Without a row of its own it is known by the keys that it means, or by a reason why there are none.
     keys = foreign_names().get(name, ())
     if not keys and (reason := _why_there_is_none(name)):
-        return tr("Leave it out: {says}.", says=reason)
+        return _write_or_leave_out("", reason)
     kind = field_type(keys[0]) if len(keys) == 1 else None
-    if kind == list[str] and value and not value.startswith("["):
-        return tr("Write {words}", words=f"'{keys[0]}=[{value}]'")
-    return tr("Write {words}", words=f"{keys[0]}=true") if kind is bool and not value else ""
+    if kind == list[str] and value and not value.startswith("["):  # one item: a list is written in brackets here
+        return _write_or_leave_out(f"'{keys[0]}=[{value}]'", "")
+    if kind is bool and not value:  # a flag
+        return _write_or_leave_out(f"{keys[0]}=true", "")
+    return ""
+
+
+def _write_or_leave_out(words: str, reason: str) -> str:
+    """Return the advice to write `words` in the place of an option, or if they are "" to leave it out; `reason`: "" if
+    none need be given.
+    """
+    if not reason:
+        return tr("Write {words}", words=words) if words else tr("Leave it out.")
+    return tr("Write {words}: {says}.", words=words, says=reason) if words else tr("Leave it out: {says}.", says=reason)
 
 
 def whole_command(options: Sequence[str]) -> list[ConfigError]:
@@ -99,19 +106,21 @@ def whole_command(options: Sequence[str]) -> list[ConfigError]:
 
 
 def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
-    """Return the error for an unknown key, with its place, what was probably meant, or why there is no such key."""
+    """Return the error for an unknown key, with its place and the first of these that there is: the commands that take
+    it as an argument, the keys that were probably meant, why there is no such key, the keys of its section.
+    """
     shown = _without_indices(path)
     meant, siblings = keys_meant(path), members(shown.rpartition(".")[0])
     text = joined(tr("{place}: unknown key '{key}'.", place=locate(path), key=path), wide_advice(path))
     if elsewhere := _ELSEWHERE.get(path):
         text = joined(text, tr("Other commands take it: {commands}", commands=elsewhere))
         meant = ()
-    elif meant == (path,):  # of the items of a list, without a position
+    elif meant == (path,):  # data.sources.path lacks the position in the list: data.sources=[{path: VALUE}] is meant
         section, _, name = path.rpartition(".")
         text = joined(text, tr("Did you mean '{name}'?", name=f"{section}=[{{{name}: VALUE}}]"))
     elif meant:
         names = "' / '".join(meant[:_MOST_GUESSES])
-        is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
+        is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)  # one of these keys, or a section of them
         removed = tr("It has been removed; instead, see '{name}'.", name=names)
         text = joined(text, removed if is_old else tr("Did you mean '{name}'?", name=names))
     elif reason := _why_there_is_none(shown.rpartition(".")[2]):
@@ -160,9 +169,11 @@ def column_meant(column: str, theirs: str, fields: Sequence[str]) -> str:
 
 
 def check_word(word: str, value: str, names: Sequence[str]) -> None:
-    """Raise a ConfigError for a key without its `=value`, and for a misspelt one of the command's own `names`."""
+    """Raise a ConfigError if a typed `word` is a key without =value, or NAME=value with a misspelt one of the command's
+    own `names`. `value`: what the advice writes behind the = of a key, the next word or "VALUE".
+    """
     name, equals, _ = word.partition("=")
-    if equals:
+    if equals:  # whether it is a key of the config is checked where that is read
         if name not in foreign_names() and (own := _most_similar(name, names, _LEAST_PATH)):
             unknown = tr("{place}: unknown key '{key}'.", place=tr("command line"), key=name)
             raise ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=own)))
@@ -170,8 +181,8 @@ def check_word(word: str, value: str, names: Sequence[str]) -> None:
     if "＝" in word:
         raise unreadable(word)
     is_key = field_type(word) is not None or word in foreign_names()
-    is_like_a_key = "." in word and not nearest(word, files.known_recipes())
-    if keys := keys_meant(word) if is_key or is_like_a_key else ():
+    is_like_a_key = "." in word and not nearest(word, files.known_recipes())  # names of recipes may have a dot, too
+    if (is_key or is_like_a_key) and (keys := keys_meant(word)):
         written = tr(" or ").join(f"{key}={value}" for key in keys)
         raise ConfigError("'{word}' has no =. Write {words}", word=word, words=written)
 
@@ -202,8 +213,9 @@ def choice_meant(key: str, value: str, choices: Iterable[str], losses: Iterable[
 
 
 def directory_meant(path: Path) -> str:
-    """Return what a run, checkpoint or model that is not there probably means: a directory with a similar name, a
-    recipe, a model of conf/ or on Hugging Face, or one of the runs that are there; "" without any of these.
+    """Return what a run, checkpoint or model that is not there probably means: the first that there is of a directory
+    with a similar name, a run, a model of conf/, a recipe, the newest runs in that directory, and a model on Hugging
+    Face; "" without any of these.
     """
     if similar := similar_path(path, Path.is_dir):
         return similar
@@ -222,7 +234,7 @@ def directory_meant(path: Path) -> str:
     path = path.relative_to(here) if path.is_relative_to(here) else path
     if path.parent != Path() and (runs := _newest_runs(path.parent)):
         return tr("The newest runs there: {names}", names=", ".join(map(str, runs[:_MOST_RUNS])))
-    if path.parts[:-1] == ("runs",):
+    if path.parent == Path("runs"):  # which is empty, as it has no newest one
         return tr("There is no run yet: train one, `toolkit train quickstart run.name=first`, then type runs/first.")
     if files.is_hub_name(str(path)):
         return tr("Of a model on Hugging Face:  hf download {name} --local-dir DIR", name=path)
@@ -234,8 +246,8 @@ def similar_path(path: Path, kind: Callable[[Path], bool]) -> str:
     names: list[str] = []
     with suppress(OSError):
         names = sorted(entry.name for entry in path.absolute().parent.iterdir() if kind(entry) and entry.name[0] != ".")
-    longer = [name for name in names if name.startswith(path.name)]
-    # What is after the dot is mostly equal, which makes no name alike.
+    longer = [name for name in names if name.startswith(path.name)]  # the typed name was cut off
+    # Compared without suffixes: most files have the same one, such as .jsonl.
     alike = [name for name in names if nearest(path.stem, [Path(name).stem])]
     name = longer[0] if longer and path.name else nearest(path.name, alike)
     return tr("Did you mean '{name}'?", name=path.parent / name) if name else ""
@@ -263,33 +275,37 @@ def _failed_at_start(run: Path) -> bool:
 
 
 def keys_meant(path: str) -> tuple[str, ...]:
-    """Return the keys that a dotted name may mean: itself, those for another program's name, or the nearest ones."""
+    """Return the keys that a typed name may mean: itself if it is a key, else those for another program's name, else
+    the nearest ones; () if nothing is like it. `path`: dotted, it may have positions in lists: data.sources[0].path.
+    """
     shown = _without_indices(path)
     if field_type(shown) is not None:
         return (path,)
     prefix, _, name = path.rpartition(".")
-    section, _, rest = shown.partition(".")
     ours_of = foreign_names()
-    instead = ours_of.get(prefix, ()) if shown in REMOVED else ()  # other_names.yaml has the whole removed section
-    # The same key in the section of ours for which another program has this one: scheduler.name is schedule.name.
-    candidates = [f"{our_section}.{rest}" for our_section in ours_of.get(section, ()) if rest]
-    in_section = tuple(key for key in candidates if field_type(key) is not None)
-    plural = (f"{shown}s",) if f"{name}s" in members(shown.rpartition(".")[0]) else ()
-    # Another program's name: of the whole key, or of its last part.
-    exact = ours_of.get(shown) or instead or in_section or plural or ours_of.get(name)
-    exact = exact or ours_of.get(shown.replace(".", "_"))
-    return exact or _nearest(prefix, shown, name)
+    outermost, _, below = shown.partition(".")
+    candidates = [f"{our_section}.{below}" for our_section in ours_of.get(outermost, ()) if below]
+    # The first of these that is not empty counts.
+    ways = (
+        ours_of.get(shown),  # another program's whole name: optimizer.params.lr
+        ours_of.get(prefix) if shown in REMOVED else (),  # what takes the place of the removed section that it was in
+        tuple(key for key in candidates if field_type(key) is not None),  # as scheduler is schedule: scheduler.name
+        (f"{shown}s",) if f"{name}s" in members(shown.rpartition(".")[0]) else (),  # the plural is our key
+        ours_of.get(name),  # another program's name behind any section
+        ours_of.get(shown.replace(".", "_")),  # a dot in the place of its underscore
+    )
+    return next(filter(None, ways), None) or _nearest(prefix, shown, name)
 
 
 def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
-    """Return the keys that a mistyped one is most like, ours or those for another program's name, by the first rule
-    that gives any: what is surest first, so that the order is what decides.
-
-    Args:
-        prefix: The section as typed, "" for none.
-        shown: The whole key as typed, without positions in lists.
-        name: Its last part.
+    """Return the keys that a mistyped one is most like, ours or those for another program's name. Rules are tried from
+    the surest to the least sure, and the first that finds a key decides. `prefix`: the section as typed, "" for none;
+    `shown`: the whole key without positions in lists; `name`: its last part.
     """
+
+    def likeness_of_section(key: str) -> float:  # to the typed section, from 0 to 1
+        return difflib.SequenceMatcher(None, prefix, key.rpartition(".")[0]).ratio()
+
     # Name -> the keys that it means: in the typed section; last part of any key of ours; another program's name.
     here = {sibling: (f"{prefix}.{sibling}" if prefix else sibling,) for sibling in members(_without_indices(prefix))}
     ours: dict[str, tuple[str, ...]] = {}
@@ -309,13 +325,13 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
     if name in ours and not prefix:  # a key of ours whose section is missing
         return ours[name]
     # The right name in a section that is nearly right: of several sections the one that is most like the typed one.
-    section_of = partial(_likeness, prefix)
-    best = max(ours.get(name, ()), key=lambda key: section_of(key.rpartition(".")[0]), default="")
-    if best and section_of(best.rpartition(".")[0]) >= _LEAST_HERE:
+    best = max(ours.get(name, ()), key=likeness_of_section, default="")
+    if best and likeness_of_section(best) >= _LEAST_HERE:
         return (best,)
+    # A name of another program that has a section, too.
     if close := _most_similar(shown, (path for path in theirs if "." in path), _LEAST_PATH):
         return theirs[close]
-    if name == "enabled" and prefix:  # it means what is meant by the section
+    if name == "enabled" and prefix:  # the section itself is mistyped
         return keys_meant(prefix)
     if prefix and (close := _with_the_words(name, here)):
         return here[close]
@@ -324,14 +340,10 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
     least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT  # of the many names, short ones are like each other
     if close := _most_similar(name, everywhere, least) or _with_the_words(name, everywhere):
         return everywhere[close][:_MOST_GUESSES]
+    # As a whole: section and name are both slightly wrong. Then, less like it, a name of the typed section.
     if close := _most_similar(shown, (key for key in all_keys() if not shown.startswith(key)), _LEAST_PATH):
         return (close,)
     return here[close] if (close := _most_similar(name, here, _LEAST_HERE)) else ()
-
-
-def _likeness(text: str, other: str) -> float:
-    """Return how alike two texts are, from 0 to 1."""
-    return difflib.SequenceMatcher(None, text, other).ratio()
 
 
 def _most_similar(name: str, candidates: Iterable[str], least: float) -> str | None:

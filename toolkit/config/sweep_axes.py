@@ -73,7 +73,8 @@ def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], l
             raise ConfigError(
                 "command line: cannot read '{word}': {reason}", word=word, reason=" ".join(str(error).split())
             ) from error
-    if twice := {axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1}:
+    keys = [axis.key for axis in axes]
+    if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigError("command line: {key} names several values twice.", key=", ".join(sorted(twice)))
     return fixed, axes
 

@@ -26,7 +26,6 @@ class Split(Enum):
 
 AXES = {Split.columns: 1, Split.last: -1}
 """The axis that is divided, where it is not the first."""
-
 # Of what peft puts in a matrix's place: the matrix itself or a trained copy, and LoRA's factor that has the split side.
 # The other factor is whole on every rank; what comes between the two is whole, too, or added up over the ranks.
 _IN_ITS_PLACE = r"\.base_layer|\.original_module|\.modules_to_save\.default"
@@ -60,17 +59,17 @@ def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = Fal
     `back`, the other way round, the whole shape where `shape` is a part's. A parameter that is not split keeps its own.
     """
     split = split_of(name)
-    axis = -1 if split is None else AXES.get(split, 0) % len(shape)
-    lengths = (length * size if back else length // size for length in shape)
-    return tuple(new if index == axis else old for index, (old, new) in enumerate(zip(shape, lengths, strict=True)))
+    if split is None:
+        return shape
+    axis = AXES.get(split, 0) % len(shape)  # -1 becomes the index of the last axis
+    length = shape[axis] * size if back else shape[axis] // size
+    return (*shape[:axis], length, *shape[axis + 1 :])
 
 
 def partition_config() -> dict[str, Any]:
     """Return how parameters are split as `tensor_parallel.partition_config` of DeepSpeed's AutoTP, which splits nothing
-    that is not named here.
-
-    Its own guess (heuristics, or transformers' plan) would gather logits and guess fused matrices from class names
-    (deepspeed 0.19.8, engine._apply_autotp_partitioning).
+    that is not named here. Its own guess (heuristics, or transformers' plan) would gather logits and guess fused
+    matrices from class names (deepspeed 0.19.8, engine._apply_autotp_partitioning).
     """
     rows, pairs, columns = _PATTERNS.values()
     # DeepSpeed calls a split of rows "column", and the other way round: it thinks of the transposed matrix.
