@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
@@ -64,6 +64,12 @@ class LoadedConfig:
     """
     notices: list[str] = field(default_factory=list)
     """Sentences about the config that a user may want to know, but need not act on."""
+
+    def note_origins(self, where: Mapping[str, str], layer: int) -> None:
+        """Note that a layer sets keys. `where`: key -> its place; layer 0 is conf/, whose values no user has chosen."""
+        self.where |= where
+        self.layers |= dict.fromkeys(where, layer)
+        self.explicit = self.explicit.union(where) if layer else self.explicit.difference(where)
 
     def position(self, key: str) -> str:
         """Return "file:line: " of a key that is set, else ""."""
@@ -122,18 +128,13 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     loaded, tree = LoadedConfig(cfg=schema.RunConfig()), dict[str, Any]()
     try:
         recipes = _read_recipes(path, groups, all_problems)
-        order = _defaults_list(recipes, typed.choices, config_dir)
+        order = _file_order(recipes, typed.choices, config_dir)
         loaded.layers = _layers_of_groups(order, recipes, typed.choices)
-        for file, package, layer in _layers(order, recipes, groups, loaded.layers, all_problems):
-            loaded.where |= file.leaves
-            loaded.layers |= dict.fromkeys(file.leaves, layer)
-            # Values of conf/ are not chosen by a user.
-            loaded.explicit = loaded.explicit.union(file.leaves) if layer else loaded.explicit.difference(file.leaves)
+        for file, package, layer in _files_to_merge(order, recipes, groups, loaded.layers, all_problems):
+            loaded.note_origins(file.leaves, layer)
             merge(tree, file.document.values, *filter(None, package.split(".")))
             all_problems.attempt(data_forms.set_source, tree, file.source, file.document.location("data"))
-        loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
-        loaded.layers |= dict.fromkeys(typed.keys, TYPED)
-        loaded.explicit |= typed.keys
+        loaded.note_origins(dict.fromkeys(typed.keys, tr("command line")), TYPED)
         for key, value in typed.values:
             *parents, last = key.split(".")
             merge(tree, {last: value}, *parents)
@@ -326,15 +327,16 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
         above = (path.resolve(), *above)
         for base in _take_defaults(document, recipes, groups, above, problems):
             waiting.append((base, recipes[base], above))
-        checked[name] = _check_document(document, "", problems)
+        checked[name] = _checked_file(document, "", problems)
     return checked
 
 
 def _take_defaults(
     document: files.YamlDocument, recipes: dict[str, Path], groups: Groups, above: Sequence[Path], problems: Problems
 ) -> list[str]:
-    """Move a recipe's defaults list from its values to `defaults`, without wrong items, which go to `problems`; return
-    the names of the recipes in it. ConfigError for no list, a recipe behind _self_, or one of the files `above`.
+    """Move a recipe's defaults list from its values to `defaults`, without wrong items, whose errors go to `problems`;
+    return the names of the recipes in it. `above`: this file and those that build on it. ConfigError if it is no list,
+    or names a recipe behind _self_ or one of the files `above`.
     """
     defaults = document.values.pop("defaults", [])
     if not isinstance(defaults, list):
@@ -342,10 +344,10 @@ def _take_defaults(
         raise ConfigError("{place}: 'defaults' must be a list, such as [quickstart, _self_].", place=location)
     bases: list[str] = []
     for index, item in enumerate(defaults):
-        for key in item if isinstance(item, dict) else ():
-            item[key] = zero_stage_choice(str(key).rpartition("/")[2], item[key])
+        if isinstance(item, dict):  # {"override /zero": 3} becomes {"override /zero": "stage3"}
+            item.update({key: zero_stage_choice(str(key).rpartition("/")[2], value) for key, value in item.items()})
         location = document.location(f"defaults[{index}]")
-        base = problems.attempt(_check_default, item, location, recipes, groups)  # None if the item is wrong
+        base = problems.attempt(_base_in_default, item, location, recipes, groups)  # None if the item is wrong
         if base is not None:
             document.defaults.append(item)
         if not base:  # _self_, or the choice of a group
@@ -395,9 +397,9 @@ def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> Non
         document.values["zero"] = {"stage": zero}
 
 
-def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
-    """Check an item of a recipe's defaults list; return the recipe that it builds on, "" for _self_ or the choice of a
-    group, {"override /zero": "stage3"}. ConfigError for anything else.
+def _base_in_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
+    """Return the recipe that an item of a recipe's defaults list names, to build on it; "" for _self_ and for the
+    choice of a group, {"override /zero": "stage3"}. ConfigError for anything else.
     """
     if isinstance(item, str) and item != "_self_":
         if item not in recipes:
@@ -427,44 +429,35 @@ def _wrong_default(item: Any, location: str) -> ConfigError:
     )
 
 
-def _defaults_list(
-    recipes: dict[str, _CheckedFile], choices: dict[str, Any], config_dir: str
-) -> Sequence[ResultDefault]:
-    """Return Hydra's list of the files of a config, in the order of merging. `recipes`: the chosen one and those that
-    it builds on; `choices`: group -> name, or names, chosen on the command line; `config_dir`: as of `load`.
-
-    Hydra reads conf/config.yaml, which lists every group of conf/ and ends with `recipe: null`. What replaces these
-    choices is given to it as overrides, as if they were typed: recipe=chosen, zero=stage3, track=[csv,wandb].
+def _file_order(recipes: dict[str, _CheckedFile], choices: dict[str, Any], config_dir: str) -> Sequence[ResultDefault]:
+    """Return the files of a config in the order in which Hydra merges them. `recipes`: name -> the chosen one and those
+    that it builds on; `choices`: group -> name, or names, chosen on the command line; `config_dir`: as of `load`. Hydra
+    begins with conf/config.yaml, which chooses a file of every group and no recipe; overrides change its choices.
     """
-    overrides = [f"recipe={_CHOSEN_RECIPE}"]
-    for group, value in choices.items():
-        is_in_conf = group in _groups("")  # "": without `config_dir`, whose groups conf/config.yaml does not list
-        plus = "" if is_in_conf else "+"  # Hydra needs a + for a group that is not listed, and forbids it for others
-        choice = _quoted(value) if isinstance(value, str) else f"[{','.join(map(_quoted, value))}]"
-        overrides.append(f"{plus}{group}={choice}")
-    if config_dir:
-        folder = str(Path(config_dir).absolute()).replace("'", "\\'")
-        overrides.append(f"hydra.searchpath=['file://{folder}']")
+    overrides = [f"recipe={_CHOSEN_RECIPE}", *(_override(group, chosen) for group, chosen in choices.items())]
     # As text: the arguments of a cached function must be hashable.
     defaults = json.dumps({name: recipe.document.defaults for name, recipe in recipes.items()})
-    # A user's groups may change while this process runs (the board): then the function without its cache is called.
-    compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
-    return compose(str(files.conf_folder()), defaults, tuple(overrides))
+    conf = str(files.conf_folder())
+    if not config_dir:
+        return _cached_order(conf, defaults, tuple(overrides))
+    folder = str(Path(config_dir).absolute()).replace("'", "\\'")
+    overrides.append(f"hydra.searchpath=['file://{folder}']")
+    return _hydras_order(conf, defaults, tuple(overrides))  # not cached: its files may change while the board runs
 
 
-def _quoted(name: str) -> str:
-    """Return the name of a group's file as Hydra's grammar of overrides takes it."""
-    return name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'"
+def _override(group: str, chosen: str | list[str]) -> str:
+    """Return the choice of a group in Hydra's grammar: zero=stage3, track=[csv,wandb], +mine='my choice'. Hydra needs a
+    + for a group that conf/config.yaml does not list, as for all that --config-dir adds, and forbids it for others.
+    """
+    names = [chosen] if isinstance(chosen, str) else chosen
+    quoted = ",".join(name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'" for name in names)
+    plus = "" if group in _groups("") else "+"
+    return f"{plus}{group}={quoted if isinstance(chosen, str) else f'[{quoted}]'}"
 
 
-@cache
-def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequence[ResultDefault]:
-    """Return Hydra's order of the files, which takes 80 ms: cached for configs with the same groups.
-
-    Args:
-        conf: the directory of the groups.
-        recipes: JSON, each recipe's defaults list by its name.
-        words: overrides of groups.
+def _hydras_order(conf: str, recipes: str, words: tuple[str, ...]) -> Sequence[ResultDefault]:
+    """Return the files in Hydra's order, which takes 80 ms. `conf`: the directory of the groups; `recipes`: JSON, name
+    -> defaults list of each recipe; `words`: overrides of groups.
     """
     # Hydra gets recipes as their defaults lists alone, from memory: their files have been read and checked already.
     store = ConfigStore.instance()
@@ -475,6 +468,10 @@ def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequen
     with initialize_config_dir(conf, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         return loader.compute_defaults_list("config", list(words), RunMode.RUN).defaults
+
+
+_cached_order = cache(_hydras_order)
+"""The same, at once for configs with the same groups."""
 
 
 def _layers_of_groups(
@@ -496,7 +493,7 @@ def _recipe_names(order: Sequence[ResultDefault]) -> list[str]:
     return [path.removeprefix("recipe/") for path in paths if path.startswith("recipe/")]
 
 
-def _layers(
+def _files_to_merge(
     order: Sequence[ResultDefault],
     recipes: dict[str, _CheckedFile],
     groups: Groups,
@@ -510,24 +507,26 @@ def _layers(
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
     usual_choices = {f"{key}/{value}" for item in defaults if isinstance(item, dict) for key, value in item.items()}
-    names, typed = _recipe_names(order), {group for group, layer in layers.items() if layer == TYPED}
+    recipe_names = _recipe_names(order)
+    typed_groups = {group for group, layer in layers.items() if layer == TYPED}
     # False sorts before True: what was typed comes last, all else stays in its order.
-    for default in sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed):
+    for default in sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed_groups):
         path, package = default.config_path or "", default.package or ""
         group, _, name = path.rpartition("/")
         if group == "recipe":
             # A run's config.yaml, which has the key `recipe`, lists every key: that makes none of them a user's choice.
             is_run = "recipe" in recipes[name].document.values
-            yield recipes[name], "", 0 if is_run else names.index(name) + 1
+            yield recipes[name], "", 0 if is_run else recipe_names.index(name) + 1
         elif group in groups:
             kind = field_type(package) if package else schema.RunConfig
-            file = _check_document(files.read(groups[group][name], kind), package, problems)
+            file = _checked_file(files.read(groups[group][name], kind), package, problems)
+            # 1: chosen by the defaults list of another group's file, as those of --config-dir may have one.
             yield file, package, layers.get(group, 0 if path in usual_choices else 1)
         elif path == "config":
             yield _CheckedFile(config, {}, {}), "", 0
 
 
-def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> _CheckedFile:
+def _checked_file(document: files.YamlDocument, package: str, problems: Problems) -> _CheckedFile:
     """Check a file against the schema and return it without what is wrong, which is added to `problems`. `package`: the
     section that it fills, "" for the whole config; ConfigError if there is no such section.
     """

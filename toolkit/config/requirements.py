@@ -20,7 +20,6 @@ DISTRIBUTION = "exacttune"
 
 def _has_fp16(cpuinfo: Path) -> bool:
     """Return whether oneDNN computes in fp16 on these processors, which DeepSpeed asks; true where it is unknown.
-
     oneDNN 3 has it for the instruction sets avx512_core_fp16 and avx2_vnni_2, of which avx_ne_convert is part.
     """
     if platform.machine() != "x86_64" or not cpuinfo.is_file():
@@ -87,8 +86,10 @@ def _check_metric_packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
     dependencies as few runs need them.
     """
     wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
-    packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
-    missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
+    if not wanted:
+        return
+    packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}  # name to import -> to install
+    missing = [package for name, package in packages.items() if importlib.util.find_spec(name) is None]
     if missing:
         yield loaded.error(
             "evaluate.metrics",
@@ -141,9 +142,8 @@ def check_tracker_packages(loaded: LoadedConfig) -> None:
 
 def check_packages(name: str = DISTRIBUTION) -> None:
     """Check that packages are installed in versions that this toolkit knows: its workarounds reach into DeepSpeed, and
-    earlier versions computed wrong gradients in silence (measured ones: benchmarks/README.md; DeepSpeed issue 8224).
-
-    A checkout that is on the path without being installed says nothing of versions. Raises LaunchError.
+    earlier versions computed wrong gradients in silence (measured ones: benchmarks/README.md; DeepSpeed issue 8224). A
+    checkout that is on the path without being installed says nothing of versions. Raises LaunchError.
     """
     from packaging.requirements import Requirement
 

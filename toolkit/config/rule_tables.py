@@ -49,7 +49,6 @@ class OptimizerTraits:
 OPTIMIZERS = {schema.OptimizerName[name]: OptimizerTraits(**row) for name, row in _TABLES["optimizers"].items()}
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
-
 GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.lora_plus_ratio", "optim.adam_lr")
 """Keys that divide parameters into several groups."""
 
@@ -79,8 +78,8 @@ def is_grouped(optim: schema.OptimConfig) -> bool:
 
 
 def when(condition: str) -> Test:
-    """Return the test of a condition: words separated by spaces, which must all hold, or several such lists with " or
-    ".
+    """Return the test of a condition: words separated by spaces, which must all hold, or several such lists, separated
+    by " or ", of which one must.
 
     KEY is neither 0, blank nor false, !KEY is; KEY=A|B has one of these values, KEY!=A|B has none. KEY>N is above N, a
     number or another key; KEY>=N is that or equal.
@@ -90,10 +89,12 @@ def when(condition: str) -> Test:
 
 
 def _test_of_word(word: str) -> Test:
-    """Return the test of one word of a condition, see `when`; an error for a key or value that is not in the schema."""
+    """Return the test of one word of a condition (see `when`), such as "zero.stage>=2"; a key or value that the schema
+    does not know raises at once, for the tables here when this module is imported.
+    """
     negation, key, sign, text = _WORD.findall(word)[0]
     get: Callable[[schema.RunConfig], Any] = attrgetter(key)
-    default = get(_DEFAULTS)  # raises at import for an unknown key
+    default = get(_DEFAULTS)  # raises for an unknown key
 
     def is_set(cfg: schema.RunConfig) -> bool:
         value = get(cfg)
@@ -103,14 +104,17 @@ def _test_of_word(word: str) -> Test:
         return lambda cfg: is_set(cfg) != bool(negation)
     if sign.startswith(">"):
         compare = operator.gt if sign == ">" else operator.ge
-        # Of another key, or a number; tried once, so that a wrong one raises at import, too.
-        limit: Callable[[schema.RunConfig], Any] = attrgetter(text) if text[0].isalpha() else lambda cfg: float(text)
-        limit(_DEFAULTS)
-        return lambda cfg: compare(get(cfg), limit(cfg))
-    options = [
-        type(default)[option] if isinstance(default, Enum) else yaml.safe_load(option) if option else ""
-        for option in text.split("|")
-    ]
+        if text[0].isalpha():  # another key
+            limit: Callable[[schema.RunConfig], Any] = attrgetter(text)
+            limit(_DEFAULTS)  # raises, too
+            return lambda cfg: compare(get(cfg), limit(cfg))
+        number = float(text)
+        return lambda cfg: compare(get(cfg), number)
+    texts = text.split("|")
+    if isinstance(default, Enum):
+        options: list[Any] = [type(default)[name] for name in texts]
+    else:
+        options = [yaml.safe_load(name) if name else "" for name in texts]  # YAML reads "" as null
     return lambda cfg: (get(cfg) in options) == (sign == "=")
 
 
@@ -135,12 +139,9 @@ class Rule(NamedTuple):
 
 
 def _rules(rules: Mapping[str, str], *, both: str = "{}", sentence: str = "") -> tuple[Rule, ...]:
-    """Return a rule for each condition of a table, about the first key of the condition.
-
-    Args:
-        rules: condition under which a rule is broken -> its sentence, or with `sentence` the {reason} in that.
-        both: what all conditions have in common, with {} in the place of each: "{} !zero.stage".
-        sentence: the sentence of all these rules.
+    """Return a rule for each condition of a table, about the first key of the condition. `rules`: condition under which
+    a rule is broken -> its sentence, or with `sentence`, which then is that of all, the {reason} in it; `both`: what
+    all conditions have in common, with {} in the place of each: "{} !zero.stage".
     """
     texts = {both.format(condition): text for condition, text in rules.items()}
     return tuple(
@@ -214,8 +215,6 @@ READ_WHEN: tuple[ReadWhen, ...] = (
         lambda c: files.is_hub_name(c.distill.teacher),
     ),
 )
-
-
 RANGES: tuple[Rule, ...] = (
     *_rules(_TABLES["ranges"]),
     Rule(
@@ -248,12 +247,9 @@ RANGES: tuple[Rule, ...] = (
 """Rules about single values, in addition to the bounds at their fields."""
 BOUNDS: dict[str, str] = _TABLES["bounds"]
 """Kinds of bounds of a field -> the sentence about a number beyond them."""
-
-
 UNUSUAL: dict[str, float] = _TABLES["unusual"]
 """Key -> the largest usual value."""
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
-
 INCOMPATIBLE: tuple[Rule, ...] = (
     Rule(
         "schedule.decay_steps",
@@ -299,7 +295,6 @@ INCOMPATIBLE: tuple[Rule, ...] = (
     ),
 )
 """Settings that contradict each other in any program."""
-
 INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
     Rule(  # a mistyped folder must not run a stranger's code, nor a branch what is pushed to it after one has read it
         "model.revision",
@@ -315,7 +310,6 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
     *_rules_of("incompatible_of_models"),
 )
 """Settings of a language model that contradict each other."""
-
 INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
     *_rules_of("incompatible_with_custom_models"),
     Rule(
@@ -325,7 +319,6 @@ INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
     ),
 )
 """Settings that a program with a custom model cannot use."""
-
 _CUSTOM_MODELS_READ = "data.num_workers evaluate.every evaluate.at_start evaluate.keep_best"
 READ_BY_LANGUAGE_MODELS = _read_when(
     " ".join(

@@ -5,6 +5,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
+from itertools import accumulate
 from typing import Any
 
 from toolkit.config import dotted_keys, mesh, objective, paths, requirements, rule_tables, schema
@@ -23,12 +24,9 @@ def check_rules(
     problems: Problems | None = None,
 ) -> None:
     """Apply every rule. Errors are added to `problems`, or without it raised as one ConfigError; notices to `loaded`.
-
-    Args:
-        world_size: number of ranks; None skips rules that need it.
-        files: check files, directories and devices of this machine; not for a config that is exported for another one.
-        devices: check devices of this machine; not for a config that is checked for other GPUs.
-        custom: for a program that trains a custom model on its own dataset.
+    `world_size`: number of ranks, None skips rules that need it; `files`: check what this machine has, not for a config
+    that is exported for another one; `devices`: check its devices too, not for a config that is checked for other GPUs;
+    `custom`: for a program that trains a custom model on its own dataset.
     """
     all_problems = Problems() if problems is None else problems
     all_problems.settle()  # rules skip keys that are wrong already; and below, those that are out of their bounds
@@ -73,38 +71,43 @@ def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Ite
 
 
 def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen]) -> Iterator[ConfigError]:
-    """Yield an error for each key that was changed from its default but is not read in this configuration, as a recipe
-    or a command line contradicts itself. It is only a notice in `loaded` if a higher layer than the key's switched off
-    what reads it, such as `precision=bf16` on the command line for a recipe with fp16's keys; or if a run's
-    config.yaml, which lists all keys, set it.
+    """Yield an error for each key that is set to another value than its default but that nothing reads in this
+    configuration, as a recipe or a command line contradicts itself; only a notice in `loaded` if `_is_overruled`.
     """
-    cfg, default, reported = loaded.cfg, schema.RunConfig(), set[str]()
+    default, reported = schema.RunConfig(), set[str]()
     for row in table:
-        unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - reported
-        for key in sorted(unread):
-            layer, value = loaded.layers.get(key, 0), dotted_keys.get_value(cfg, key)
+        if row.is_read(loaded.cfg):
+            continue
+        for key in sorted(row.settings & loaded.where.keys() - reported):
+            value, default_value = (dotted_keys.get_value(cfg, key) for cfg in (loaded.cfg, default))
             # The import of a DeepSpeed JSON has noted its keys without effect already.
-            if layer == JSON or value == dotted_keys.get_value(default, key):
+            if value == default_value or loaded.layers.get(key, 0) == JSON:
                 continue
             reported.add(key)
-            # Keys and groups that decide whether it is read: of zero.stage the key zero.stage, and the group zero.
-            deciding = [owner[: end.start()] for owner in row.owners for end in re.finditer(r"\.|$", owner)]
-            is_of_whole_config = layer == 0  # conf/ or a run's config.yaml set it, not a user
-            is_overruled = is_of_whole_config or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
-            if is_overruled:
-                sentence = tr(
-                    "{key} = {value} has no effect here: {reason}.", key=key, value=as_typed(value), reason=reason
-                )
+            shown = as_typed(value)
+            if _is_overruled(loaded, key, row.owners):
+                sentence = tr("{key} = {value} has no effect here: {reason}.", key=key, value=shown, reason=reason)
                 loaded.notices.append(loaded.position(key) + sentence)
             else:
                 yield loaded.error(
                     key,
                     "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
-                    value=as_typed(value),
+                    value=shown,
                     reason=reason,
-                    default=as_typed(dotted_keys.get_value(default, key)),
+                    default=as_typed(default_value),
                 )
+
+
+def _is_overruled(loaded: LoadedConfig, key: str, owners: Iterable[str]) -> bool:
+    """Whether a key that nothing reads is no mistake: a run's config.yaml set it, which lists all keys, or a higher
+    layer set one of the keys that decide whether it is read (`owners`), such as precision=bf16 on the command line for
+    a recipe with fp16's keys.
+    """
+    layer = loaded.layers.get(key, 0)  # 0: conf/ or a run's config.yaml
+    # Of zero.stage the key zero.stage, and zero, a group whose choice sets that key.
+    deciding = [name for owner in owners for name in accumulate(owner.split("."), "{}.{}".format)]
+    return layer == 0 or any(loaded.layers.get(name, 0) > layer for name in deciding)
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -181,7 +184,7 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     take rows from.
     """
     for number, source in enumerate(loaded.cfg.data.validation):
-        changed = [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]
+        changed = [name for name in ("weight", "weights") if getattr(source, name) != getattr(_DEFAULT_SOURCE, name)]
         for name in changed:
             yield loaded.error(
                 "data.validation",
@@ -208,7 +211,7 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error(key, "no source has a weight above 0 at {place} of the run.", place=", ".join(empty))
 
 
-_PLAIN = schema.SourceConfig()
+_DEFAULT_SOURCE = schema.SourceConfig()
 
 
 def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfig) -> Iterator[ConfigError]:
@@ -218,7 +221,7 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
         yield loaded.error(
             key, "data.sources[{number}]: weight and weights are both given: keep one of them.", number=number
         )
-    if points != sorted({at for at in points if 0 <= at <= 1}):
+    if points != sorted({at for at in points if 0 <= at <= 1}):  # a set: each point once
         yield loaded.error(
             key,
             "data.sources[{number}].weights: the points {points} must rise from 0, the beginning of the run, to at "
@@ -369,8 +372,6 @@ _RANK_VARIABLES = re.compile(
 )
 """Variables that give each process its rank and GPU; launchers and the toolkit set them."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
-
-
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 
 
@@ -448,10 +449,11 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     of_tasks = {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}
     figures += of_tasks.get(kind, ())
     if kind is schema.TaskKind.distill and _has_teacher(loaded.cfg):
-        figures += schema.EVAL_TAUGHT[:1] if loaded.cfg.distill.teacher else schema.EVAL_TAUGHT
-    # Accuracies for all of these; margins only where a preference loss has both answers of a pair.
+        eval_kl, general_loss = schema.EVAL_TAUGHT
+        figures += [eval_kl] if loaded.cfg.distill.teacher else [eval_kl, general_loss]
     if preference.is_on or kind is schema.TaskKind.reward:
-        figures += schema.EVAL_PAIRS if preference.is_paired else schema.EVAL_PAIRS[:1]
+        accuracies, margins = schema.EVAL_PAIRS
+        figures += [accuracies, margins] if preference.is_paired else [accuracies]  # a margin needs two answers
     if evaluate.keep_best and evaluate.keep_best not in figures:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

@@ -18,7 +18,6 @@ from toolkit.messages import ConfigError, Problems, joined, shortened, shortlist
 _LONGEST_VALUE = 40
 Locator = Callable[[str], str]
 """Dotted path -> its location: "recipes/x.yaml:3" or "command line"."""
-
 _OR_AUTO = (int | str, bool | str)
 """Types of keys that take a value or "auto"."""
 _SCALARS: dict[Any, tuple[Any, Callable[[], str]]] = {
@@ -98,22 +97,32 @@ class TreeReader:
         if isinstance(value, str) and not self.is_resolved and "${" in value:
             _check_calls_no_resolver(value, path, self.locate)
             return True, value  # it refers to another key
-        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        origin, type_arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
-            if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one item without brackets
-                value = [value]
-            if not isinstance(value, list):
-                raise _wrong_value(path, value, tr("a list, for example [a, b]"), self.locate)
-            reader = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)
-            items = [reader.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
-            return all(is_right for is_right, _ in items), [item for _, item in items]
-        if (origin is dict and not isinstance(value, dict)) or dataclasses.is_dataclass(kind):
+            return self._list(value, type_arguments[0], path)
+        is_section = origin is dict or dataclasses.is_dataclass(kind)
+        if is_section and not isinstance(value, dict):
             raise _wrong_value(path, value, tr("a section of keys"), self.locate)
-        if not self.is_resolved and (origin is dict or kind is Any):
+        if origin is not dict and kind is not Any:
+            return True, _scalar(value, kind, path, self.locate)
+        if not self.is_resolved:
             _check_free_section(value, path, self.locate)
-        if origin is dict and inner[1] is not Any:
-            return True, {name: self._value(item, inner[1], f"{path}.{name}")[1] for name, item in value.items()}
-        return True, value if origin is dict or kind is Any else _scalar(value, kind, path, self.locate)
+        if kind is Any or type_arguments[1] is Any:
+            return True, value
+        value_kind = type_arguments[1]
+        return True, {name: self._value(item, value_kind, f"{path}.{name}")[1] for name, item in value.items()}
+
+    def _list(self, value: Any, kind: Any, path: str) -> tuple[bool, list[Any]]:
+        """Return whether all items of a list are right, and the items in their type `kind`; ConfigError for no list. A
+        text alone is one item, without brackets.
+        """
+        if isinstance(value, str) and (kind is str or issubclass(kind, Enum)):
+            value = [value]
+        if not isinstance(value, list):
+            raise _wrong_value(path, value, tr("a list, for example [a, b]"), self.locate)
+        reader = TreeReader(self.locate, self.problems, is_resolved=self.is_resolved)  # its leaves are not keys
+        items = [reader.read(item, kind, f"{path}[{index}]") for index, item in enumerate(value)]
+        return all(is_right for is_right, _ in items), [item for _, item in items]
 
 
 def error_about(sentence: str, *keys: str) -> ConfigError:
@@ -198,6 +207,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
         return value
     node, describe = _SCALARS[kind]
     try:
+        # OmegaConf would take null for any type; and another text than auto must not become a number.
         if value is None or isinstance(value, (dict, list)) or (kind in _OR_AUTO and isinstance(value, str)):
             raise ValidationError
         result = node(value=value)._value()  # converted: "5e-5" is 5e-05 for a FloatNode
