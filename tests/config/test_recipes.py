@@ -190,7 +190,7 @@ def test_every_recipe_names_its_model_and_its_data(recipe: str) -> None:
     assert cfg.data.sources
     assert cfg.model.init is Init.random or is_hub_name(cfg.model.path)
     told = not recipe.endswith("_adgen")
-    assert bool(files.notice(cfg.data)) == told
+    assert bool(files.example_data_notice(cfg.data)) == told
 
 
 def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_name(
@@ -229,11 +229,11 @@ NOTICES = {
 
 def test_example_data_is_announced() -> None:
     own = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}]"]).cfg.data
-    assert not files.notice(own)
+    assert not files.example_data_notice(own)
     mixed = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}, {format: docstrings}]"]).cfg.data
-    assert "the docstrings of the installed Python" in files.notice(mixed)
+    assert "the docstrings of the installed Python" in files.example_data_notice(mixed)
     for recipe, own in {**NOTICES, "zero1": "chat"}.items():
-        assert files.notice(load([f"recipe={recipe}"]).cfg.data).endswith(f" add data={own}.jsonl")
+        assert files.example_data_notice(load([f"recipe={recipe}"]).cfg.data).endswith(f" add data={own}.jsonl")
 
 
 def test_no_recipe_overlaps_reductions() -> None:

@@ -241,7 +241,7 @@ def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest
         assert cfg.data.sources, "it names no data"
         assert cfg.model.init is Init.random or cfg.model.path, "it names no model"
         theirs = [place for place in PLACES if place in line]
-        assert not (theirs and files.notice(cfg.data)), f"with {theirs} it should name data, too"
+        assert not (theirs and files.example_data_notice(cfg.data)), f"with {theirs} it should name data, too"
 
 
 def test_a_command_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ DEEPEST_NESTING = 50
 _TEXT = "tag:yaml.org,2002:str"
 _CONVERTED = [f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "merge", "value")]
 """What YAML makes of texts without quotes."""
-
-
 _NO_NUMBER = r"(?![-+]?[0-9_.]+:|[-+]?0[0-9_]+$|[-+]?0x\w{17})"
 """What YAML 1.1 takes for a number and nobody means as one: 1:30 (90), 012 (10); and what has more than 64 bits."""
 
@@ -52,12 +50,14 @@ class Loader(yaml.SafeLoader):
         """Return the mapping of a node; ConstructorError if a key that is a text stands twice in it."""
         names = set[str]()
         for key, _ in node.value:
-            if key.tag == _TEXT and key.value in names:
+            if key.tag != _TEXT:
+                continue
+            if key.value in names:
                 problem = f"found duplicate key {key.value}"
                 raise yaml.constructor.ConstructorError(
                     "while constructing a mapping", node.start_mark, problem, key.start_mark
                 )
-            names.update([key.value] if key.tag == _TEXT else [])
+            names.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -114,7 +114,6 @@ def known_recipes() -> dict[str, Path]:
 
 def language_of(recipe: str) -> str:
     """Return the language of messages that a recipe (name or path), or one that it builds on, sets; "" if none does.
-
     The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
     """
     recipes, seen, waiting = known_recipes(), set[Path](), [recipe]
@@ -144,11 +143,8 @@ def show(path: Path) -> str:
 
 
 def read(path: Path, kind: Any = None) -> YamlDocument:
-    """Read a recipe or a group file. Nothing in it is executed, and aliases, which can explode, are refused. What is a
-    text in `kind`, a section of the schema, stays as it is typed: `1.10`, `off`, `012`.
-
-    Raises:
-        ConfigError: unreadable, no YAML, no mapping, too large, too deep, a key twice.
+    """Read a recipe or a group file; nothing in it is executed. What is a text in `kind`, a section of the schema, is
+    kept as it is typed: `1.10`, `off`, `012`. ConfigError if it cannot be read, or is too large or wrong (see `parse`).
     """
     shown = show(path)
     try:
@@ -163,7 +159,7 @@ def read(path: Path, kind: Any = None) -> YamlDocument:
 def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
     """Return the content of YAML text, a mapping, with the line of each key and list item; `shown` is the file's name
     in messages, `kind` the section of the schema whose texts stay as typed (see `read`). ConfigError if it is not YAML
-    or not a mapping, has aliases or a key twice, or is nested too deeply.
+    or not a mapping, has a key twice, is nested too deeply, or has aliases, which can make it explode.
     """
     try:
         try:
@@ -229,20 +225,21 @@ def _fast_loader() -> Any:
 
 
 def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -> None:
-    """Add to `lines` where each key and item below `node` is, which is at `path`; tag as a text whatever the schema has
-    as one, where YAML would make false of `off`, 1.1 of `1.10`. `kind`: the node's type in the schema, None if unknown.
+    """Add the line of each key and item below `node`, which is at `path`, to `lines`; tag as a text whatever the schema
+    has as one, where YAML would make false of `off`, 1.1 of `1.10`. `kind`: the node's type in the schema, None if
+    unknown.
     """
     type_arguments = typing.get_args(kind)
     if isinstance(node, yaml.MappingNode):
-        fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}
-        value_kind = type_arguments[1] if typing.get_origin(kind) is dict else None  # the same for all values
-        value_kind = str if path == "launch.env" else value_kind  # the schema has Any, as a value may be null
+        fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}  # key -> its type
+        kind_of_all = type_arguments[1] if typing.get_origin(kind) is dict else None  # one for all values
+        kind_of_all = str if path == "launch.env" else kind_of_all  # the schema has Any, as a value may be null
         for key, value in node.value:
-            if value_kind is str:
+            if kind_of_all is str:  # a mapping of texts, whose keys are texts too
                 key.tag = _TEXT
             below = f"{path}.{key.value}" if path else str(key.value)
             lines[below] = key.start_mark.line + 1
-            _walk(value, below, lines, value_kind or fields.get(str(key.value)))
+            _walk(value, below, lines, kind_of_all or fields.get(str(key.value)))
     elif isinstance(node, yaml.SequenceNode):
         item_kind = type_arguments[0] if typing.get_origin(kind) is list else None
         for index, item in enumerate(node.value):
@@ -258,7 +255,7 @@ _NAMES = ("text_zh", "text_en", "pairs", "labels", "texts", "library", "library_
 _OTHERS = tuple(f"examples/data/{name}.jsonl" for name in _NAMES)
 _SHIPPED = (*SHIPPED, *_OTHERS)
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
-_OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}
+_USERS_FILES = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}
 """Example data -> what the pages call a file of a user's own with such rows; chat, if it is not here."""
 
 
@@ -305,7 +302,7 @@ def quoted(value: str | Path) -> str:
     text = str(value)
     if re.fullmatch(r"[\w./+-]+", text, re.ASCII) and not _NO_TEXT.fullmatch(text):
         return text
-    # In quotes a backslash stays as it is unless a quote follows.
+    # Backslashes stay as they are, but before a quote or the end they are doubled; and a quote gets one: it\'s.
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
@@ -349,12 +346,12 @@ def source_of(text: str) -> dict[str, str]:
     return {"hub": name, "subset": subset} if subset else {"hub": name}
 
 
-def notice(data: DataConfig) -> str:
+def example_data_notice(data: DataConfig) -> str:
     """Return the sentence about example data in data.sources; "" if there is none."""
-    return sentence((source.path, source.format.value) for source in data.sources)
+    return notice_of_sources((source.path, source.format.value) for source in data.sources)
 
 
-def sentence(sources: Iterable[tuple[str, str]]) -> str:
+def notice_of_sources(sources: Iterable[tuple[str, str]]) -> str:
     """Return the sentence about example data among a run's sources, given as path and format; "" if there is none."""
     names = []
     for path, row_format in sources:
@@ -367,5 +364,5 @@ def sentence(sources: Iterable[tuple[str, str]]) -> str:
     return tr(
         "EXAMPLE DATA: this run trains on {names}. To train on your own data, add {override}",
         names=", ".join(names),
-        override=f"data={_OWN.get(Path(names[0]).stem, 'chat')}.jsonl",
+        override=f"data={_USERS_FILES.get(Path(names[0]).stem, 'chat')}.jsonl",
     )

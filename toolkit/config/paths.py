@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.config import dotted_keys, files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed
+from toolkit.file_patterns import matching
 from toolkit.messages import ConfigError, joined, tr
 
 
@@ -87,13 +88,6 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 yield validate.error_about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
-def _is_pattern_of_files(path: str) -> bool:
-    """Whether a path is a pattern that some file fits."""
-    from toolkit.file_patterns import matching
-
-    return bool(matching(path))
-
-
 def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = False) -> Iterator[str]:
     """Yield a sentence for each mistake in a data source; `location` names it, such as data.sources[0]; `streams`:
     whether it is read while it is trained.
@@ -101,7 +95,7 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
     if source.format is schema.RowFormat.docstrings:
         for name in ("path", "hub", "split", "columns"):
             value = getattr(source, name)
-            if value and (name, value) != ("split", "train"):
+            if value and (name, value) != ("split", "train"):  # the default
                 key, shown = f"{location}.{name}", as_typed(value)
                 yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=shown)
     elif bool(source.path) == bool(source.hub):
@@ -116,7 +110,7 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
                 key=f"{location}.path",
                 path=source.path,
             )
-    elif source.path and not os.path.exists(files.located(source.path)) and not _is_pattern_of_files(source.path):
+    elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
         from toolkit.config import suggest  # read in errors alone
 
         key, folder = f"{location}.path", Path.cwd()
@@ -136,7 +130,7 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
             yield tr("{place}.{key} has an effect with hub only. Remove it.", place=location, key=key)
-    if sentence := check_columns(source, location):
+    if sentence := wrong_column(source, location):
         yield sentence
     if source.max_samples < 0:
         yield tr(
@@ -146,7 +140,7 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
         )
 
 
-def check_columns(source: schema.SourceConfig, location: str) -> str:
+def wrong_column(source: schema.SourceConfig, location: str) -> str:
     """Return a sentence on a name in a source's `columns` that its format does not read; "" if there is none."""
     fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
     for column, theirs in source.columns.items():
@@ -158,7 +152,7 @@ def check_columns(source: schema.SourceConfig, location: str) -> str:
     return ""
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """Return a folder, or the nearest above it that exists."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
@@ -171,7 +165,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if no run directory can be made in `run.dir`."""
-    existing = _existing(Path(loaded.cfg.run.dir).absolute())
+    existing = _nearest_existing(Path(loaded.cfg.run.dir).absolute())
     if not os.path.isdir(existing) or not _is_writable(existing):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
@@ -179,7 +173,7 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield an error if `prepare.dir` has tokenized data that cannot be read, or has none and cannot be written to."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
-    existing = _existing(stores)
+    existing = _nearest_existing(stores)
     is_usable = existing.is_dir() and os.access(existing, os.R_OK | os.X_OK)
     if not is_usable or (existing != stores and not _is_writable(existing)):
         yield loaded.error(

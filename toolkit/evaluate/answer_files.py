@@ -55,7 +55,7 @@ def question_source(path: str, row_format: schema.RowFormat, columns: str) -> sc
     if names is None or not all(isinstance(value, str) for value in names.values()):
         raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
     source = schema.SourceConfig(path=path, format=row_format, columns=names)
-    if sentence := paths.check_columns(source, "input"):
+    if sentence := paths.wrong_column(source, "input"):
         raise ConfigError(sentence)
     return source
 

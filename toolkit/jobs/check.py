@@ -38,9 +38,8 @@ _USUAL = "8x80GB"
 
 
 def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
-    """Say what a recipe trains, or raise everything that is wrong with it as one error.
-
-    Without `fetch` no URL is read, nor a model on Hugging Face looked up: its size is not told then.
+    """Say what a recipe trains, or raise everything that is wrong with it as one error. Without `fetch` no URL is read,
+    nor a model on Hugging Face looked up: its size is not told then.
     """
     problems = Problems()
     arguments = parse(words, names=("world_size", "gpus"), problems=problems)
@@ -72,9 +71,9 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
-    _report_rows(cfg, tried[1] if tried else None, fetch)
+    resolved, encoder, model = tried or (cfg, None, None)
+    _report_rows(cfg, encoder, fetch)
     if tried:
-        resolved, _, model = tried
         _report_model(resolved, model)
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
@@ -87,7 +86,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     _check_steps(cfg, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
-    if line := files.notice(cfg.data):
+    if line := files.example_data_notice(cfg.data):
         say(line)
 
 
@@ -103,7 +102,6 @@ def _say_parameters(model_outline: Outline, rank_outline: Outline) -> None:
 
 def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
     """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up.
-
     Without train.max_steps they are estimated from the data, unless there is so much that no warning can apply.
     """
     size, steps = cfg.batch.global_size, cfg.train.max_steps
@@ -126,11 +124,9 @@ def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
 
 
 def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "_Tried | None":
-    """Raise what training would raise of model and tokenizer before it tokenizes the data.
-
-    Returns:
-        The config with the model's directory; the chat encoder, None where no tokenizer is on this disk; the model
-        without weights. None in place of all three where other errors were found, or a tokenizer is made of the data.
+    """Raise what training would raise of model and tokenizer before it tokenizes the data. Return the config with the
+    model's directory, the chat encoder (None where no tokenizer is on this disk) and the model without weights; None in
+    place of all three where other errors were found, or a tokenizer is made of the data.
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
     if is_here and loaded.cfg.model.add_tokens:
@@ -280,34 +276,43 @@ def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
     """Return the GPUs of the argument, else those here on which ranks would run (None: no NVIDIA GPU is here);
     ConfigError if they cannot run it.
     """
-    here = None if "gpus" in values or not devices.on_nvidia() else this_machine()
-    machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
+    if "gpus" in values:
+        machine: Machine | None = parse_machine(values["gpus"], 1, "")
+    else:
+        machine = this_machine() if devices.on_nvidia() else None
     check_precision(machine.card if machine else None, cfg.precision)
     return machine
 
 
 def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
-    """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one, with no more GPU
-    memory than plan.max_gpu_gib. ConfigError if these GPUs do not have the config's precision.
+    """Return the nodes that `toolkit plan` plans for, by its arguments gpus, nodes and host_memory (`values`). Without
+    gpus they are like this machine, or have the usual GPUs if it has no NVIDIA GPU, which is said. ConfigError if their
+    GPUs do not have the config's precision.
     """
     nodes = positive_int(values, "nodes") or 1
-    host = values.get("host_memory", "")
-    machine = parse_machine(values["gpus"], nodes, host) if "gpus" in values else this_machine(nodes)
-    if machine is None:  # no gpus=, and nvidia-smi lists none here
-        kind = devices.device_here()
-        if kind == "cpu" or devices.on_nvidia():
-            say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
-        else:
-            say(
-                "What the accelerators of this machine ({kind}) have is not known, and no gpus=: planned for {gpus}.",
-                kind=kind,
-                gpus=_USUAL,
-            )
-        machine = parse_machine(_USUAL, nodes, host)
+    host_memory = values.get("host_memory", "")
+    if "gpus" in values:
+        machine = parse_machine(values["gpus"], nodes, host_memory)
+    elif here := this_machine(nodes):
+        machine = replace(here, host_bytes=parse_bytes(host_memory, "host_memory")) if host_memory else here
+    else:
+        _say_usual_is_planned()
+        machine = parse_machine(_USUAL, nodes, host_memory)
     check_precision(machine.card, cfg.precision)
-    if host:  # of this machine, too, whose own memory `this_machine` has put in
-        machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
-    bound = int(cfg.plan.max_gpu_gib * GIB)
-    if bound and bound < machine.usable_bytes:
-        machine = replace(machine, memory_bytes=bound, context_bytes=0)  # the bound is of tensors alone
+    most_bytes = int(cfg.plan.max_gpu_gib * GIB)  # for tensors; 0: no limit of the config
+    if most_bytes and most_bytes < machine.usable_bytes:
+        machine = replace(machine, memory_bytes=most_bytes, context_bytes=0)
     return machine
+
+
+def _say_usual_is_planned() -> None:
+    """Say that a plan is for the usual GPUs, as this machine has none, or others than NVIDIA's."""
+    kind = devices.device_here()
+    if kind == "cpu" or devices.on_nvidia():
+        say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
+        return
+    say(
+        "What the accelerators of this machine ({kind}) have is not known, and no gpus=: planned for {gpus}.",
+        kind=kind,
+        gpus=_USUAL,
+    )

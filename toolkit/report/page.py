@@ -393,7 +393,7 @@ def example_data(run: Run) -> str:
     """Return the sentence about a run that trained on example data; "" if it did not."""
     sources = run.section("data").get("sources")
     listed = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
-    return files.sentence((str(source.get("path")), str(source.get("format"))) for source in listed)
+    return files.notice_of_sources((str(source.get("path")), str(source.get("format"))) for source in listed)
 
 
 def head(run: Run) -> list[str]:

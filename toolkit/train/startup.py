@@ -92,7 +92,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
     """Say what begins: the training of which model (`model`: its name), on which ranks, in which batches."""
     cfg = arguments.loaded.cfg
     requirements.warn_without_gpu(cfg.model)
-    if line := files.notice(cfg.data):
+    if line := files.example_data_notice(cfg.data):
         say(line)
     for note in [*arguments.notes, *environment.mpi_notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         say(note)
