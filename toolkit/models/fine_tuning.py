@@ -24,7 +24,7 @@ from toolkit.models.base_model import base_of
 from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import decoder_layers, decoder_layers_name
 from toolkit.models.trainable import untrained_prefixes
-from toolkit.plan.tuning_targets import check_matches, select_names
+from toolkit.plan.tuning_targets import matching_names, select_names
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
@@ -39,7 +39,7 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
     last = tuple(f"{layers}.{index}." for index in range(number - config.last_layers, number))
     trained = {name for name in names if name.startswith(last)}
     for pattern in config.patterns:
-        trained.update(check_matches("tuning.patterns", pattern, names))
+        trained.update(matching_names("tuning.patterns", pattern, names))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 
@@ -155,7 +155,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
         modules = dict(model.named_modules())
         with_weights = {name for name, part in modules.items() if any(True for _ in part.parameters(recurse=False))}
         for name in config.save_modules:
-            check_matches("tuning.save_modules", name, with_weights)
+            matching_names("tuning.save_modules", name, with_weights)
         targets, expert_matrices = lora.choose_targets(model, config)
         settings = LoraConfig(
             task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",

@@ -24,7 +24,7 @@ from toolkit.messages import ConfigError, ModelError, say, silent, warn
 from toolkit.models import adapter_settings, experts, linear_layers, structure
 from toolkit.models.base_model import fingerprint_of
 from toolkit.models.record import record_of
-from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
+from toolkit.plan.tuning_targets import ALL_LINEAR, default_targets, matching_names, select_names
 
 ADAPTER = "default"
 _MERGE_WARNINGS = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"
@@ -240,5 +240,5 @@ def _select_layers(model: PreTrainedModel, patterns: list[str]) -> tuple[list[st
     fitting = [name for name, part in model.named_modules() if isinstance(part, kinds) and not name.startswith(towers)]
     stacked = experts.expert_matrix_names(model)
     for pattern in patterns:
-        check_matches("tuning.target_modules", pattern, {*fitting, *stacked})
+        matching_names("tuning.target_modules", pattern, {*fitting, *stacked})
     return patterns, {*select_names(fitting, patterns)}, sorted(select_names(stacked, patterns))

@@ -85,21 +85,23 @@ def layer_activation_bytes(
 
 
 def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> dict[str, int]:
-    """Return the bytes of a layer's activations (layers, lora, experts) in a model without formulas, as measured by
-    `toolkit.models.outline`, where each expert gets equally many tokens: of a trained model, or a frozen one with LoRA.
+    """Return the bytes of a layer's activations (layers, lora, experts) in a model without formulas, from the bytes per
+    token that `toolkit.models.outline` has measured, where each expert gets equally many tokens.
     """
+    # With LoRA the layers are frozen and save less, unless ZeRO-3 keeps their inputs all the same.
     is_frozen = bool(outline.targets) and not rows.keeps_inputs
-    sizes = {"layers": outline.sizes[f"{'frozen' if is_frozen else 'saved'}_{width}"] * rows.tokens}
+    per_token = outline.sizes[f"{'frozen' if is_frozen else 'saved'}_{width}"]
+    sizes = {"layers": per_token * rows.tokens}
     sizes["lora"] = _measured_lora_bytes(outline, rows, width, layer, dropout) if is_frozen else 0
     sizes["experts"] = expert_activation_bytes(outline, rows, width)[0]
     return {kind: size for kind, size in sizes.items() if size}
 
 
 def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> int:
-    """Return the bytes that a layer's LoRA saves: the output of each first factor, and the inputs, of which those of
-    the same width count once in a module.
+    """Return the bytes that a layer's LoRA saves: the output of each first factor, and the inputs. Without dropout the
+    linear layers of a module that take the same width share an input; with it each has its own, and a mask.
     """
-    outputs, inputs = 0, dict[tuple[str, int], int]()  # by owner and width
+    outputs, inputs = 0, dict[tuple[str, int], int]()  # of inputs: (module or linear layer, width) -> bytes
     mask_width = width if rows.on_cpu else 1
     for name in outline.targets:
         if layer_of(name) != layer:
@@ -109,7 +111,7 @@ def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, d
         if is_routed(name):  # the shape has the ranks of all experts together
             rank, times = rank // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
         outputs += int(rows.tokens * times * width * rank)
-        drops = dropout > 0  # then each has its own input, and a mask
+        drops = dropout > 0
         owner = name if drops else name.rpartition(".")[0]
         inputs[owner, width_in] = int(rows.tokens * times * width_in * (width + (mask_width if drops else 0)))
         outputs += _dora_bytes(outline, name, rows, width, input_has_gradient=layer > 0)
@@ -198,16 +200,17 @@ class _Layer:
     def linear(self, kind: str, modules: tuple[str, ...], width_in: int, is_kept: bool = False) -> None:
         """Add linear layers that share one input of `width_in` elements per token; `is_kept`: it is counted already."""
         with_lora = [name for name in modules if self.at + name in self.outline.targets]
-        drops, mask_width = self.dropout > 0, 0
-        if self.has_gradient:
-            mask_width = self.width if self.rows.on_cpu else 1
+        drops = self.dropout > 0  # then LoRA's input is another one: without what is dropped
         trains = any(self.trains(name) for name in modules)
         needs_input = trains or (with_lora and not drops) or (self.rows.keeps_inputs and self.has_gradient)
         if needs_input and not is_kept:
             self.save(kind, self.width * width_in)
+        mask_width = self.width if self.rows.on_cpu else 1
         for name in with_lora:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]
-            self.save("lora", self.width * rank + ((self.width + mask_width) * width_in if drops else 0))
+            self.save("lora", self.width * rank)
+            if drops:  # the mask is for the gradient of what was before it
+                self.save("lora", (self.width + (mask_width if self.has_gradient else 0)) * width_in)
             self.bytes["lora"] += _dora_bytes(self.outline, self.at + name, self.rows, self.width, self.has_gradient)
         self.has_gradient = self.has_gradient or bool(with_lora) or trains
 

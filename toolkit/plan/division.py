@@ -20,11 +20,9 @@ def load_of_busiest_rank(capacity: float) -> float:
 
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
-    """Return the outline of each pipeline stage, as a model by itself, in the order of computation.
-
-    A stage without the head has a head without rows; one that receives hidden states has a trained parameter without
-    rows for them, as they need a gradient. Stages are balanced without an adapter's parameters. ModelError if a stage
-    would train nothing.
+    """Return the outline of each pipeline stage, as a model by itself, in the order of computation. A stage without the
+    head has a head without rows; one that receives hidden states has a trained parameter without rows for them, as they
+    need a gradient. Stages are balanced without an adapter's parameters. ModelError if a stage would train nothing.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
@@ -32,7 +30,7 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     if not {HEAD, SCORE} & {*after}:  # a tied head: the last stage holds the embedding too
         after |= {name: shape for name, shape in before.items() if not _is_added(name)}
     inner = [{key: shape for key, shape in outline.shapes.items() if layer_of(key) == layer} for layer in range(layers)]
-    parts = [before, *inner, after]
+    parts = [before, *inner, after]  # as `stage_bounds` takes them: part 0, the layers from 1 on, the last part
     sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]
     bounds = stage_bounds(sizes, layers, num_stages)
     stages = []
@@ -47,19 +45,16 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
         stages.append(
             replace(
                 outline,
-                shapes={_with_layer_number(name, num_before): shape for name, shape in held.items()} | states | head,
-                trained=frozenset(_with_layer_number(name, num_before) for name in trained) | states.keys(),
-                targets=frozenset(
-                    _with_layer_number(key, num_before) for key in outline.targets if f"{key}.weight" in held
-                ),
-                # Of the parts the first is the embedding and the last what follows the layers.
+                shapes={_renumbered(name, num_before): shape for name, shape in held.items()} | states | head,
+                trained=frozenset(_renumbered(name, num_before) for name in trained) | states.keys(),
+                targets=frozenset(_renumbered(key, num_before) for key in outline.targets if f"{key}.weight" in held),
                 sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
             )
         )
     return stages
 
 
-def _with_layer_number(name: str, before: int) -> str:
+def _renumbered(name: str, before: int) -> str:
     """Return a parameter's name with its layer's number reduced by `before`."""
     number = layer_of(name)
     return name.replace(f".{number}.", f".{number - before}.", 1)
@@ -120,7 +115,8 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
             if ways:
                 longer[end] = min(reversed(ways), key=lambda way: way[0] - way[1])
         divisions = longer
-    return divisions[len(sizes)][2]
+    _, _, bounds = divisions[len(sizes)]
+    return bounds
 
 
 def tensor_part(outline: Outline, size: int) -> Outline:
@@ -143,7 +139,7 @@ def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
     if size == 1:
         return outline
     routed = {name: shape for name, shape in outline.shapes.items() if is_routed(name)}
-    counts = {shape[0] for name, shape in routed.items() if not _is_added(name)} or {0}
+    counts = {shape[0] for name, shape in routed.items() if not _is_added(name)} or {0}  # 0: a model without experts
     if uneven := [count for count in counts if count % size or not count]:
         raise ConfigError(
             "parallel.expert = {size} cannot divide the {count} routed experts of a layer of this model. Use a divisor "
@@ -179,11 +175,10 @@ def expert_parallel_bytes(part: Outline, states_bytes: int, recomputes: bool) ->
 
 def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:
     """Return the bytes that a rank sends for tensor parallelism over `size` ranks in a micro-batch, and the number of
-    all-reduces, which are assumed to be rings. `states_bytes`: of a micro-batch's hidden states.
-
-    The outputs of a matrix that is split by columns are all-reduced in the forward pass, and in recomputation; the
-    gradients of the inputs of any other split matrix in the backward pass, each matrix by itself, even if three share
-    an input (deepspeed 0.19.8, module_inject/layers.py).
+    all-reduces, which are assumed to be rings. `states_bytes`: of a micro-batch's hidden states. The outputs of a
+    matrix that is split by columns are all-reduced in the forward pass, and in recomputation; the gradients of the
+    inputs of any other split matrix in the backward pass, each matrix by itself, even if three share an input
+    (deepspeed 0.19.8, module_inject/layers.py).
     """
     if size == 1:
         return 0.0, 0

@@ -7,9 +7,8 @@ What the result needs is counted, even if an implementation computes more:
   are chosen for a token, K of E, and the router's choice among all; in a first trained layer what runs side by side
   (router, shared and routed experts) counts as if one followed the other.
 - Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also in packed rows.
-A
-  kernel without causality computes L x L, one without samples the square of the row, which is not needed. ChatGLM-6B's
-  prompts are counted as causal, though their tokens see all of the prompt.
+  A kernel without causality computes L x L, one without samples the square of the row, which is not needed.
+  ChatGLM-6B's prompts are counted as causal, though their tokens see all of the prompt.
 - The output layer, for trained tokens only: no other token's logits are needed.
 - Backward, the same again for the gradients of trained weights, and the same again for those of activations down to the
   first trained parameter; twice for the pairs of attention. In the first trained layer attention's gradients count in
@@ -24,6 +23,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from toolkit.plan.outline import Shapes, elements_used_by_token, is_routed, layer_of
 
@@ -47,6 +47,15 @@ _KEYS, _ATTENTION = 4, 6
 Position = tuple[int, int]
 """When a forward pass uses a parameter: its layer (-1: before, the number of layers: after them), and the order there.
 """
+
+
+class _Matrix(NamedTuple):
+    """A matrix that tokens are multiplied with."""
+
+    flops: int
+    """Of a product with one token."""
+    is_trained: bool
+    position: Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,49 +118,58 @@ def formula(
     `prefix_tokens` are learned keys and values that every token sees besides (P-Tuning v2).
     """
     layers = sizes["layers"]
-    names = shapes if trained is None else trained
+    trained_names = shapes if trained is None else trained
     # The first trained parameter in the order of computation: nothing before it gets a gradient.
-    first = min((_position_of(name, layers) for name in names), default=(layers + 1, 0))
-    # FLOPs per token of each matrix, experts' in three dimensions; of LoRA's `save_modules` only the trained copy's.
-    costs = {
-        name: 2 * elements_used_by_token(name, math.prod(shape), sizes)
-        for name, shape in shapes.items()
-        if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)  # LoRA's first factors lie on top of each other
-        and not name.startswith(("prefix_encoder.", "soft_prompt."))
-        and "original_module" not in name
-        and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
-    }
-    outside = [name for name in costs if layer_of(name) < 0]
+    first = min((_position_of(name, layers) for name in trained_names), default=(layers + 1, 0))
+    by_name: dict[str, _Matrix] = {}
+    for name in (name for name in shapes if _is_multiplied(name, shapes)):
+        flops = 2 * elements_used_by_token(name, math.prod(shapes[name]), sizes)
+        by_name[name] = _Matrix(flops, name in trained_names, _position_of(name, layers))
+    matrices = [matrix for name, matrix in by_name.items() if layer_of(name) >= 0]
+    outside = [name for name in by_name if layer_of(name) < 0]
     head_names = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
     if not head_names and outside:  # a tied embedding, the largest matrix, is the head
-        head_names = [max(outside, key=costs.__getitem__)]
-    # (FLOPs per token, whether it is trained, position) of each matrix.
-    matrices = [(costs[name], name in names, _position_of(name, layers)) for name in costs if name not in outside]
-    heads = [(costs[name], name in names, (layers, 1)) for name in head_names]
-    attending = sizes.get("attending", layers)
-    # Per pair of tokens and layer: scores and weighted values.
+        head_names = [max(outside, key=lambda name: by_name[name].flops)]
+    heads = [by_name[name]._replace(position=(layers, 1)) for name in head_names]
+    # Per pair of tokens and layer with attention: scores and weighted values.
     pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
-    # Layers whose attention comes after the first trained parameter, and those with any gradient.
-    attending_with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))
-    recomputed_layers = sum(layer >= first[0] for layer in range(layers))
 
-    def rates(per_token: int, num_layers: int, per_trained_token: int) -> FlopRates:
-        per_pair = num_layers * pair_flops * attending // layers  # hybrids alternate from the first layer to the last
+    def rates(per_token: int, num_passes: int, per_trained_token: int) -> FlopRates:
+        """Return the rates with attention in so many passes of a layer; hybrids' layers with attention are spread
+        evenly over the model.
+        """
+        per_pair = num_passes * pair_flops * sizes.get("attending", layers) // layers
         return FlopRates(per_token + prefix_tokens * per_pair, per_pair, per_trained_token)
 
-    def backward(parts: list[tuple[int, bool, Position]]) -> int:
-        """Return FLOPs: of a product for a weight's gradient if it is trained, and of one for its input's if something
-        before it is.
-        """
-        return sum(cost * (is_trained + (position > first)) for cost, is_trained, position in parts)
+    forward = rates(sum(matrix.flops for matrix in matrices), layers, sum(head.flops for head in heads))
+    num_attention_gradients = sum((layer, _ATTENTION) > first for layer in range(layers))
+    backward = rates(_backward_flops(matrices, first), 2 * num_attention_gradients, _backward_flops(heads, first))
+    # Layers with a gradient are computed again. The first one's input then gets a gradient too, though nothing before
+    # it is trained: for products and attention up to the first trained parameter that is more than `backward` has.
+    again = [matrix for matrix in matrices if matrix.position[0] >= first[0]]
+    num_again = sum(layer >= first[0] for layer in range(layers))
+    added_flops = sum(matrix.flops * (2 if matrix.position <= first else 1) for matrix in again)
+    recomputed = rates(added_flops, num_again + 2 * (num_again - num_attention_gradients), 0)
+    return Formula(forward, backward, recomputed)
 
-    # A recomputed layer's input gets a gradient even if nothing before it is trained.
-    layers_again = sum(cost * (1 + (position <= first)) for cost, _, position in matrices if position[0] >= first[0])
-    return Formula(
-        forward=rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
-        backward=rates(backward(matrices), 2 * attending_with_gradient, backward(heads)),
-        recomputed=rates(layers_again, recomputed_layers + 2 * (recomputed_layers - attending_with_gradient), 0),
-    )
+
+def _is_multiplied(name: str, shapes: Shapes) -> bool:
+    """Whether tokens are multiplied with a parameter: with a matrix or the stack of experts' matrices, but not with
+    learned prompts, nor with the original of which `save_modules` trains a copy.
+    """
+    if name.startswith(("prefix_encoder.", "soft_prompt.")) or "original_module" in name:
+        return False
+    # LoRA's first factors of all experts lie on top of each other in one matrix.
+    num_axes = 3 if is_routed(name) and "lora_A" not in name else 2
+    module, _, end = name.rpartition(".")
+    return len(shapes[name]) == num_axes and f"{module}.modules_to_save.default.{end}" not in shapes
+
+
+def _backward_flops(matrices: Iterable[_Matrix], first: Position) -> int:
+    """Return the FLOPs of a token's backward pass: of each matrix a product for its gradient if it is trained, and one
+    for its input's if something before it is trained, from the position `first` on.
+    """
+    return sum(matrix.flops * (matrix.is_trained + (matrix.position > first)) for matrix in matrices)
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:

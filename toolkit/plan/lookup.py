@@ -21,7 +21,7 @@ def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
     if (outline := cached_outline(cfg, vocab_size)) is None:
         from toolkit.plan.model_config import measured_shapes
 
-        outline = _outline_with_tuning(cfg, *measured_shapes(cfg))
+        outline = _tuned_outline(cfg, *measured_shapes(cfg))
     if not outline.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     cfg_of_teacher = _config_of_teacher(cfg)
@@ -32,13 +32,12 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
     """Return the same as `outline_of`, but None for a model that would have to be measured."""
     model = cfg.model
     if model.init is schema.Init.random:
-        return _with_teacher(
-            cfg, _outline_with_tuning(cfg, *shapes_of_random(vocab_size or model.shape.vocab_size, model.shape))
-        )
+        shapes, sizes = shapes_of_random(vocab_size or model.shape.vocab_size, model.shape)
+        return _with_teacher(cfg, _tuned_outline(cfg, shapes, sizes))
     from toolkit.plan.model_config import known_shapes
 
     shapes_and_sizes = known_shapes(cfg)
-    return _with_teacher(cfg, _outline_with_tuning(cfg, *shapes_and_sizes)) if shapes_and_sizes else None
+    return _with_teacher(cfg, _tuned_outline(cfg, *shapes_and_sizes)) if shapes_and_sizes else None
 
 
 def _with_teacher(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
@@ -61,24 +60,23 @@ def _config_of_teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
     return replace(cfg, task=schema.TaskConfig(), model=model, tuning=schema.TuningConfig())
 
 
-def _outline_with_tuning(
-    cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None
-) -> Outline:
-    """Return the outline of a language model of such shapes and sizes, with its task's head, its fine-tuning method's
-    parameters and the rows of added tokens, if any. `targets`: of a measured model, see `outline.Targets`.
+def _tuned_outline(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None) -> Outline:
+    """Return the outline of a model as a config trains it, from the shapes and sizes of the bare language model: its
+    output layer replaced by the task's head, if it has one, and the parameters added that tuning trains. `targets`: of
+    a measured model, see `outline.Targets`.
     """
     if cfg.task.has_head:
-        without_head = {name: shape for name, shape in shapes.items() if name != HEAD}
-        # If only the data show the labels, two are assumed: a head is very small.
-        num_labels = len(objective.score_labels(cfg)) or 2
-        shapes = without_head | {SCORE: (num_labels, sizes["hidden"])}
-        sizes = sizes | {"logits_change": 0}  # the model's own scaling of logits is of the output layer that is dropped
+        shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
+        num_labels = len(objective.score_labels(cfg)) or 2  # where only the data show them two are assumed: few bytes
+        shapes[SCORE] = (num_labels, sizes["hidden"])
+        sizes = {**sizes, "logits_change": 0}  # what changed the logits of the output layer is gone with it
     outline = with_tuning(shapes, sizes, tuning_of(cfg), targets)
-    if not cfg.model.add_tokens or not outline.targets:
-        return outline
-    from toolkit.plan.lora_outline import with_trained_rows
+    has_lora = bool(outline.targets)
+    if cfg.model.add_tokens and has_lora:  # LoRA also trains the rows of added tokens in the embedding
+        from toolkit.plan.lora_outline import with_trained_rows
 
-    return with_trained_rows(outline, len(cfg.model.add_tokens))
+        return with_trained_rows(outline, len(cfg.model.add_tokens))
+    return outline
 
 
 def cache_file(cfg: schema.RunConfig, kind: str, inputs: object) -> Path:

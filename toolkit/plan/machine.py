@@ -115,7 +115,6 @@ def gpu_by_driver(memory_bytes: int, name: str, capability: str = "") -> Gpu:
 
 def find_gpu(name: str) -> Gpu | None:
     """Return a GPU by the name that torch or nvidia-smi gives it, such as "NVIDIA A100-SXM4-80GB"; None if unknown.
-
     Parts of a GPU (MIG, vGPU), notebooks' GPUs and the like are unknown, as they are slower than the GPU of that name;
     so are GPUs with another size of memory.
     """
@@ -123,12 +122,13 @@ def find_gpu(name: str) -> Gpu | None:
     words_and_sizes = words | {f"{word}b" for word in words if re.fullmatch(r"\d+g", word)}  # A100-80G
     named = [gpu for gpu in known_gpus() if identifying_words(gpu.name) <= words_and_sizes]
     best = max(named, key=lambda gpu: len(identifying_words(gpu.name)), default=None)
-    rest = words - identifying_words(best.name) if best else words
-    sizes = [int(word[:-2]) * GIB for word in rest if re.fullmatch(r"\d+gb", word)]
-    is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in rest)  # a vGPU: A10-24Q
-    if best is None or is_part or rest & _QUALIFIERS:
+    if best is None:
         return None
-    return None if any(abs(size / best.memory_bytes - 1) > _SIZE_TOLERANCE for size in sizes) else best
+    rest = words - identifying_words(best.name)
+    is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in rest)  # a vGPU: A10-24Q
+    sizes = [int(word.removesuffix("gb")) * GIB for word in rest if re.fullmatch(r"\d+gb", word)]
+    has_other_size = any(abs(size / best.memory_bytes - 1) > _SIZE_TOLERANCE for size in sizes)
+    return None if is_part or has_other_size or rest & _QUALIFIERS else best
 
 
 def identifying_words(name: str) -> set[str]:

@@ -49,7 +49,6 @@ under ZeRO 2, rows apart under ZeRO 0, preference pairs, reward LoRA: processes 
 _RESIDENT = ("weights", "second weights", "optimizer")
 WORKER_BYTES = int(0.3 * GIB)
 """Memory of a data-loader process."""
-
 Parts = dict[str, int]
 """Bytes by kind: weights, gradients, optimizer, buckets, gathered, activations by kind, loss."""
 
@@ -291,13 +290,13 @@ class RankPlanner:
             # Logits in the model's type and in float32, probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
-        is_distilled = self.cfg.task.kind is schema.TaskKind.distill
-        chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES // (_DISTILLED_PART if is_distilled else 1))
-        copies_of_chunk = _DISTILLED_COPIES if is_distilled else _CHUNK_COPIES if with_gradients else 2.0
-        if not with_gradients:
-            return int(copies_of_chunk * chunk) + self.weight * hidden * rows.tokens
-        inputs = int(copies_of_chunk * chunk) + (self.weight + 4) * hidden * rows.tokens
-        if not self.outline.trains_head:
+        most, copies_of_chunk = CHUNK_BYTES, _CHUNK_COPIES if with_gradients else 2.0
+        if self.cfg.task.kind is schema.TaskKind.distill:
+            most, copies_of_chunk = CHUNK_BYTES // _DISTILLED_PART, _DISTILLED_COPIES
+        chunk = int(copies_of_chunk * min(rows.tokens * vocab * 4, most))
+        # The hidden states, and their gradient in float32.
+        inputs = chunk + (self.weight + (4 if with_gradients else 0)) * hidden * rows.tokens
+        if not (with_gradients and self.outline.trains_head):
             return inputs
         # The head's gradient in float32, and the logits of the tokens that it is computed of, if they exceed a chunk.
         gradient, tokens = 4 * vocab * hidden, min(rows.tokens, 2 * hidden // self.weight)
@@ -309,6 +308,7 @@ class RankPlanner:
         generation of answers if that takes more.
         """
         rows, sizes, evaluate, distill = self.rows, self.outline.sizes, self.cfg.evaluate, self.cfg.distill
+        # Of a token the states in one layer, or what is sent to experts if that is more.
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
         single_token = replace(rows, rows=1, length=1, parts=1)
         layer = max(layer, expert_activation_bytes(self.outline, single_token, self.weight)[1])
@@ -505,23 +505,9 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
         steps |= {"tensors": ranks * memory.peak("step"), "heap": ranks * heap_bytes(memory)}
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
-    # Weights of a rank in host memory before they are moved to its device; it reads its own experts alone.
-    model_of_rank = outline
-    if cfg.parallel.expert > 1:
-        from toolkit.plan.division import expert_part
-
-        model_of_rank = expert_part(outline, cfg.parallel.expert)
-    weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
-    if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
-        in_4_bits = quantized_sizes(model_of_rank)  # moved one after another; on CPUs they stay, half a byte each
-        weights -= width * (sum(in_4_bits) - max(in_4_bits)) - (sum(in_4_bits) // 2 if machine.on_cpu else 0)
-    if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
-        rows, columns = outline.vocabulary
-        weights = width * max(rows * columns, outline.num_parameters // machine.world_size)
-    if outline.teacher:  # which is loaded before the student, or after it
-        size, (rows, columns) = outline.teacher.num_parameters, outline.teacher.vocabulary
-        if cfg.zero.stage == 3:
-            size = max(rows * columns, size // machine.world_size)
+    weights = _weights_while_loading(outline, cfg, machine)
+    if teacher := outline.teacher:  # which is loaded before the student, or after it
+        size = _largest_read(teacher, machine.world_size) if cfg.zero.stage == 3 else teacher.num_parameters
         weights = max(weights, width * size)
     loading = always | {"weights": ranks * weights}
     if machine.on_cpu:
@@ -532,6 +518,32 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
         if cfg.checkpoint.verify_export:  # an adapter, or a layer of a model at a time
             exporting["read again"] = min(width * outline.largest_layer(), exporting["exported"])
     return {"load": loading, "step": steps, "export": exporting}
+
+
+def _weights_while_loading(outline: Outline, cfg: schema.RunConfig, machine: Machine) -> int:
+    """Return the bytes of a rank's weights in host memory before they are on its device: as they are created in float32
+    or read, of experts its own alone; under ZeRO-3 what is read of them at a time.
+    """
+    width, model_of_rank = WIDTHS[cfg.precision.dtype], outline
+    if cfg.parallel.expert > 1:
+        from toolkit.plan.division import expert_part
+
+        model_of_rank = expert_part(outline, cfg.parallel.expert)
+    if cfg.model.init is schema.Init.random:
+        return 4 * model_of_rank.num_parameters
+    if cfg.zero.stage == 3:
+        return width * _largest_read(outline, machine.world_size)
+    if cfg.tuning.method is not schema.TuningMethod.qlora:
+        return width * model_of_rank.num_parameters
+    in_4_bits = quantized_sizes(model_of_rank)  # moved one after another; on CPUs they stay, half a byte each
+    read = width * (model_of_rank.num_parameters - sum(in_4_bits) + max(in_4_bits))
+    return read + (sum(in_4_bits) // 2 if machine.on_cpu else 0)
+
+
+def _largest_read(outline: Outline, world_size: int) -> int:
+    """Return the elements of a model that a rank has at once as ZeRO-3 loads it: its part, or the vocabulary."""
+    rows, columns = outline.vocabulary
+    return max(rows * columns, outline.num_parameters // world_size)
 
 
 def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:

@@ -8,20 +8,22 @@ from toolkit.plan.memory import Parts, RankPlanner
 
 
 def offloaded_bytes(rank: RankPlanner) -> Parts:
-    """Return the bytes of host memory for offloaded states, by kind."""
+    """Return the bytes that a rank keeps in host memory: optimizer, gradients, zenflow, weights, layer inputs."""
     zero, part = rank.cfg.zero, rank.own_trained
     parts: Counter[str] = Counter()
-    if zero.offload_optimizer.device is schema.Device.cpu:
+    if zero.offload_optimizer.device is schema.Device.cpu:  # master weights and states
         parts["optimizer"] = int((rank.master + rank.states) * part)
-    elif zero.offload_optimizer.device is schema.Device.nvme:
+    elif zero.offload_optimizer.device is schema.Device.nvme:  # buffers for what is read of them
         parts["optimizer"] = 4 * rank.tile * zero.offload_optimizer.buffer_count
-    if rank.offloads:  # see `_page_locked`: gradients in float32, accumulated ones, and below stage 3 a copy of weights
-        parts["gradients"] = (4 + rank.grad) * part if zero.stage == 3 else (4 + 2 * rank.weight) * part
-        if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
-            chosen = 2 * rank.weight * int(rank.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
-            parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
-        if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
+    if rank.offloads:
+        # Below stage 3 gradients in float32, accumulated ones in the weights' type, and a copy of the weights.
+        parts["gradients"] = part * (4 + rank.grad if zero.stage == 3 else 4 + 2 * rank.weight)
+        if zero.offload_optimizer.super_offload:  # the process that updates has its own copy of a tile's gradients
             parts["gradients"] += 4 * rank.tile
+        if zero.zenflow.enabled and zero.zenflow.offload:  # two states of the chosen columns
+            parts["zenflow"] += 2 * rank.weight * int(rank.trained * zero.zenflow.topk_ratio)
+        if zero.zenflow.enabled and zero.zenflow.overlap_step:  # a second gradient and the old weights, in float32
+            parts["zenflow"] += 8 * part
     if zero.offload_param.device is schema.Device.cpu:
         parts["weights"] = rank.weight * rank.own_all
     elif zero.offload_param.device is schema.Device.nvme:
@@ -29,17 +31,17 @@ def offloaded_bytes(rank: RankPlanner) -> Parts:
     if rank.offloads_inputs:  # each in a page-locked block
         block = rank.layer_input() + _rounding_bytes(1, rank.layer_input())
         parts["layer inputs"] = block * rank.outline.sizes["layers"] * rank.in_flight
-    parts.update({} if rank.on_cpu else _page_locked(rank))
+    if not rank.on_cpu:
+        parts.update(_rounding_by_kind(rank))
     return {kind: count for kind, count in parts.items() if count}
 
 
-def _page_locked(rank: RankPlanner) -> Parts:
-    """Return the bytes by which pinned blocks are larger than their content: torch 2.13 rounds each up to a power
-    of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
-
-    DeepSpeed 0.19.8 pins, below stage 3, for each parameter group (one is assumed) master weights, their gradients
-    and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients,
-    those of a tile, each offloaded weight, and then all trained ones (stage3.py).
+def _rounding_by_kind(rank: RankPlanner) -> Parts:
+    """Return the bytes by which page-locked blocks are larger than their content: torch 2.13 rounds each up to a power
+    of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block). DeepSpeed 0.19.8 pins,
+    below stage 3, for each parameter group (one is assumed) master weights, their gradients and a copy in the model's
+    type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients, those of a tile, each offloaded
+    weight, and then all trained ones (stage3.py).
     """
     zero, weight, own_numbers = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = {name: math.prod(shape) for name, shape in rank.outline.shapes.items()}
@@ -54,9 +56,10 @@ def _page_locked(rank: RankPlanner) -> Parts:
             if tiles[-1] >= zero.sub_group_size:
                 tiles.append(0)
             tiles[-1] += size
-        tiles += [max(tiles)] if zero.offload_optimizer.super_offload else []  # the process's own copy
-        is_there = zero.offload_optimizer.device is schema.Device.cpu
-        parts["gradients"] = _rounding_bytes(rank.grad, own_numbers) + (_rounding_bytes(4, *tiles) if is_there else 0)
+        tiles += [max(tiles)] if zero.offload_optimizer.super_offload else []  # the copy of the process that updates
+        parts["gradients"] = _rounding_bytes(rank.grad, own_numbers)
+        if zero.offload_optimizer.device is schema.Device.cpu:
+            parts["gradients"] += _rounding_bytes(4, *tiles)
     if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
         parts["weights"] = weight * own_numbers + _rounding_bytes(weight, own_numbers, *map(rank.part, sizes.values()))
     return parts

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 from toolkit.config import schema
-from toolkit.plan.tuning_targets import SCORE, check_matches
+from toolkit.plan.tuning_targets import SCORE, matching_names
 
 Shapes = dict[str, tuple[int, ...]]
 Targets = Mapping[str, list[str]]
-"""`tuning.target_modules`, all-linear or "" for an empty list -> the layers that a measured model gets LoRA in."""
+"""`tuning.target_modules` joined by spaces (all-linear, "" for the usual ones) -> the layers that LoRA is added to."""
 Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of a token's keys), prefix (width of P-Tuning's embedding before
 its MLP), norms (in a layer), rotary (dimensions of a head that are rotated); and `flop_sizes`."""
@@ -201,22 +201,21 @@ class Outline:
 
 
 def with_tuning(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
-    """Return the outline of a model with a fine-tuning method's parameters; `tuning.adapter` is not read. `targets`:
-    tuning.target_modules, joined by spaces -> the layers that they match, only for LoRA; else these are found by name.
+    """Return the outline of a model with what a fine-tuning method trains of it or adds to it; `tuning.adapter` is not
+    read. `targets`: of a measured model, the layers that LoRA is added to; without them they are found by their names.
     """
-    if tuning.method is schema.TuningMethod.full:
-        # Image and audio encoders are never trained.
+    if tuning.method is schema.TuningMethod.full:  # all but image and audio encoders
         return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
-    if tuning.method is schema.TuningMethod.freeze:
+    if tuning.method is schema.TuningMethod.freeze:  # the last layers, and what `tuning.patterns` match
         trained = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
         for pattern in tuning.patterns:
-            trained.update(check_matches("tuning.patterns", pattern, shapes))
+            trained.update(matching_names("tuning.patterns", pattern, shapes))
         return Outline(shapes, frozenset(trained), sizes)
     if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
         from toolkit.plan.lora_outline import with_lora
 
-        known_layers = (targets or {}).get(" ".join(tuning.target_modules), [])
-        return with_lora(shapes, sizes, tuning, known_layers)
+        measured_layers = (targets or {}).get(" ".join(tuning.target_modules), [])
+        return with_lora(shapes, sizes, tuning, measured_layers)
     if tuning.method is schema.TuningMethod.ptuning_v2:
         added = _prefix_encoder_shapes(sizes, tuning)
     else:  # prompt tuning

@@ -44,17 +44,23 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         return Machine(ranks, card.memory_bytes, card, nodes, host)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", gpu_name, re.IGNORECASE):
         return Machine(ranks, parse_bytes(gpu_name, "gpus"), None, nodes, host)
-    names = {gpu.name.lower(): gpu.name for gpu in known_gpus()}
-    # "A100" without its memory
-    similar = [name for name in names if identifying_words(gpu_name) <= identifying_words(name)]
-    nearest = difflib.get_close_matches(gpu_name.lower(), names, 5, 0)
-    if not difflib.get_close_matches(gpu_name.lower(), nearest[:1], 1, 0.5):
-        nearest = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]  # like none: those that are usual
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
         card=gpu_name,
-        known=listed(*(names[name] for name in similar or nearest)),
+        known=listed(*_similar_gpus(gpu_name)),
     )
+
+
+def _similar_gpus(name: str) -> list[str]:
+    """Return the known GPUs that a name may mean: those that have all its words ("A100", with 40GB or 80GB), else the
+    five that are spelt most like it, or if none is like it some usual ones.
+    """
+    names = {gpu.name.lower(): gpu.name for gpu in known_gpus()}
+    similar = [name_there for name_there in names if identifying_words(name) <= identifying_words(name_there)]
+    nearest = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0)
+    if not difflib.get_close_matches(name.lower(), nearest[:1], n=1, cutoff=0.5):
+        nearest = ["a100 80gb", "h100", "h20", "l40s", "rtx 4090"]
+    return [names[lower] for lower in similar or nearest]
 
 
 def this_machine(nodes: int = 1) -> Machine | None:
@@ -81,7 +87,6 @@ def this_machine(nodes: int = 1) -> Machine | None:
 
 def check_precision(card: Gpu | None, precision: PrecisionConfig) -> None:
     """Raise ConfigError if it is known that GPUs lack a run's precision. FP8 is tried on ranks, too (layouts/fp8.py).
-
     PyTorch emulates bf16 on older GPUs (torch 2.13), but Triton's kernels do not.
     """
     if card and card.lacks_bf16 and precision.dtype is Dtype.bf16:

@@ -148,8 +148,8 @@ def _other_passes(cfg: schema.RunConfig) -> int:
 
 
 def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
-    """Return the bytes/s that a rank sends in a ring of every `apart`th of `span` ranks. `apart` such rings cross from
-    node to node and share the link between nodes.
+    """Return the bytes/s that a rank sends in a ring. It links every `apart`th of `span` neighbouring ranks, e.g. ranks
+    0, 2, 4, 6 of 8; the other such rings (1, 3, 5, 7) share the link between nodes with it.
     """
     if not rates.node_link or span <= machine.ranks:
         return rates.node_link or rates.link
@@ -168,41 +168,54 @@ def _communication(
     outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
 ) -> tuple[float, float]:
     """Return the seconds of a step's communication, and those of them that cannot overlap with computation. `part`: a
-    rank's outline.
-
-    ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8, stage_1_and_2.py, average_tensor
-    with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
+    rank's outline. ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8, stage_1_and_2.py,
+    average_tensor with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
     """
-    zero, stages, tensor = cfg.zero, cfg.parallel.pipeline, cfg.parallel.tensor
-    weight, num_micro = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
-    span = machine.world_size // stages
-    world, is_gathered = span // tensor, zero.stage == 3 and rates.gather > 0
+    zero, stages, weight = cfg.zero, cfg.parallel.pipeline, WIDTHS[cfg.precision.dtype]
+    num_micro = mesh.accumulation(cfg, machine.world_size)
+    span = machine.world_size // stages  # ranks of a pipeline stage
+    world = span // cfg.parallel.tensor  # of these the ranks with equal parameters
+    is_measured = zero.stage == 3 and rates.gather > 0  # latencies included
     # Seconds to reduce the gradients of a micro-batch to their owners, and to gather all weights once.
-    gradients = weights = 0.0
+    reduction = gathering = 0.0
     for count, trained, ranks in zero_groups(part, world):
-        link = rates.gather if is_gathered else _ring(rates, machine, span, span // ranks)
-        gradients += weight * trained / stages * (ranks - 1) / ranks / link
-        weights += weight * count / stages * (ranks - 1) / ranks / link
-    gathers = (2 + _other_passes(cfg)) * weights
-    if outline.teacher and objective.has_live_teacher(cfg):
-        teacher = weight * outline.teacher.num_parameters / stages
-        gathers += teacher * (world - 1) / world / (rates.gather or _ring(rates, machine, span, tensor))
-    copies = zero.zero_hpz_partition_size
-    if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
-        gathers += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - weights
-    # Of stages 0 to 3. An all-reduce sends twice what a reduction to owners does; in stages 1 and 2 updated weights are
-    # gathered once per step, as many bytes as their gradients.
-    by_stage = (2 * gradients, 3 * gradients, (2 * num_micro + 1) * gradients, num_micro * (gathers + gradients))
-    sent = by_stage[zero.stage]
-    if world > 1 and not is_gathered:
+        link = rates.gather if is_measured else _ring(rates, machine, span, span // ranks)
+        reduction += weight * trained / stages * (ranks - 1) / ranks / link
+        gathering += weight * count / stages * (ranks - 1) / ranks / link
+    if zero.stage == 3:
+        sent = num_micro * (_gathering_seconds(outline, part, cfg, machine, rates, gathering) + reduction)
+    else:
+        # An all-reduce takes twice as long as a reduction to the gradients' owners. Stages 1 and 2 also gather the
+        # updated weights once per step: as many bytes as their gradients.
+        num_reductions = 2 * num_micro if zero.stage == 2 else 2
+        sent = (num_reductions + (1 if zero.stage else 0)) * reduction
+    if world > 1 and not is_measured:
         collectives = 3 * outline.sizes["layers"] * num_micro if zero.stage == 3 else 2 + num_micro  # large buckets
         sent += collectives * rates.latency_s
     if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
         sent += num_micro * 2 * weight * part.num_parameters / world / rates.pcie
     # Without a stream of its own, the reduction of ZeRO 3 holds up the backward pass (deepspeed 0.19.8, stage3.py).
-    waits = num_micro * gradients if zero.stage == 3 and not zero.overlap_comm else 0.0
+    waits = num_micro * reduction if zero.stage == 3 and not zero.overlap_comm else 0.0
     exchanged = _activation_exchange_s(outline, part, cfg, machine, rates) * num_micro / stages
     return sent + exchanged, waits + exchanged
+
+
+def _gathering_seconds(
+    outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates, once: float
+) -> float:
+    """Return the seconds in which ZeRO 3 gathers weights for a micro-batch: forward, backward and in other passes,
+    `once` each, and the teacher's.
+    """
+    stages, tensor, weight = cfg.parallel.pipeline, cfg.parallel.tensor, WIDTHS[cfg.precision.dtype]
+    seconds = (2 + _other_passes(cfg)) * once
+    if outline.teacher and objective.has_live_teacher(cfg):
+        span = machine.world_size // stages
+        world, link = span // tensor, rates.gather or _ring(rates, machine, span, tensor)
+        seconds += weight * outline.teacher.num_parameters / stages * (world - 1) / world / link
+    copies = cfg.zero.zero_hpz_partition_size
+    if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
+        seconds += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - once
+    return seconds
 
 
 def _activation_exchange_s(

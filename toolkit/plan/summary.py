@@ -103,10 +103,11 @@ def _tight_memory_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) 
 def _bf16_states_line(
     outline: Outline, machine: Machine, rates: Rates, cfg: RunConfig, best: Layout | None
 ) -> list[str]:
-    """Return a line, in a list, if no layout fits without offloading the optimizer's states, or none at all, and one
-    that fits with states in bf16 is faster.
+    """Return a line, in a list, about the fastest layout with states in bf16, if there is one and it is faster; [] if
+    one with states in float32 fits without offloading them.
     """
-    if has_bf16_states(cfg) or (best and best.cfg.zero.offload_optimizer.device is Device.none):
+    fits_without = best is not None and best.cfg.zero.offload_optimizer.device is Device.none
+    if has_bf16_states(cfg) or fits_without:
         return []
     leaner = deepcopy(cfg)
     leaner.precision.optimizer_states = StateDtype.bf16
@@ -143,9 +144,8 @@ def _switched_off_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) 
     if not lost:
         return []
     keys = listed(*sorted(lost))
-    with_all = fastest(
-        [layout for layout in layouts if _features_beyond_zero(cfg) <= _features_beyond_zero(layout.cfg)]
-    )
+    having_all = [layout for layout in layouts if _features_beyond_zero(cfg) <= _features_beyond_zero(layout.cfg)]
+    with_all = fastest(having_all)
     if with_all is None:
         return [tr("It switches off {keys}: no layout with it fits.", keys=keys)]
     text = tr(
@@ -278,7 +278,7 @@ def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[st
         zero = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
         groups.setdefault((*zero, recomputes, divides), []).append(layout)
-    of_groups = []
+    of_groups = []  # the one that is shown of each group
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
         fast = min(fitting, key=lambda candidate: candidate.time.seconds, default=None)

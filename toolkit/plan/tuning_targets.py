@@ -35,7 +35,7 @@ def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
     return _ATTENTION.get(model_type) or next(usual, [ALL_LINEAR])
 
 
-def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
+def matching_names(key: str, pattern: str, names: Collection[str]) -> list[str]:
     """Return the names that match a pattern; ConfigError, which names the config's `key`, if there are none."""
     if matching := select_names(names, [pattern]):
         return matching
