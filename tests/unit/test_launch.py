@@ -200,8 +200,8 @@ def test_the_last_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(existing_run, "newest_step", lambda folder: 4)
     write(tmp_path / "metrics.jsonl", {"step": 4})
     run_dir.record_start(tmp_path, 0)
-    assert launch._announce(tmp_path, 1, 1, 2)
-    assert not launch._announce(tmp_path, 1, 3, 2)
+    assert launch._announce_death(tmp_path, 1, 1, 2)
+    assert not launch._announce_death(tmp_path, 1, 3, 2)
     assert said[-1] == (
         "The run died at step 5 (exit code 1), after 2 restarts: no more are allowed (run.max_restarts). The same "
         "command resumes it from the checkpoint of step 4."
@@ -209,7 +209,7 @@ def test_the_last_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run_dir.record_start(tmp_path, 4)
     with pytest.raises(RepeatedDeath):
-        launch._announce(tmp_path, 1, 3, 2)
+        launch._announce_death(tmp_path, 1, 3, 2)
 
 
 REACHED: list[tuple[int, list[tuple[int, str]], int]] = [

@@ -30,9 +30,8 @@ class Lines(io.TextIOBase):
 
 
 def main(path: str) -> None:
-    """Load a model and answer the lines of stdin until it ends, as the module's docstring describes.
-
-    The objects go to a copy of stdout; stdout itself becomes stderr, as libraries print there.
+    """Load a model and answer the lines of stdin until it ends, as the module's docstring describes. The objects go to
+    a copy of stdout; stdout itself becomes stderr, as libraries print there.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # except during an answer
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the board's end of stdout

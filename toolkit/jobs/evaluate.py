@@ -67,10 +67,8 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
 
 
 def _table_of_figures(figures: dict[str, float]) -> list[str]:
-    """Return the lines of a table of figures, with a column for each source if there are several.
-
-    Args:
-        figures: Value by eval_NAME (of all rows), and by eval_NAME/SOURCE; a source may lack some.
+    """Return the lines of a table of figures, with a column for each source if there are several. `figures`: value by
+    eval_NAME, of all rows, and by eval_NAME/SOURCE, which a source may lack.
     """
 
     def shown(value: float | None) -> str:  # a whole number is a count

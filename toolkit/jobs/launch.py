@@ -56,7 +56,7 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
             num_restarts += 1
             restart = num_restarts
             may_restart = bool(most_restarts) and should_restart(code, status, bool(requests.last))
-            if not may_restart or not _announce(run, code, restart, most_restarts):
+            if not may_restart or not _announce_death(run, code, restart, most_restarts):
                 if len(nodes.hosts) > 1 and "folder" in status:
                     _say_first_error(run)
                 return code
@@ -74,47 +74,37 @@ def _say_first_error(run: Path) -> None:
         say("The first error:  {text}", text=text)
 
 
-def _announce(run: Path, code: int, restart: int, most: int) -> bool:
+def _announce_death(run: Path, code: int, restart: int, most: int) -> bool:
     """Print that the run in directory `run` died with exit code `code`; return whether it is restarted: not if the next
     restart, number `restart`, is more than `most`. RepeatedDeath if another start would end where this one did.
     """
     saved = existing_run.newest_step(run)
     existing_run.check_repeated_death(run, saved)
-    reached = existing_run.reached_step(run)
+    facts = {"step": existing_run.reached_step(run), "code": code, "most": most, "saved": saved}
     if restart > most:
         say(
             "The run died at step {step} (exit code {code}), after {most} restarts: no more are allowed "
             "(run.max_restarts). The same command resumes it from the checkpoint of step {saved}.",
-            step=reached,
-            code=code,
-            most=most,
-            saved=saved,
+            **facts,
         )
         return False
     say(
         "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
         "{saved}.",
-        step=reached,
-        code=code,
         restart=restart,
-        most=most,
-        saved=saved,
+        **facts,
     )
     return True
 
 
 def exit_code_of_run(status: Mapping[str, Any], launcher_code: int, is_stopping: bool) -> int:
-    """Return the exit code of a run.
-
-    Args:
-        status: what its ranks have reported, see `environment.read_status`.
-        launcher_code: exit code of their launcher, negative if a signal killed it.
-        is_stopping: whether this process has got a signal to stop, and has passed it on.
+    """Return the exit code of a run by what its ranks have reported (`environment.read_status`) and the exit code of
+    their launcher, negative if a signal killed it; `is_stopping`: whether this process has passed on a signal to stop.
     """
     if "folder" in status and (Path(status["folder"]) / "DONE").exists():
         return 0
     code = status.get("code")
-    # The signal came before the ranks could report that they stop: 130 is Python's code of an interrupt (128 + SIGINT).
+    # The signal came before the ranks could report that they stop: 130, 128 + SIGINT, is what Python itself ends with.
     if is_stopping and (code == 130 or (code is None and "folder" not in status)):
         return STOPPED
     if code == STOPPED and not is_stopping:
@@ -183,15 +173,9 @@ def _secrets_set_here(names: Sequence[str], backend: str) -> list[str]:
 
 
 class Attempt:
-    """One start of the ranks.
-
-    Args:
-        folder: `run.dir`.
-        environ: the launcher's environment.
-        nodes: where the ranks start.
-        restart: number of this start among those after a death; 0 for the first one, and after a change of nodes.
-        max_restarts: `run.max_restarts`.
-        previous_end: time.time() at which the ranks of the start before ended; 0 for the first one.
+    """One start of the ranks on some nodes. `folder`: `run.dir`; `environ`: the launcher's environment; `restart`: the
+    number of this start among those after a death, 0 for the first one and after a change of nodes; `previous_end`:
+    time.time() at which the ranks of the start before ended, 0 for the first one.
     """
 
     def __init__(

@@ -26,14 +26,8 @@ _ANSWER_S = 5
 
 class Nodes:
     """The nodes that ranks are started on: all that the user named, or with `launch.min_nodes` those that answer.
-
-    Args:
-        typed: arguments of `deepspeed`.
-        words: recipe and overrides of `cfg`.
-        cfg: checked config.
-
-    Raises:
-        LaunchError: there are too few nodes, or DeepSpeed's launcher would misread them, or not start.
+    `typed`: arguments of `deepspeed`; `words`: recipe and overrides of the checked `cfg`. LaunchError if there are too
+    few nodes, or DeepSpeed's launcher would misread them, or not start.
     """
 
     def __init__(self, typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> None:

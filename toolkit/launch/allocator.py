@@ -15,9 +15,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless one of its variables in `environ` says
-    what it does. The first of their names is set: PyTorch warns of the others (torch 2.13, AllocatorConfig).
-
-    Without a GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
+    what it does. The first of their names is set: PyTorch warns of the others (torch 2.13, AllocatorConfig). Without a
+    GPU: tensors are in huge pages, and memory that a step frees stays with this process for the next one.
     """
     if devices.on_nvidia(environ) and not any(name in environ for name in PYTORCH):
         environ[PYTORCH[0]] = "expandable_segments:True"

@@ -48,31 +48,27 @@ OTHER_NAMES = {
     **dict.fromkeys(("main_process_ip",), "--master_addr"),
 }
 """What torchrun, accelerate and people call some of them -> the option."""
-
 TOOLKIT_OPTIONS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
 """Option of `toolkit` commands -> whether it takes a value."""
 
 
 def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
-    """Check that the launcher above this rank has started what was asked for.
-
-    Args:
-        num_nodes: `launch.num_nodes`; 0: any number.
-        ranks: who this process is.
-
-    Raises:
-        LaunchError: the hostfile that was asked for is missing or malformed; other nodes take part than it, or
-            `num_nodes`, says; or ranks are not bound to cores as asked.
+    """Raise a LaunchError if the launcher above this rank has not started what was asked for: the hostfile is missing
+    or malformed, other nodes take part than it or `launch.num_nodes` (`num_nodes`, 0: any number) says, or ranks are
+    not bound to cores as asked.
     """
     chain = list(processes_above())
-    nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
     # DeepSpeed's node launcher is told all nodes: host -> its GPUs, as JSON in base64.
     world_info = next((word for _, words in chain for word in words if word.startswith("--world_info=")), "")
     if world_info:
         nodes = len(json.loads(base64.urlsafe_b64decode(world_info.partition("=")[2])))
+    elif ranks.local_world_size:  # the same on all nodes, as far as is known here
+        nodes = max(1, ranks.world_size // ranks.local_world_size)
+    else:
+        nodes = 0  # unknown
     hostfile: str | None = None
     for process, words in chain:
-        options, _ = split_words(launcher_options(words))
+        options, _ = split_words(launcher_options(words))  # {} unless this is the `deepspeed` that was typed
         hostfile = hostfile_of(options)
         if hostfile is not None:
             nodes = _check_hostfile(hostfile, options, process, nodes, 0 if world_info else ranks.world_size)
@@ -83,12 +79,13 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     if ranks.launcher == "slurm" and not nodes:  # srun without --ntasks-per-node
         nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
     if num_nodes and not nodes:
+        *_, variable = environment.VARIABLES.get(ranks.launcher, environment.VARIABLES["torch"])  # of ranks on a node
         raise LaunchError(
             "launch.num_nodes = {asked} cannot be checked: {launcher} does not say how many ranks a node has. Set "
             "{variable} for each rank, or remove it.",
             asked=num_nodes,
             launcher=ranks.launcher,
-            variable=environment.VARIABLES.get(ranks.launcher, environment.VARIABLES["torch"])[3],
+            variable=variable,
         )
     if num_nodes and num_nodes != nodes:
         raise LaunchError(
@@ -102,15 +99,15 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
 def _check_hostfile(
     hostfile: str, options: Mapping[str, str], launcher: psutil.Process, nodes: int, world_size: int
 ) -> int:
-    """Check a hostfile as `check_launcher` says, in the folder of its `launcher`; return the number of nodes: `nodes`,
-    or those of the hostfile if it has `world_size` ranks, which is 0 where `nodes` is certain.
+    """Check a hostfile, in the folder of its `launcher`, as `check_launcher` says; return the number of nodes that were
+    started: `nodes`, but if that is not certain and the hostfile has all `world_size` ranks (0: it is), its nodes.
     """
     folder = Path.cwd()
     with suppress(psutil.Error):
         folder = Path(launcher.cwd())
     hosts = select_gpus(read_hostfile(folder / hostfile), options)
     if world_size == sum(map(len, hosts.values())):
-        nodes = len(hosts)  # Open MPI starts unequal numbers of ranks, too
+        nodes = len(hosts)  # Open MPI may have started unequal numbers of ranks on them
     if nodes and len(hosts) != nodes:
         raise LaunchError(
             "the hostfile {path} names {expected} nodes ({hosts}), but {nodes} were started.",
@@ -240,9 +237,8 @@ def port_of_one_node(hosts: Resources, options: Mapping[str, str]) -> dict[str, 
 
 
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
-    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if it is the only one of `hosts`.
-
-    A single host is this node, see `check_machines`. `hosts`: {} without a hostfile.
+    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if it is the only one of `hosts`. A
+    single host is this node, see `check_machines`. `hosts`: {} without a hostfile.
     """
     if not hosts or needs_ssh(hosts, options) or "--no_ssh" in options:
         return []
@@ -318,11 +314,10 @@ def check_mpirun(launcher: str) -> None:
 
 
 def mpi_launcher_args(hosts: Resources, options: Mapping[str, str], exported: Sequence[str]) -> list[str]:
-    """Return DeepSpeed's --launcher_args for Open MPI: the user's own, and what is missing there.
-
-    DeepSpeed 0.19.8 gives Open MPI's ranks no address to meet at, and by itself Open MPI holds each rank on one core,
-    its data loading and tokenizing too. `exported`: `-x NAME` for each variable that is passed on. (DeepSpeed's own
-    `-x NAME="…"` would write the quotes too, as no shell removes them.)
+    """Return DeepSpeed's --launcher_args for Open MPI: the user's own, and what is missing there. DeepSpeed 0.19.8
+    gives Open MPI's ranks no address to meet at, and by itself Open MPI holds each rank on one core, its data loading
+    and tokenizing too. `exported`: `-x NAME` for each variable that is passed on; DeepSpeed's own `-x NAME="…"` would
+    write the quotes too, as no shell removes them.
     """
     typed = options.get("--launcher_args", "")
     first_host = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
@@ -365,14 +360,9 @@ def check_restarts(
     environ: Mapping[str, str] = os.environ,
     least_nodes: int = 0,
 ) -> None:
-    """Raise a LaunchError if the launcher would not restart a run that crashes as often as the config says.
-
-    Args:
-        most: `run.max_restarts`.
-        ranks: who this process is.
-        words: the overrides, for the command in the message.
-        environ: this process's environment.
-        least_nodes: `launch.min_nodes`.
+    """Raise a LaunchError if the launcher would not restart a run that crashes as often as the config says: `most`
+    times (`run.max_restarts`), with `least_nodes` (`launch.min_nodes`) on other nodes. `words`: overrides, for the
+    command in the message.
     """
     if environment.read_status(environ):  # `toolkit launch` has started it, which does
         return

@@ -71,8 +71,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         if variables == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
         launcher = _who_set_rank(environ) if variables == "torch" else variables
-        if launcher in MPI_LAUNCHERS:
-            local_size_name = VARIABLES[launcher][3]
+        if launcher in MPI_LAUNCHERS:  # whoever sets RANK for its ranks does not set LOCAL_WORLD_SIZE
+            *_, local_size_name = VARIABLES[launcher]
         ranks = Ranks(
             rank=_number(environ, rank_name),
             local_rank=_number(environ, local_name, "0"),
@@ -138,9 +138,7 @@ def set_rank_variables(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     global local_rank
     local_rank = ranks.local_rank
     set_main_rank(ranks.rank == 0)
-    environ["RANK"] = str(ranks.rank)
-    environ["LOCAL_RANK"] = str(ranks.local_rank)
-    environ["WORLD_SIZE"] = str(ranks.world_size)
+    environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
     if ranks.world_size == 1:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
         if "MASTER_PORT" not in environ:
@@ -258,7 +256,7 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
     """Return what a user of Open MPI's mpirun should know; `toolkit launch` takes care of it."""
     if launcher != "openmpi" or read_status(environ):
         return []
-    # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.
+    # Nor is its odls_base_sigkill_timeout of use: Open MPI 4.1 then waits so long even if the ranks have ended.
     notes = [
         tr(
             "Note: Open MPI kills the ranks 1 s after a Ctrl-C or SIGTERM, too soon for most checkpoints. To save and "
@@ -306,7 +304,7 @@ def front_end() -> int:
 
 def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
     """Report `facts` (name -> JSON value) to the `toolkit launch` that started this rank; without one do nothing."""
-    with suppress(OSError):  # it is gone with its reader
+    with suppress(OSError):  # the file is gone with the `toolkit launch` that made it
         handle = os.open(_status_file(environ), os.O_WRONLY | os.O_APPEND)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(json.dumps(facts) + "\n")

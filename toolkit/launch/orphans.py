@@ -31,33 +31,41 @@ _REAPERS = ("systemd", "containerd-shim", "conmon")
 
 
 def exit_with_launcher(ranks: Ranks) -> str:
-    """Let this rank get a SIGTERM when its launcher, or what started that, ends. Return why the rank must end at
-    once if one of them has ended already, else "". Without a launcher, and in a second call, nothing is done.
+    """Let this rank get a SIGTERM when its launcher, or what started that, ends. Return "", or if one of them has ended
+    already the message with which the rank must end at once. Without a launcher, and in a second call, do nothing.
     """
     is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
     if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
         return ""
     children.end_with_parent()
-    watched = [front_end()]  # process ids; 0 for none
+    pids, is_lost = _launchers_above(ranks.launcher)
+    if is_lost:
+        return tr(
+            "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
+            "command.",
+            rank=ranks.rank,
+            launcher=ranks.launcher,
+        )
+    allocator.share_one_arena(os.environ)
+    threading.Thread(target=_watch, args=(pids,), name=_WATCH, daemon=True).start()
+    return ""
+
+
+def _launchers_above(kind: str) -> tuple[list[int], bool]:
+    """Return the ids of `toolkit launch`, of this rank's launcher and of what started that, as far as they are on this
+    machine; and whether one of the last two has ended already. `kind`: as in `Ranks.launcher`.
+    """
+    pids, is_lost = list(filter(None, [front_end()])), False
     with suppress(OSError, psutil.Error):
         rank = psutil.Process()
         if launcher := rank.parent():
-            watched.append(launcher.pid)
+            pids.append(launcher.pid)
         is_lost = is_orphaned(rank, is_rank=True)
-        if launcher and not is_lost and ranks.launcher == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
+        if launcher and not is_lost and kind == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
             if starter := launcher.parent():
-                watched.append(starter.pid)
+                pids.append(starter.pid)
             is_lost = is_orphaned(launcher, is_rank=False)
-        if is_lost:
-            return tr(
-                "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
-                "command.",
-                rank=ranks.rank,
-                launcher=ranks.launcher,
-            )
-    allocator.share_one_arena(os.environ)
-    threading.Thread(target=_watch, args=(list(filter(None, watched)),), name=_WATCH, daemon=True).start()
-    return ""
+    return pids, is_lost
 
 
 def _watch(pids: Sequence[int]) -> None:

@@ -65,11 +65,11 @@ def run_launcher(
     must_kill: Callable[[], bool],
     patience_s: float,
 ) -> int:
-    """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
+    """Run a launcher's `command` until nothing of it is left on this machine; return its exit code, negative if a
+    signal killed it.
 
     Args:
-        command: the launcher's command line.
-        environ: its environment, with the status file.
+        environ: the launcher's environment, which names the status file.
         words: the last words of each rank's command line, by which ranks are found (`_find_ranks`).
         requests: signals to be passed on to all ranks at once.
         must_kill: called several times a second; once it returns True, everything is killed.

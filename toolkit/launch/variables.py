@@ -44,17 +44,9 @@ def apply_env(
     inherited: Mapping[str, str],
     replace_process: Callable[[str, list[str], dict[str, str]], object] = os.execve,
 ) -> None:
-    """Set the variables of `launch.env` in this rank; restart the process if a changed one is read at its start only.
-
-    Args:
-        env: `launch.env`: name -> value; without a value it is a secret that comes from the environment.
-        ranks: who this process is.
-        environ: the environment to change.
-        inherited: the environment that this process was started with.
-        replace_process: `os.execve`, by which a restarted process keeps its id.
-
-    Raises:
-        LaunchError: a secret has no value here.
+    """Set the variables of `launch.env` (`env`: name -> value, None for a secret that comes from the environment) in
+    `environ`; restart the process if a changed one is read at its start only, by `os.execve`, which keeps its id.
+    `inherited`: the environment that it was started with. LaunchError if a secret has no value here.
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
     forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
@@ -101,14 +93,8 @@ def launcher_environment(
     names: Sequence[str], launcher: str, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return how DeepSpeed's launcher hands secrets on to several nodes: (its environment, further options for it).
-
-    Args:
-        names: the secrets, which are in `environ`.
-        launcher: its --launcher, such as pdsh.
-        environ: this process's environment.
-
-    Raises:
-        LaunchError: how this launcher hands variables on is not tested.
+    `names`: the secrets, which are in `environ`; `launcher`: its --launcher, such as pdsh. LaunchError for one with
+    which this is not tested.
     """
     if not names:
         return dict(environ), []
@@ -141,11 +127,8 @@ _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
 
 def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
     """Return the variables that each `.deepspeed_env` sets, file -> {name: value}: DeepSpeed reads that of the home
-    directory and that of `folder` when it starts several nodes, and the last one counts.
-
-    Raises:
-        LaunchError: somebody else could have written a file (whoever clones a repository gets its files), or DeepSpeed
-            0.19.8 would fail on a line or run part of it as a command.
+    directory and that of `folder` when it starts several nodes, and the last one counts. LaunchError if somebody else
+    could have written a file, or DeepSpeed 0.19.8 would fail on a line or run part of it as a command.
     """
     by_file: dict[Path, dict[str, str]] = {}
     for directory in dict.fromkeys((Path.home(), folder)):
