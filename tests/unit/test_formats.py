@@ -279,6 +279,10 @@ ANSWER = {"from": "gpt", "value": "a"}
             '{"name": …, "arguments": {…}}, and this is a text',
         ),
         (
+            {"conversations": [TURN, ANSWER, {"from": "function_call", "value": "[]"}]},
+            "message 3 of 'conversations': 'value' is empty. Fill it in or remove the row",
+        ),
+        (
             {"conversations": [TURN, {"from": "function_call", "value": '{"name": "f", "arguments": 3}'}, ANSWER]},
             "message 2 of 'conversations': the arguments of 'f' are 3, not an object",
         ),

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.rows import MissingKey, as_object, conversation_in, missing_key, quoted_keys, required_text
+from toolkit.data.rows import MissingKey, as_object, conversation_in, quoted_keys, required_text, required_value
 from toolkit.messages import RowError
 from toolkit.sample_types import TEXT, Message
 
@@ -35,9 +35,9 @@ class Conversation:
 
 
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
-    """Yield the conversation once, up to its last answer, with the key `loss` (trained or not) of its messages set by
-    `data.train_on`; without it, where the rule is auto and no message has one, the chat format decides. With
-    `only_last` (chat formats that train the last message only) yield a copy for each trained answer, ending with it.
+    """Yield the conversation up to its last answer, with `loss` of its messages (whether each is trained) set by
+    `data.train_on`. With `only_last`, for chat formats that train the last message only, yield in its place a copy for
+    each trained answer, which ends with it. Where a message has a `loss` already, this comes before `train_on`.
     """
     if conversation.is_text:
         yield conversation
@@ -46,10 +46,10 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     # Nothing is learned from what follows the last answer, such as a question that nobody answers.
     messages = messages[: answers[-1] + 1] if answers else []
-    if train_on is TrainOn.auto and not any("loss" in message for message in messages):
-        yield conversation if len(messages) == len(conversation.messages) else replace(conversation, messages=messages)
+    if train_on is TrainOn.auto and not any("loss" in message for message in messages):  # the chat format decides
+        yield replace(conversation, messages=messages)
         return
-    is_trained: dict[int, bool] = {}  # by index of the message; what a message itself says comes first
+    is_trained: dict[int, bool] = {}  # by index of the message
     if train_on is not TrainOn.auto:
         by_rule = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
         is_trained = {index: index in by_rule for index in range(len(messages))}
@@ -64,12 +64,12 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
     # The format trains the last message by itself: a copy needs no marks, but must end with the answer.
     plain: list[Message] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
     for index in answers:
-        is_trained_unmarked = train_on is TrainOn.auto and index == answers[-1]
-        if is_trained.get(index, is_trained_unmarked):
+        is_trained_by_format = train_on is TrainOn.auto and index == answers[-1]  # where its message does not say
+        if is_trained.get(index, is_trained_by_format):
             yield replace(conversation, messages=plain[: index + 1])
 
 
-PAIR_FIELDS = {
+PAIR_FIELDS = {  # (question, answer)
     RowFormat.prompt_response: ("prompt", "response"),
     RowFormat.query_response: ("query", "response"),
     RowFormat.instruction: ("instruction", "output"),
@@ -86,21 +86,26 @@ _LABELED = (RowFormat.preference, RowFormat.reward, RowFormat.labeled, RowFormat
 
 
 class RowReader:
-    """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: an answer is due."""
+    """Turns a source's rows into conversations."""
 
     row_format: RowFormat
     gives_pairs = False
     """Whether a row becomes two samples that are used together or not at all."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
-        # Still `auto` where no row of a block can be parsed: each is rejected before its format counts, so any will do.
+        """Keep how rows are read. `columns`: field -> the file's key, of fields that the file calls otherwise;
+        `answered`: whether a row without an answer is an error.
+        """
+        # `auto` remains only where no row of a block can be parsed: each is rejected before its format counts.
         self.row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
-        self.answered = answered
-        self.skipped: Counter[str] = Counter()  # keys of messages that are not read, and in how many messages
-        fields = {field for names in ROW_FIELDS.values() for field in names}
-        self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}  # file's key -> field
-        self.names = {field: columns.get(field, field) for field in fields}  # field -> file's key
-        self.columns = columns
+        self.answered, self.columns = answered, columns
+        all_fields = {field for fields in ROW_FIELDS.values() for field in fields}
+        self.names = {field: columns.get(field, field) for field in all_fields}
+        """Field -> the file's key, of all fields."""
+        self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
+        """The file's key -> field, where they differ."""
+        self.skipped: Counter[str] = Counter()
+        """Keys of messages that are not read, and in how many messages."""
 
     @cached_property
     def _messages(self) -> "MessageReader":
@@ -120,21 +125,26 @@ class RowReader:
             messages = self._messages.of_row(mapping) if is_list else self._question_and_answer(mapping)
         except MissingKey as error:
             raise self.explained(error) from None
-        system = mapping.get(self.names["system"])
-        if system not in (None, ""):
+        if mapping.get(self.names["system"]) not in (None, ""):
             if messages[0]["role"] == "system":
                 raise RowError(
                     "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
                 )
             messages = [plain_message("system", required_text(mapping, self.names["system"])), *messages]
-        key, tools = self.names["tools"], mapping.get(self.names["tools"])
-        if "tools" in messages[0]:  # of GLM-4's system message
+        return self._with_tools(mapping, messages)
+
+    def _with_tools(self, row: Mapping[str, Any], messages: list[Message]) -> Conversation:
+        """Return the messages as a conversation with the row's tools, which stand under a key of the row or, as GLM-4's
+        data have it, in the system message; RowError if under both, or if they are no tools.
+        """
+        key, tools = self.names["tools"], row.get(self.names["tools"])
+        if "tools" in messages[0]:
             if tools not in (None, "", []):
                 raise RowError("the row has tools twice: under '{key}' and in its system message. Remove one", key=key)
-            first = dict(messages[0])
-            tools, key = first.pop("tools"), "tools"
-            is_dropped = messages[1:] and not first["content"]  # a system message that held only tools
-            messages = messages[1:] if is_dropped else [first, *messages[1:]]
+            system = dict(messages[0])
+            tools, key = system.pop("tools"), "tools"
+            held_only_tools = not system["content"]
+            messages = messages[1:] if held_only_tools and len(messages) > 1 else [system, *messages[1:]]
         if tools in (None, "", []):
             return Conversation(messages)
         from toolkit.data.message_lists import listed_tools
@@ -159,22 +169,25 @@ class RowReader:
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Return the keys of a row that this format does not read."""
         used = {self.names[field] for field in ROW_FIELDS[self.row_format]}
-        used.update(self._pair_keys(row) if self.row_format in PAIR_FIELDS else ())
+        if self.row_format in PAIR_FIELDS:
+            used.update(self._pair_keys(row))  # TRL's `completion` is no field
         return [str(key) for key in row if key not in used]
 
     def _question_and_answer(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the messages of a row with a question and an answer: its history, the question, the answer."""
+        """Return the messages of a row with a question and an answer: its history, the question, the answer. The
+        question may be TRL's conversational prompt, a list of messages, or Alpaca's instruction, to whose text that of
+        `input` is added.
+        """
         question_key, answer_key = self._pair_keys(row)
         messages: list[Message] = []
-        key = self.names["history"]
-        if row.get(key) not in (None, "", []):
+        history_key, input_key = self.names["history"], self.names["input"]
+        if row.get(history_key) not in (None, "", []):
             from toolkit.data.message_lists import earlier_turns
 
-            for question, answer in earlier_turns(row[key], key):
+            for question, answer in earlier_turns(row[history_key], history_key):
                 messages += [plain_message("user", question), plain_message("assistant", answer)]
-        input_key = self.names["input"]  # Alpaca's, a text to which the instruction applies
         if self.row_format is RowFormat.prompt_response and isinstance(self._messages_in(row.get(question_key)), list):
-            messages += self._messages.listed(row, question_key)  # TRL's conversational prompt, a list of messages
+            messages += self._messages.listed(row, question_key)
         else:
             question = required_text(row, question_key)
             if self.row_format is RowFormat.instruction and row.get(input_key) not in (None, ""):
@@ -185,14 +198,17 @@ class RowReader:
         return messages
 
     def _pair_keys(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the row's keys of the question and of the answer; TRL calls the answer `completion`."""
+        """Return the row's keys of the question and of the answer. TRL's name of the answer, `completion`, counts where
+        neither `columns` nor the row has `response`.
+        """
         question, answer = PAIR_FIELDS[self.row_format]
-        is_trl = answer == "response" and answer not in self.columns and answer not in row and "completion" in row
+        has_response = answer in self.columns or answer in row
+        is_trl = answer == "response" and not has_response and "completion" in row
         return self.names[question], "completion" if is_trl else self.names[answer]
 
     def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
         """Append the answer under `key` to `messages`; the row may hold a text, a message or a list of messages."""
-        answer = self._messages_in(row[key]) if key in row else missing_key(row, key)
+        answer = self._messages_in(required_value(row, key))
         items = answer if isinstance(answer, list) else [answer]
         if not any(isinstance(item, dict) for item in items):
             messages.append(plain_message("assistant", required_text(row, key)))
@@ -200,8 +216,8 @@ class RowReader:
         self._messages.add_answer(items, key, messages)
 
     def _messages_in(self, value: object) -> object:
-        """Return the message or messages that a value is, or that a text encodes as JSON; other values unchanged: JSON
-        whose objects have no role may be a text to learn.
+        """Return a value that is a text with a message or a list of messages as JSON parsed, other values unchanged.
+        JSON without roles is unchanged too, as it may be a text to learn: '{"a": 1}'.
         """
         conversation = conversation_in(value)
         items = conversation if isinstance(conversation, list) else [conversation]
@@ -245,7 +261,7 @@ def check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
                 keys=quoted_keys(preferences),
             )
     for key in ("label", "kto_tag"):
-        # As a text, as in CSV, a label may be anything.
+        # `label` counts only as a boolean: the text "false", as in CSV, may be any label.
         if row.get(key) is False or (key == "kto_tag" and str(row.get(key)).lower() == "false"):
             raise RowError(
                 "preference data: '{key}' is false, which marks a bad answer, and it would be trained as a good one. "

@@ -18,14 +18,23 @@ from toolkit.data.formats import (
     plain_message,
 )
 from toolkit.data.message_lists import ROLES
-from toolkit.data.rows import as_object, conversation_in, kind_of, missing_key, parsed_json, quoted_keys, required_text
+from toolkit.data.rows import (
+    as_object,
+    conversation_in,
+    kind_of,
+    missing_key_error,
+    parsed_json,
+    quoted_keys,
+    required_text,
+    required_value,
+)
 from toolkit.messages import RowError, tr
 from toolkit.sample_types import TEXT, Message
 
-_MARKS = PREFERENCE_KEYS | {"completion", "label", "kto_tag", "margin"}
-"""These, and those of data for KTO and reward models."""
+_JUDGED_FIELDS = PREFERENCE_KEYS | {"completion", "label", "kto_tag", "margin"}
+"""Fields that hold answers which are judged, or say how good they are: of pairs, of KTO and of reward models."""
 _ANSWERS = ("chosen", "rejected")
-_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+_VALUE_OF_LABEL = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class PairReader(RowReader):
@@ -39,20 +48,22 @@ class PairReader(RowReader):
         super().__init__(self.row_format, columns)
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return a row's [chosen, rejected] conversation, which differ in the last answer only; or raise a RowError."""
-        pair = self._read_pair(as_object(row))
-        plain = [_without_loss_flags(conversation) for conversation in pair]
-        for messages, name in zip(plain, _ANSWERS, strict=True):
-            if messages[-1]["role"] != "assistant":
+        """Return a row's [chosen, rejected]; RowError unless both end with an answer, after the same messages."""
+        chosen, rejected = map(_without_loss_flags, self._read_pair(as_object(row)))
+        for conversation, name in zip((chosen, rejected), _ANSWERS, strict=True):
+            if conversation.messages[-1]["role"] != "assistant":
                 raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
-        if plain[0][:-1] != plain[1][:-1]:
+        if chosen.messages[:-1] != rejected.messages[:-1]:
             raise RowError(
                 tr("the chosen and the rejected conversation must have the same messages before their last answer")
             )
-        return [replace(conversation, messages=messages) for conversation, messages in zip(pair, plain, strict=True)]
+        return [chosen, rejected]
 
     def _read_pair(self, row: Mapping[str, Any]) -> list[Conversation]:
-        """Return [chosen, rejected] as the row has them, in whichever of the three ways it gives them."""
+        """Return the row's [chosen, rejected] conversation, which rows give in three ways: as two whole conversations;
+        as a row of another format, whose answer is the chosen one, with a rejected answer besides (ms-swift's); or as
+        the messages before the answers, which stand in the row once, and two answers.
+        """
         names = self.names
         if not any(names[key] in row for key in PREFERENCE_KEYS):
             raise RowError(
@@ -60,54 +71,50 @@ class PairReader(RowReader):
                 "(docs/preference.md)",
                 keys=quoted_keys(row),
             )
-        # "chosen" or "rejected" -> the key of the row under which a whole conversation ends with this answer.
-        conversation_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(row, answer))}
-        if len(conversation_keys) == len(_ANSWERS):
-            return [self._read_as(RowFormat.messages, row, messages=conversation_keys[name]) for name in _ANSWERS]
-        has_rejected = "rejected" in conversation_keys or row.get(names["rejected_response"])
-        if names["chosen"] not in row and has_rejected:
-            # ms-swift's rows: those of the other formats, whose answer is the chosen one, and a rejected one besides.
+        chosen_key, rejected_key = (self._conversation_key(row, answer) for answer in _ANSWERS)
+        if chosen_key and rejected_key:
+            return [self._read_as(RowFormat.messages, row, messages=key) for key in (chosen_key, rejected_key)]
+        if names["chosen"] not in row and (rejected_key or row.get(names["rejected_response"])):  # ms-swift's
             chosen = self._shared_conversation(row, with_answer=True)
-            if "rejected" in conversation_keys:
-                rejected = self._read_as(RowFormat.messages, row, messages=conversation_keys["rejected"])
-            else:
-                before = replace(chosen, messages=chosen.messages[:-1])
-                rejected = self._with_answer(before, row, "rejected_response")
-            return [chosen, rejected]
-        # The messages before the answers stand once in the row.
+            if rejected_key:
+                return [chosen, self._read_as(RowFormat.messages, row, messages=rejected_key)]
+            before = replace(chosen, messages=chosen.messages[:-1])
+            return [chosen, self._with_answer(before, row, "rejected_response")]
         before = self._shared_conversation(row)
         return [self._with_answer(before, row, answer) for answer in _ANSWERS]
 
     def _shared_conversation(self, row: Mapping[str, Any], with_answer: bool = False) -> Conversation:
-        """Return the row's messages before the chosen and the rejected answer; `with_answer`: and the chosen answer."""
+        """Return the messages that stand once in a row for both answers, `with_answer` with the chosen one behind them.
+        They are, whichever comes first, a list of messages, a prompt that is such a list, or a question.
+        """
         names = self.names
         for row_format, field in LIST_FIELDS.items():
             if names[field] in row:
                 return self._read_as(row_format, row, with_answer)
         if isinstance(self._messages_in(row.get(names["prompt"])), list):
             return self._read_as(RowFormat.messages, row, with_answer, messages=names["prompt"])
-        format_of_question = {fields[0]: row_format for row_format, fields in PAIR_FIELDS.items()}
-        questions = sorted(format_of_question, key=lambda field: field not in self.columns)  # `columns` comes first
-        for field in questions:
+        format_of_question = {question: row_format for row_format, (question, _) in PAIR_FIELDS.items()}
+        # A question that the user names in `columns` comes before others that the row has.
+        for field in sorted(format_of_question, key=lambda field: field not in self.columns):
             if names[field] in row:
                 return self._read_as(format_of_question[field], row, with_answer)
-        return missing_key(row, names["prompt"])
+        raise missing_key_error(row, names["prompt"])
 
     def _read_as(
         self, row_format: RowFormat, row: Mapping[str, Any], with_answer: bool = False, **columns: str
     ) -> Conversation:
-        """Read a row in a format of single conversations, without the keys of labels and, unless `with_answer`, of
-        answers; `columns`, field=key, are added to this reader's.
+        """Read a row in a format of single conversations, which rejects preference data: labels and, unless
+        `with_answer`, answers are left out first. `columns` (field=key) are added to this reader's.
         """
         reader = RowReader(row_format, {**self.columns, **columns}, answered=with_answer)
-        reader.skipped = self.skipped  # one count for both
+        reader.skipped = self.skipped  # the keys that it does not read are counted with this reader's
         left_out = self._keys_left_out(with_answer) - set(columns.values())
         return reader.read({key: value for key, value in row.items() if key not in left_out})
 
     def _keys_left_out(self, with_answer: bool) -> set[str]:
         """Return the row's keys that `_read_as` leaves out: preferences, labels and, unless `with_answer`, answers."""
-        marks = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
-        return marks if with_answer else marks | {self.names[answer] for _, answer in PAIR_FIELDS.values()}
+        judged = {self.names[field] for field in ROW_FIELDS[self.row_format] if field in _JUDGED_FIELDS}
+        return judged if with_answer else judged | {self.names[answer] for _, answer in PAIR_FIELDS.values()}
 
     def _with_answer(self, before: Conversation, row: Mapping[str, Any], field: str) -> Conversation:
         """Return the conversation `before`, followed by the answer in this field of the row, such as "rejected"."""
@@ -119,16 +126,13 @@ class PairReader(RowReader):
         return replace(before, messages=messages)
 
     def _conversation_key(self, row: Mapping[str, Any], answer: str) -> str:
-        """Return the row's key whose list of messages holds the answer ("chosen", "rejected") and the user's messages
-        before it; "" if the answer comes without them.
-        """
-        keys = self.names["from"], self.names["role"]
-        for name in (self.names[answer], self.names[f"{answer}_messages"]):
-            items = conversation_in(row.get(name))
-            if isinstance(items, list) and any(
-                isinstance(item, dict) and item.get(key) in ROLES["user"] for item in items for key in keys
-            ):
-                return name
+        """Return the row's key of a whole conversation that ends with `answer`, "" if the answer stands alone."""
+        role_keys = self.names["from"], self.names["role"]
+        for key in (self.names[answer], self.names[f"{answer}_messages"]):
+            items = conversation_in(row.get(key))
+            messages = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+            if any(message.get(role_key) in ROLES["user"] for message in messages for role_key in role_keys):
+                return key
         return ""
 
 
@@ -145,7 +149,7 @@ class MarginReader(PairReader):
         margin = mapping.get(key)
         try:
             value = 0.0 if margin in (None, "") else float(margin)
-            if isinstance(margin, bool) or not math.isfinite(value):
+            if isinstance(margin, bool) or not math.isfinite(value):  # `float` takes these, too
                 raise ValueError
         except (ValueError, TypeError, OverflowError):
             raise RowError("'{key}' is {kind}, not a number", key=key, kind=kind_of(margin)) from None
@@ -161,18 +165,19 @@ class LabelReader(PairReader):
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return [conversation], its `value` 1 for a good last answer and 0 for a bad one; RowError if unusable."""
-        mapping = as_object(row)
-        key = next((self.names[field] for field in ("label", "kto_tag") if self.names[field] in mapping), "")
-        value = mapping[key] if key else missing_key(mapping, self.names["label"])
-        if str(value).lower() not in _LABELS:
-            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
+        mapping, label_key, tag_key = as_object(row), self.names["label"], self.names["kto_tag"]
+        key = tag_key if tag_key in mapping and label_key not in mapping else label_key
+        label = required_value(mapping, key)
+        value = _VALUE_OF_LABEL.get(str(label).lower())
+        if value is None:
+            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(label))
         if self.names["completion"] in mapping:
             conversation = self._with_answer(self._shared_conversation(mapping), mapping, "completion")
         else:
             conversation = self._shared_conversation(mapping, with_answer=True)
         if conversation.messages[-1]["role"] != "assistant":
             raise RowError(tr("the conversation does not end with the assistant's answer"))
-        return [replace(conversation, messages=_without_loss_flags(conversation), value=_LABELS[str(value).lower()])]
+        return [replace(_without_loss_flags(conversation), value=value)]
 
 
 class ClassReader(PairReader):
@@ -183,15 +188,15 @@ class ClassReader(PairReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return [conversation or text], its class name as `label`; RowError if the row has none."""
         mapping, key = as_object(row), self.names["label"]
-        value = mapping[key] if key in mapping else missing_key(mapping, key)
+        value = required_value(mapping, key)
         if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             raise RowError("'{key}' is {kind}, not a label", key=key, kind=kind_of(value))
-        label = str(value).lower() if isinstance(value, bool) else str(value).strip()
+        label = str(value).lower() if isinstance(value, bool) else str(value).strip()  # "true" as in JSON, not "True"
         if not label:
             raise RowError("'{key}' is empty: the row has no label", key=key)
         is_text = self.names["text"] in mapping
         conversation = self._read_as(RowFormat.text, mapping) if is_text else self._shared_conversation(mapping)
-        return [replace(conversation, messages=_without_loss_flags(conversation), label=label, is_input_only=True)]
+        return [replace(_without_loss_flags(conversation), label=label, is_input_only=True)]
 
     def _keys_left_out(self, with_answer: bool) -> set[str]:
         """Return the row's keys that are not of the text to classify: an answer, if there is one, is part of it."""
@@ -207,22 +212,26 @@ class TextPairReader(PairReader):
         """Return [query, positive, negative, …], a conversation of one text each; RowError if a text is missing."""
         mapping, key = as_object(row), self.names["negatives"]
         check_trainable(mapping, self.columns)
-        texts = [required_text(mapping, self.names[field]) for field in ("query", "positive")]
+        query, positive = (required_text(mapping, self.names[field]) for field in ("query", "positive"))
         negatives = parsed_json(mapping.get(key))
         if negatives is not None and not isinstance(negatives, str | list):
             raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
         items = [negatives] if isinstance(negatives, str) else negatives or []
         # As if each had a key of its own, so that an error names it: negatives[2].
         named = {f"{key}[{index}]": text for index, text in enumerate(items)}
-        texts += [required_text(named, name) for name in named]
-        if texts[1] in texts[2:]:
+        negative_texts = [required_text(named, name) for name in named]
+        if positive in negative_texts:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
+        texts = [query, positive, *negative_texts]
         return [Conversation([plain_message(TEXT, text)], is_input_only=True) for text in texts]
 
 
-def _without_loss_flags(conversation: Conversation) -> list[Message]:
-    """Return the messages without the key `loss`, which says whether a message is trained: here the task decides."""
-    return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
+def _without_loss_flags(conversation: Conversation) -> Conversation:
+    """Return the conversation without `loss` at its messages, which says whether one is trained: the task decides."""
+    messages: list[Message] = []
+    for message in conversation.messages:
+        messages.append({key: value for key, value in message.items() if key != "loss"})
+    return replace(conversation, messages=messages)
 
 
 READERS: dict[RowFormat, type[PairReader]] = {

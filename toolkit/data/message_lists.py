@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.schema import RowFormat
 from toolkit.data.formats import LIST_FIELDS, RowReader, plain_message
-from toolkit.data.rows import conversation_in, kind_of, missing_key, parsed_json, quoted_keys, required_text
+from toolkit.data.rows import conversation_in, kind_of, parsed_json, quoted_keys, required_text, required_value
 from toolkit.messages import RowError, listed, tr
 from toolkit.sample_types import Message
 
@@ -58,9 +58,7 @@ class MessageReader:
         self.flags = {**_LOSS, self.names["loss"]: True}  # key of a message -> is it trained if the value is true
 
     def of_row(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the messages of a row that lists messages ({from, value}, {role, content}) or {human, assistant}.
-        RowError if an answer is due and there is none.
-        """
+        """Return the messages of a row of {human, assistant} or other items; RowError if a due answer is missing."""
         key = self.names[LIST_FIELDS[self.reader.row_format]]
         is_paired = self.reader.row_format is RowFormat.conversation
         messages = self.listed(row, key, self._add_pair if is_paired else None)
@@ -74,7 +72,7 @@ class MessageReader:
         """Return the messages of the list under a row's key; `add(item, messages)` appends those of one list item, by
         default `_add_item`. RowError, with the item's number, if one cannot be used.
         """
-        items = conversation_in(row[key]) if key in row else missing_key(row, key)
+        items = conversation_in(required_value(row, key))
         if not isinstance(items, list):
             raise RowError(
                 '\'{key}\' is {kind}, not a list such as [{{"role": "user", "content": "…"}}, …]. Correct or '
@@ -111,8 +109,8 @@ class MessageReader:
         self.reader.skipped.update(_unread_keys(item, (question, answer, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
-        """Append the message of one list item. A `tool` item of ChatGLM3 becomes two, the call and its result; an empty
-        system message none; calls without text are added to the answer before them. Unread keys count as skipped.
+        """Append the message of one list item to `messages`; none for an empty system message, and two for ChatGLM3's
+        `tool` item, which holds a call and its result. Unread keys are counted in `skipped`.
         """
         role_key, content_key = self.names["from"], self.names["value"]
         if role_key not in item:
@@ -125,43 +123,32 @@ class MessageReader:
                 name=name[:40],
                 names=listed(*ROLES),
             )
-        is_call = role == "tool" and "parameters" in item
+        is_call = role == "tool" and "parameters" in item  # ChatGLM3's
+        # As the GLM-4 repository writes them, mostly without a text.
         has_tools = role == "system" and not messages and item.get("tools") not in (None, "", [])
         keys_read = (role_key, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
         keys_read += ("tools",) if has_tools else ()
         is_answer = role in ("assistant", "function_call")
         self.reader.skipped.update(_unread_keys(item, keys_read, is_answer=is_call or is_answer))
         loss_flag = self._loss_flag(item)
-        if has_tools:  # as the GLM-4 repository writes them, mostly without a text
-            text = item.get(content_key) and self._content(item, content_key)[0]
-            messages.append({**plain_message("system", text or ""), "tools": item["tools"]})
-            return
-        if role == "system" and item.get(content_key) in (None, ""):
-            return  # as under the row's "system"
-        if is_call:
+        if has_tools:
+            text = self._content(item, content_key)[0] if item.get(content_key) else ""
+            messages.append({**plain_message("system", text), "tools": item["tools"]})
+        elif role == "system" and item.get(content_key) in (None, ""):
+            return  # as the row's "system", it may be empty
+        elif is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
             messages.append({**plain_message("assistant", ""), "tool_calls": self._tool_calls(call), **loss_flag})
             messages.append(plain_message("tool", _result_text(item.get("observation"))))
-            return
-        if role == "tool":
+        elif role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            result = {**plain_message("tool", _result_text(item.get(content_key))), **loss_flag}
-            messages.append({**result, **_call_id(item, "tool_call_id")})
-            return
-        if not is_answer:
+            result = plain_message("tool", _result_text(item.get(content_key)))
+            messages.append({**result, **loss_flag, **_call_id(item, "tool_call_id")})
+        elif is_answer:
+            message = {**self._assistant_message(item, content_key, role), **loss_flag}
+            _append_answer(message, messages, may_join=role == "function_call")
+        else:
             messages.append({**plain_message(role, self._content(item, content_key)[0]), **loss_flag})
-            return
-        message = self._assistant_message(item, content_key, role)
-        if isinstance(item.get("metadata"), str):
-            message["metadata"] = item["metadata"]
-        last = messages[-1] if messages else {}
-        # Calls that follow an answer, or each other, are of one turn: the model writes them at once.
-        follows_answer = last.get("role") == "assistant" and last.get("loss") == loss_flag.get("loss")
-        is_only_calls = role == "function_call" and not message["content"] and "reasoning_content" not in message
-        if follows_answer and is_only_calls:
-            messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
-            return
-        messages.append({**message, **loss_flag})
 
     def _loss_flag(self, item: Mapping[str, Any]) -> dict[str, bool]:
         """Return {"loss": whether the message is trained}, from any of the keys `flags`; {} if it has none of them.
@@ -172,7 +159,7 @@ class MessageReader:
             value = item.get(key)
             if value is None:
                 continue
-            if value not in (0, 1, True, False) or isinstance(value, str):
+            if value not in (0, 1):  # as Python compares, False and True are these
                 raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
             is_trained = bool(value) is if_true
             if flags.setdefault("loss", is_trained) != is_trained:
@@ -182,23 +169,21 @@ class MessageReader:
 
     def _assistant_message(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
         """Return an assistant's item as a message: text, reasoning and tool calls, which each may come under several
-        keys. The content of a `function_call` item is its calls. RowError if reasoning texts contradict each other.
+        keys. The content of a `function_call` item is its calls.
         """
-        message = plain_message("assistant", "")
-        # The same reasoning under two keys is one.
-        thoughts = list(dict.fromkeys(thought for key in _REASONING_KEYS if (thought := _reasoning_of(item, key))))
-        if len(thoughts) > 1:
-            present = {name: item[name] for name in _REASONING_KEYS if name in item}
-            raise RowError("{keys} contradict each other", keys=quoted_keys(present))
+        message, thoughts = plain_message("assistant", ""), _reasoning_of(item)
         calls: list[Any] = []
         if role == "function_call":
             value: Any = item.get(content_key)
-            if isinstance(value, str) and (block := _THINK.match(value)):  # LLaMA-Factory's way of thinking aloud
-                message["content"], value = block[1], value[block.end() :]
+            thinking = _THINK.match(value) if isinstance(value, str) else None
+            if thinking:  # as LLaMA-Factory has it: <think>…</think> before the calls
+                message["content"], value = thinking[1], value[thinking.end() :]
             calls = self._tool_calls(parsed_json(value))
+            if not calls:
+                raise RowError("'{key}' is empty. Fill it in or remove the row", key=content_key)
         else:
-            listed_calls = item.get("tool_calls")
-            calls = self._tool_calls(parsed_json(listed_calls)) if listed_calls else []
+            if item.get("tool_calls"):
+                calls = self._tool_calls(parsed_json(item["tool_calls"]))
             if not calls or item.get(content_key) not in (None, ""):  # with calls an answer needs no text
                 message["content"], more_thoughts, more_calls = self._content(item, content_key, is_answer=True)
                 thoughts, calls = thoughts + more_thoughts, calls + more_calls
@@ -206,6 +191,8 @@ class MessageReader:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
             message["tool_calls"] = calls
+        if isinstance(item.get("metadata"), str):
+            message["metadata"] = item["metadata"]
         return message
 
     def _content(self, item: Mapping[str, Any], key: str, is_answer: bool = False) -> tuple[str, list[str], list[Any]]:
@@ -222,6 +209,7 @@ class MessageReader:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" or (is_answer and kind in ("reasoning", "thinking")):
+                # {"type": "thinking", "thinking": "…"}, or the text is under one of the other two keys.
                 text_key = next((name for name in (kind, "text", "value") if name in part), "text")
                 self.reader.skipped.update(_unread_keys(part, ("type", text_key)))
                 (texts if kind == "text" else thoughts).append(required_text(part, text_key))
@@ -240,7 +228,7 @@ class MessageReader:
         calls = []
         for item in value if isinstance(value, list) else [value]:
             entry = item if isinstance(item, dict) else {}
-            call = entry.get("function", entry)
+            call = entry.get("function", entry)  # OpenAI has name and arguments under "function"
             if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
                 raise RowError(
                     'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
@@ -258,6 +246,19 @@ class MessageReader:
             function = {"name": call["name"], "arguments": arguments}
             calls.append({"type": "function", **_call_id(entry, "id"), "function": function})
         return calls
+
+
+def _append_answer(message: Message, messages: list[Message], may_join: bool) -> None:
+    """Append an assistant's message. With `may_join` (of a `function_call` item) calls without text and reasoning are
+    added to the answer or the calls before them: they are of one turn, which the model writes at once.
+    """
+    last: Message = messages[-1] if messages else {}
+    follows_answer = last.get("role") == "assistant" and last.get("loss") == message.get("loss")
+    is_only_calls = not message["content"] and "reasoning_content" not in message
+    if may_join and follows_answer and is_only_calls:
+        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
+    else:
+        messages.append(message)
 
 
 def _as_message(item: object) -> dict[str, Any]:
@@ -305,12 +306,19 @@ def listed_tools(value: object, key: str) -> list[Any] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
-def _reasoning_of(item: Mapping[str, Any], key: str) -> str:
-    """Return the reasoning text of a message under a key, "" if it is absent, null or blank; RowError if no text."""
-    value = item.get(key)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return ""
-    return required_text(item, key)
+def _reasoning_of(item: Mapping[str, Any]) -> list[str]:
+    """Return [reasoning text] of a message, [] if all keys of it are absent, null or blank. RowError for something else
+    than a text, or for other texts under two keys.
+    """
+    present = {key: item[key] for key in _REASONING_KEYS if key in item}
+    texts: set[str] = set()
+    for key, value in present.items():
+        is_blank = not value.strip() if isinstance(value, str) else value is None
+        if not is_blank:
+            texts.add(required_text(item, key))
+    if len(texts) > 1:
+        raise RowError("{keys} contradict each other", keys=quoted_keys(present))
+    return list(texts)
 
 
 def _call_id(item: Mapping[str, Any], key: str) -> dict[str, str]:
@@ -320,17 +328,22 @@ def _call_id(item: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 def _result_text(value: object) -> str:
-    """Return a tool's result as text: a text as it is, a list of text parts joined, anything else as JSON."""
+    """Return a tool's result as text: a text as it is, text parts ([{"type": "text", "text": "…"}]) joined, anything
+    else as JSON, so that nothing is lost of parts with further entries.
+    """
     if value is None:
         return ""
-    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        parts = [{key: entry for key, entry in part.items() if entry not in (None, "", [], {})} for part in value]
-        texts = [part.get("text", part.get("value", "")) for part in parts]
-        # A part that holds more than its type and its text, if there is one, would lose that: then all is JSON.
-        hold_no_more = [len(part) for part in parts] == [2 if text else 1 for text in texts]
-        if hold_no_more and all(isinstance(text, str) for text in texts):
-            return "".join(texts)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    texts: list[str] = []
+    for part in value if isinstance(value, list) else ():
+        entries = part.items() if isinstance(part, dict) else ()
+        filled = {key: entry for key, entry in entries if entry not in (None, "", [], {})}
+        text = filled.pop("text" if "text" in filled else "value", "")
+        if filled == {"type": "text"} and isinstance(text, str):
+            texts.append(text)
+    are_all_texts = isinstance(value, list) and value and len(texts) == len(value)
+    return "".join(texts) if are_all_texts else json.dumps(value, ensure_ascii=False)
 
 
 def _unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
@@ -348,7 +361,7 @@ def _unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: boo
                 value=kind_of(value),
             )
         holds_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
-        # The value of a key that is read may stand under this one, too: nothing is lost.
+        # Nothing is lost of a text that stands under a key that is read, too, e.g. "text" beside an equal "content".
         if holds_text and key not in METADATA and not any(value == item.get(name) for name in read):
             raise RowError(
                 "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "

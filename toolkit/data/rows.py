@@ -74,7 +74,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's (key, value) pairs as a dict; reject a repeated key: the first value would be lost."""
+    """Return a JSON object's (key, value) pairs as a dict. ValueError for a repeated key: a value would be lost."""
     members = dict(pairs)
     if len(members) != len(pairs):
         twice = first_repeated([key for key, _ in pairs])
@@ -140,7 +140,7 @@ def is_conversation(value: object) -> bool:
 
 def required_text(row: Mapping[str, Any], key: str) -> str:
     """Return the row's text under a key; raise a RowError if it is missing, not a text, or blank."""
-    value = row[key] if key in row else missing_key(row, key)
+    value = required_value(row, key)
     if not isinstance(value, str):
         raise RowError("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=kind_of(value))
     if not value.strip():
@@ -156,8 +156,15 @@ class MissingKey(RowError):
         self.row, self.key = row, key
 
 
-def missing_key(row: Mapping[str, Any], key: str) -> Any:
-    """Raise a MissingKey that names the most similar key of the row; typed to return, for use in expressions."""
+def required_value(row: Mapping[str, Any], key: str) -> Any:
+    """Return the row's value under a key; raise a MissingKey if the row has no such key."""
+    if key in row:
+        return row[key]
+    raise missing_key_error(row, key)
+
+
+def missing_key_error(row: Mapping[str, Any], key: str) -> MissingKey:
+    """Return the error for a row without `key`; its message names the most similar key of the row, if one is near."""
     near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
     text = tr(
         "no key '{key}'; the row has {keys}. Add it, remove the row, or map another key: data.columns={{{key}:NAME}}",
@@ -171,7 +178,7 @@ def missing_key(row: Mapping[str, Any], key: str) -> Any:
             keys=quoted_keys(row),
             near=near[0],
         )
-    raise MissingKey(text, row, key)
+    return MissingKey(text, row, key)
 
 
 def kind_of(value: object) -> str:
