@@ -46,10 +46,9 @@ def plan_sequences(
     (`evaluated_samples`). `size`: so many consecutive samples, a unit, always share a row, as a preference pair does;
     then nothing is packed. `share`: samples of one conversation are packed together, their common prefix once.
     """
-    distance = cache.num_numbers - len(cache)  # in a `MismatchedCache` sample i shares a row with i + len(cache)
-    # The samples of a unit, relative to its first one.
-    relative = range(0, 2 * distance, distance) if distance else range(size)
-    by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
+    relative = _samples_after_first(cache, size)
+    # Where weights change over the run, a row holds samples of one source, as another's may not be due with it.
+    by_source = any(source.weights for source in sources)
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
@@ -67,22 +66,28 @@ def plan_sequences(
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
         key.append({"weights": points if by_source else [], "classes": classes})
 
-    def rows_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def pack_or_group(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         if packing is Packing.packed:
             return pack(lengths, max_length, window)
         return group(lengths, micro_per_gpu * max_length) if packing is Packing.grouped else np.arange(len(lengths))
 
-    def build(folder: Path) -> tuple[int, list[int]]:
+    def save_arrays(folder: Path) -> tuple[int, list[int]]:
         numbers = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
         units = _Units(cache, numbers, size, max_length if share else 0, f"plan {seed}")
         # A row holds units of one kind: of a source, or of a class of length.
         kinds = cache.sources()[units.first] if by_source else np.searchsorted(classes, units.longest)
         num_kinds = len(sources) if by_source else len(classes) + 1
-        rows, bounds = _rows_by_kind(units.lengths, kinds, num_kinds, rows_of)
+        rows, bounds = _rows_by_kind(units.lengths, kinds, num_kinds, pack_or_group)
         units.save(folder, rows, relative)
         return bounds[-1], bounds if by_source else []
 
-    return saved_plan(cache_dir, key, build)
+    return saved_plan(cache_dir, key, save_arrays)
+
+
+def _samples_after_first(cache: store.TokenizedCache, size: int) -> range:
+    """Return a unit's samples minus its first: 0 and 1 of a pair; in a `MismatchedCache` of n samples 0 and n."""
+    distance = cache.num_numbers - len(cache)
+    return range(0, 2 * distance, distance) if distance else range(size)
 
 
 def _rows_by_kind(
@@ -101,51 +106,47 @@ def _rows_by_kind(
 
 
 class _Units:
-    """Units of packing, shuffled by `key`: `size` samples that stay together, or with `capacity` (a unit's most tokens)
-    the samples of a conversation that share a prefix. `numbers`: unit n is the samples from n x size on.
+    """Units of packing, samples that stay together, shuffled by `key`: unit n is the `size` samples from n x size on,
+    for each n of `numbers`; or with `capacity` (a unit's most tokens, size 1) samples that share a prefix.
     """
 
     def __init__(
         self, cache: store.TokenizedCache, numbers: NDArray[np.int64], size: int, capacity: int, key: str
     ) -> None:
-        self.size = size
         self.samples: NDArray[np.int64] | None = None
-        """All samples, ascending, where units differ in size; else None."""
-        if capacity:
-            from toolkit.data.prefixes import shared_prefixes
+        """All samples, ascending, where they share prefixes; else None."""
+        # `first`, `lengths`, `longest`, [units]: a unit's first sample, its tokens, and those of its longest sample.
+        if not capacity:
+            order = sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))
+            self.first = size * numbers[order]
+            self.lengths = self.longest = cache.lengths(self.first)  # with `size` > 1 unused, as nothing is packed
+            return
+        from toolkit.data.prefixes import shared_prefixes
 
-            self.samples = np.sort(numbers)
-            self.shared = shared_prefixes(cache, self.samples, capacity)
-            # By number of the unit, before shuffling: where it begins in `samples`, and how many samples it has.
-            self.begins = np.flatnonzero(self.shared == 0)
-            self.sizes = np.diff(self.begins, append=len(numbers))
-            numbers = np.arange(len(self.begins))
-        self.numbers = numbers[sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))]
-        """Number of each unit in the shuffled order, in which `first`, `lengths` and `longest` are too, [units]."""
-        self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
-        """First sample of each unit, [units]."""
-        # Tokens of a unit, and of its longest sample. (With `size` > 1 of its first: nothing is packed then.)
-        self.lengths = self.longest = cache.lengths(self.first)
-        if self.samples is not None:
-            lengths = cache.lengths(self.samples)
-            self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
-            self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
+        self.samples = np.sort(numbers)
+        self.shared = shared_prefixes(cache, self.samples, capacity)
+        begins, lengths = np.flatnonzero(self.shared == 0), cache.lengths(self.samples)
+        order = sampler.Permutation(len(begins), key)(np.arange(len(begins)))
+        self.begins, self.sizes = begins[order], np.diff(begins, append=len(numbers))[order]
+        """Where each unit begins in `samples`, and how many samples it has, [units]."""
+        self.first = self.samples[self.begins]
+        self.lengths = np.add.reduceat(lengths - self.shared, begins)[order]
+        self.longest = np.maximum.reduceat(lengths, begins)[order]
 
     def save(self, folder: Path, rows: NDArray[np.int64], relative: range) -> None:
-        """Save the arrays of a `PackingPlan`. `rows`: the row that each unit is packed into, [units]; `relative`: the
-        samples of a unit minus its first.
-        """
-        numbers = self.numbers[np.argsort(rows, kind="stable")]  # of the units, row after row
+        """Save the arrays of a `PackingPlan`. `rows`: of each unit; `relative`: a unit's samples minus its first."""
+        row_after_row = np.argsort(rows, kind="stable")  # the units in this order
         if self.samples is None:
-            members, counts = _unit_samples(self.size * numbers, relative), len(relative) * np.bincount(rows)
+            members = _unit_samples(self.first[row_after_row], relative)
+            samples_of_rows = len(relative) * np.bincount(rows)
         else:
-            sizes = self.sizes[numbers]
-            indices = joined_ranges(self.begins[numbers], sizes)
-            members, counts = self.samples[indices].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
+            indices = joined_ranges(self.begins[row_after_row], self.sizes[row_after_row])
+            members = self.samples[indices].astype(np.uint32)
+            samples_of_rows = np.bincount(np.repeat(rows, self.sizes))
             np.save(folder / "shared.npy", self.shared[indices].astype(np.uint32))
         np.save(folder / "members.npy", members)
-        if counts.max(initial=1) > 1:  # samples of a row; without offsets each row is one sample
-            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
+        if samples_of_rows.max(initial=1) > 1:  # without offsets each row is one sample
+            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(samples_of_rows))))
 
 
 def _one_unit_per_row(first_samples: NDArray[np.int64], relative: range) -> PackingPlan:
@@ -265,7 +266,7 @@ def saved_plan(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[in
     """
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     with built_once(target, lambda folder: (folder / "plan.json").is_file()) as folder:
-        if folder is not None:
+        if folder is not None:  # the plan does not exist yet
             num_rows, bounds = build(folder)
             (folder / "plan.json").write_text(json.dumps({"num_rows": num_rows, "bounds": bounds}), encoding="utf-8")
     return load_plan(target)

@@ -89,9 +89,7 @@ class PackingPlan:
 
 
 def takes_each_once(cache: store.TokenizedCache, sources: Sequence[SourceConfig], most: int) -> bool:
-    """Whether an epoch takes each sample of a split once: no source has a weight, no sample a second form, and `most`
-    samples (0: all) are not fewer.
-    """
+    """Whether an epoch takes each sample of a split once: no weights, no second forms, no lower limit `most`."""
     is_weighted = any(source.weight != 1 or source.weights for source in sources)
     return not is_weighted and cache.num_numbers == len(cache) and not 0 < most < len(cache)
 
