@@ -19,9 +19,7 @@ _WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", 
 
 
 def with_detected_format(file: DataFile, block: Block) -> DataFile | None:
-    """Return the file with the format that the first row of its first block shows; None if no row can be parsed,
-    DataError if the format is unknown.
-    """
+    """Return the file with the format that its first row shows; None if no row can be parsed, DataError if unknown."""
     try:
         line, row = first_row(block)
     except RowError:
@@ -37,9 +35,7 @@ def with_detected_format(file: DataFile, block: Block) -> DataFile | None:
 
 
 def first_row(block: Block) -> tuple[int, object]:
-    """Return (line number, row) of the first row of a block that is an object, else of the first that can be parsed; a
-    RowError if none can.
-    """
+    """Return (line number, row) of a block's first object, else of its first row; RowError if none can be parsed."""
     failure: RowError | None = None
     not_an_object: tuple[int, object] | None = None
     for offset, row in rows_of(block):
@@ -103,11 +99,12 @@ def _is_table(row: Mapping[str, object]) -> bool:
     {column: value}, or column -> list of plain values.
     """
     values = list(row.values())
-    if len(row) < 2 or len({type(value) for value in values}) > 1:
+    has_one_type = len({type(value) for value in values}) == 1
+    if len(row) < 2 or not has_one_type:
         return False
-    if isinstance(values[0], dict):
-        objects = [row, *(value for value in values if isinstance(value, dict))]
-        return any(keys and all(str(key).isdecimal() for key in keys) for keys in objects)  # these are row numbers
+    dicts = [value for value in values if isinstance(value, dict)]
+    if dicts:
+        return any(keys and all(str(key).isdecimal() for key in keys) for keys in [row, *dicts])  # row numbers
     lists = [value for value in values if isinstance(value, list)]
     return any(lists) and not any(isinstance(item, dict | list) for value in lists for item in value)
 
@@ -117,18 +114,19 @@ def columns_for(row: Mapping[str, Any]) -> str:
     as `'columns={prompt: question, response: answer}'`.
     """
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    texts = [key for key, value in row.items() if isinstance(value, str)]
+    all_texts = [key for key, value in row.items() if isinstance(value, str)]
     # `label` is metadata of messages, but of rows a usual name of the answer (COLUMNS_MEANT).
-    texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
-    # A field gets the key with one of its usual names, else the next key that no field has got by its name.
-    by_name = {
-        field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
-    }
-    other_keys = iter([key for key in texts if key not in by_name.values()])
-    columns = {field: key or next(other_keys, "…") for field, key in by_name.items()}
+    texts = [key for key in all_texts if key.lower() not in METADATA - {"label"}] or all_texts or list(row)
     if lists:
         columns = {"messages": lists[0]}
     elif len(texts) == 1:
         columns = {"text": texts[0]}
+    else:
+        # A field gets the key with one of its usual names, else the next key that no field has got by its name.
+        by_name = {
+            field: next((key for key in texts if key.lower() in names), "") for field, names in COLUMNS_MEANT.items()
+        }
+        other_keys = iter([key for key in texts if key not in by_name.values()])
+        columns = {field: key or next(other_keys, "…") for field, key in by_name.items()}
     quoted = {key: key if _WORD.fullmatch(key) else json.dumps(key, ensure_ascii=False) for key in columns.values()}
     return shlex.quote(f"columns={{{', '.join(f'{field}: {quoted[key]}' for field, key in columns.items())}}}")

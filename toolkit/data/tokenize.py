@@ -43,8 +43,8 @@ _opened: set[Path] = set()
 
 
 def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
-    """Return a sentence on why no cache below `stores` can be reused: what differs from `inputs` in the most similar
-    one, the latest of these; "" if all differ in more than a third. `inputs`: see `_cache_inputs`.
+    """Return a sentence on why no cache below `stores` can be reused: which `inputs` (of `_cache_inputs`) differ in the
+    most similar one, the latest of these; "" if more than a third or the data files do, as of another recipe's cache.
     """
     candidates: list[tuple[int, float, str, list[str]]] = []  # number of differences, -mtime, name, differing inputs
     for folder in stores.glob("*"):
@@ -56,7 +56,7 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     if not candidates:
         return ""
     num_differing, _, cache_name, differing = min(candidates)
-    if num_differing > len(inputs) // 3 or "files" in differing:  # of other data: likely another recipe's cache
+    if num_differing > len(inputs) // 3 or "files" in differing:
         return ""
     inputs_of_cache = store.read_manifest(stores / cache_name)["inputs"]
     tokenizer = tr("the tokenizer or its chat template")
@@ -272,25 +272,31 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     folder = stores / fingerprint
     builder = _CacheBuilder(cfg, encoder, files)
     with built_once(folder, store.is_complete, lambda: builder.pace.line) as building:
-        if building is not None:
+        if building is not None:  # the cache does not exist yet
             if changes := cache_changes(stores, inputs):
                 say(changes)
             builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
             if _cache_inputs(cfg, encoder, files)["files"] != inputs["files"]:
                 raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
-    built = building is not None
-    if built:
+    is_built_here = building is not None
+    if is_built_here:
         builder.remove_parts()
-    manifest = store.read_manifest(folder)
-    # Another rank may have built it since this process began, while this one imported or waited for the lock.
-    is_new = folder not in _opened and (built or (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s())
-    _opened.add(folder)
-    report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
+    builder.report = report = _report_of(folder, is_built_here)
     # The cache may be of a build that was allowed more bad rows.
-    builder.report = report
     builder.check_limit(builder.bytes, folder / store.BAD_ROWS)
     validation = store.TokenizedCache(folder, "validation") if report.validation_samples else None
     return CachePair(store.TokenizedCache(folder, "train"), validation, report)
+
+
+def _report_of(folder: Path, is_built_here: bool) -> PrepareReport:
+    """Return the report of a finished cache. It is new where this process opens it for the first time, and this process
+    or, while this one imported or waited for the lock, another rank has built it.
+    """
+    report = store.read_manifest(folder)["report"]
+    is_built_since = (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s()
+    is_new = folder not in _opened and (is_built_here or is_built_since)
+    _opened.add(folder)
+    return PrepareReport(**{**report, "built": is_built_here, "is_new": is_new, "folder": str(folder)})
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
@@ -340,8 +346,9 @@ def _cache_inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -
 
 
 def _version_of_tables(files: list[DataFile]) -> dict[str, int]:
-    """Return the version of reading Parquet and Arrow files, if one of them has columns of objects."""
-    if not (paths := [file.path for file in files if file.path.suffix.lower() in TABLE_SUFFIXES]):
+    """Return {"tables": version of reading Parquet and Arrow files}, {} if none of them has columns of objects."""
+    paths = [file.path for file in files if file.path.suffix.lower() in TABLE_SUFFIXES]
+    if not paths:
         return {}
     from toolkit.data.tables import TABLE_VERSION, has_struct_columns
 
@@ -392,8 +399,8 @@ class _CacheBuilder:
         self.labels = list(cfg.classify.labels)
         self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()
-        self.used: list[Path] = []
-        self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))
+        self.used: list[Path] = []  # part files that the cache is made of
+        self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))  # rows read of each source
         self.bad_rows_file = Path(cfg.prepare.dir) / store.BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -403,7 +410,7 @@ class _CacheBuilder:
         started, report, bad_rows_file = time.monotonic(), self.report, folder / store.BAD_ROWS
         # Bytes of the files that are done, and bytes read of the current one, number `file_number`.
         finished_bytes = position = file_number = 0
-        new_bytes = new_tokens = 0
+        new_bytes = new_tokens = 0  # of parts that are made now, by which the progress tells the speed
         with closing(store.CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
             for built_part in make_parts(self.blocks(), self.maker, self.num_workers):
                 while file_number < built_part.file_number:
@@ -412,7 +419,7 @@ class _CacheBuilder:
                 part = self.read(built_part)
                 check_part(self.data, built_part, part)
                 self._count_part(built_part, part, bad_rows_file)
-                if part.counts.labels:
+                if part.counts.labels:  # a classifier's, which each part numbers by itself
                     part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
                 writer.append(part, built_part.file_number, built_part.block.first)
                 self.used.append(built_part.path)
@@ -425,7 +432,7 @@ class _CacheBuilder:
                 self.pace.update(finished_bytes + position, report.rows_read, new_bytes, new_tokens)
                 self.check_limit(finished_bytes + position, bad_rows_file)
             self.check_limit(self.bytes, bad_rows_file)
-            if self.labels and not self.maker.labels:  # those of the data, numbered as they came: number them in order
+            if self.labels and not self.maker.labels:  # not given by the recipe, and numbered as they came
                 ordered = sorted(self.labels, key=_label_order)
                 writer.number_labels(np.array([ordered.index(label) for label in self.labels], np.float32))
                 self.labels = ordered
@@ -457,10 +464,11 @@ class _CacheBuilder:
         return readers.read_blocks(self.files, row_limits(self.data, self.files))
 
     def read(self, built_part: BuiltPart) -> Part:
-        """Return a part from its file; if another build has deleted that, tokenize the block again."""
+        """Return a part from its file; if another build that used it too has removed that, tokenize the block again."""
         part = read_part(built_part.path)
-        if part is None:  # another build that has it too was finished, and removed it
-            part = read_part(self.maker.make(readers.FileBlock(*built_part[:3]))[0])
+        if part is None:
+            path, _ = self.maker.make(readers.FileBlock(built_part.file_number, built_part.file, built_part.block))
+            part = read_part(path)
         if part is None:
             raise DataError(
                 "{path} was changed or removed while it was being used. Start the same command again; what is "
@@ -506,22 +514,22 @@ class _CacheBuilder:
         )
 
     def _splits(self, index: store.CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return {"train", "validation": samples, ascending}; a DataError if a split has none. If rows of the training
-        sources are held out, equal rows go to the same split, so that no validation row is trained. `first`: for each
-        used row, the number of the first row that is equal to it.
+        """Return {"train", "validation": samples, ascending}; a DataError if a split has none. Validation samples are
+        those of `data.validation`, else of training rows that are held out, with all rows that are equal to these, so
+        that no validation row is trained. `first`: for each used row, the first row that is equal to it.
         """
         num_training = len(self.data.sources)
         for file in self.files:
-            if not self.source_rows[file.source] and not self.data.max_samples:
+            if not self.source_rows[file.source] and not self.data.max_samples:  # which may end before this file
                 raise DataError("{path} holds no row.", path=file.path)
         is_training = np.array([file.source < num_training for file in self.files])[index.files]
-        for key, samples in (("data.sources", is_training), ("data.validation", ~is_training)):
-            if not samples.any() and (key == "data.sources" or self.data.validation):
-                raise self.report.no_trained_tokens(key)
+        if not is_training.any():
+            raise self.report.no_trained_tokens("data.sources")
         if self.data.validation:
+            if is_training.all():
+                raise self.report.no_trained_tokens("data.validation")
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
-        rows = index.used_rows()
-        distinct = np.flatnonzero(first == np.arange(len(first)))
+        distinct = np.flatnonzero(first == np.arange(len(first)))  # the first one of equal rows
         if self.data.validation_rows >= len(distinct):
             raise DataError(
                 "data.validation = {count} rows: there are {all} different rows, and none would be left to train. Take "
@@ -535,7 +543,8 @@ class _CacheBuilder:
         held_out = np.zeros(len(first), dtype=np.bool_)
         held_out[distinct[distinct_rows["validation"]]] = True
         held_out = held_out[first]  # and the rows that are equal to these
-        return {"train": np.flatnonzero(~held_out[rows]), "validation": np.flatnonzero(held_out[rows])}
+        is_validation = held_out[index.used_rows()]  # by sample
+        return {"train": np.flatnonzero(~is_validation), "validation": np.flatnonzero(is_validation)}
 
     def _count_samples(self, index: store.CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
         """Add to the report what needs all parts: samples and tokens of each split, label and source. `splits`: name ->
@@ -615,9 +624,7 @@ def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:
-    """Return the sort key of a class label: numbers come first, in numeric order (9 before 10, by their length), then
-    texts alphabetically.
-    """
+    """Return the sort key of a class label: numbers in numeric order (9 before 10, by length), then texts."""
     return not label.isdecimal(), len(label) if label.isdecimal() else 0, label
 
 

@@ -77,9 +77,7 @@ class RowCounts:
     split: int = 0
     """Conversations that became several samples for their length."""
     divided: int = 0
-    """Conversations that became several samples, as the chat template or the tokenizer writes earlier answers otherwise
-    once another turn follows.
-    """
+    """Conversations that became several samples, as earlier answers are written otherwise once a turn follows."""
     divided_samples: int = 0
     systems: int = 0
     """Rows whose system message or tools were left out because the model's format has no place for them."""
@@ -120,9 +118,7 @@ class PartCounts(RowCounts):
     _last: dict[str, RowPosition] = field(default_factory=dict)
 
     def note_row(self, kind: str, row: RowPosition) -> bool:
-        """Note a kind of event of a row, and return whether it is new: a row counts once, however many samples it has.
-        Rows come in order.
-        """
+        """Note an event of a row, and return whether it is new: a row counts once, even if several samples have it."""
         is_new = self._last.get(kind) != row
         self._last[kind] = row
         return is_new
@@ -139,6 +135,7 @@ class PartCounts(RowCounts):
     def reject(self, row: RowPosition, reason: RowError, value: object) -> None:
         """List an unusable row once in `bad`, with the reason and an excerpt of `value`, its content in the file."""
         if not self.bad or self.bad[-1][0] != row:
+            # A character has at most four bytes.
             text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
             self.bad.append((row, str(reason), text.strip()[:_EXCERPT_CHARS]))
 
@@ -176,8 +173,9 @@ class PartBuilder:
     def __init__(self, encoder: ChatEncoder, cfg: RunConfig, folder: Path) -> None:
         """Keep what decides how rows become samples, and a hash key of it."""
         self.encoder, self.folder, data = encoder, folder, cfg.data
-        # `texts`: most texts of a row that are used, two answers of a pair, or query, positive and so many negatives.
-        self.labels, self.texts = cfg.classify.labels, max(2, data_unit(cfg)[1])
+        self.labels, (_, samples_per_unit) = cfg.classify.labels, data_unit(cfg)
+        self.texts = max(2, samples_per_unit)
+        """Most texts of a row that are used: two answers of a pair, or query, positive and `embed.negatives` more."""
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         # The language is that of the reasons of bad rows. Rules that are not in use add nothing: earlier parts hold.
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
@@ -193,9 +191,7 @@ class PartBuilder:
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
     def make(self, file_block: readers.FileBlock) -> tuple[Path, bool]:
-        """Tokenize a block into its part file, unless an undamaged one exists. Return (the file, whether it was made
-        now).
-        """
+        """Tokenize a block into its part file, unless an undamaged one exists. Return (file, whether it is new)."""
         _, file, block = file_block
         path = self.path(file, block)
         if read_part(path) is not None:
@@ -234,9 +230,7 @@ class PartBuilder:
     def _samples_of(
         self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts
     ) -> Iterator[_Sample]:
-        """Yield the samples of some rows in order, and add what became of the rows to `counts`. `batch`: each row's
-        position and content, as in the file.
-        """
+        """Yield the samples of rows (position, content in the file), and add what became of the rows to `counts`."""
         read = self._read_rows(batch, reader, counts)
         # About _BATCH_CHARS of text are encoded at once: a new group begins where the characters so far exceed a
         # multiple of it. (`chars_before` has one entry more than `read`, the sum of all.)
@@ -263,21 +257,22 @@ class PartBuilder:
         """
         counts.rows += len(batch)
         read: list[_ReadRow] = []
-        # To name unread columns once for all rows with the same ones: a row's keys, whether it has negatives too many.
-        columns_seen: set[tuple[frozenset[str], bool]] = set()
+        columns_seen: set[tuple[frozenset[str], bool]] = set()  # rows with the same ones need not be looked at again
         for row, value in batch:
             try:
                 parsed = parse_row(value)
                 all_texts = reader.read_all(parsed)
                 texts = self._first_texts(all_texts)
-                conversations = list(chain.from_iterable(self._trained_parts(text, counts) for text in texts))
+                conversations = list(chain.from_iterable(self._conversations_of(text, counts) for text in texts))
             except RowError as error:
                 counts.reject(row, error, value)
                 continue
-            leaves_negatives = len(texts) == 2 and len(all_texts) > 2  # of query and positive all are dropped
-            if isinstance(parsed, dict) and (columns := (frozenset(parsed), leaves_negatives)) not in columns_seen:
+            leaves_all_negatives = len(texts) == 2 and len(all_texts) > 2  # with embed.negatives=0
+            columns = frozenset(parsed if isinstance(parsed, dict) else ()), leaves_all_negatives
+            if columns not in columns_seen and isinstance(parsed, dict):
                 columns_seen.add(columns)
-                counts.add(RowCounts(unused=reader.unused(parsed) + (["negatives"] if leaves_negatives else [])))
+                unused = reader.unused(parsed) + (["negatives"] if leaves_all_negatives else [])
+                counts.add(RowCounts(unused=unused))
             if len(texts) > 1 and texts[0] == texts[1]:
                 same = tr("both texts are the same") if texts[0].is_input_only else tr("both answers are the same")
                 counts.drop(same, row)
@@ -285,26 +280,26 @@ class PartBuilder:
             if not conversations:
                 counts.drop(tr("no token the loss covers"), row)
                 continue
-            self._count_what_templates_drop(texts[0], counts)
+            self._count_messages_left_out(texts[0], counts)
             read += [(row, value, conversation) for conversation in conversations]
         return read
 
-    def _count_what_templates_drop(self, conversation: Conversation, counts: PartCounts) -> None:
-        """Count a conversation whose tools or system message the template leaves out, or that has an answer without a
-        question or a question without an answer.
-        """
+    def _count_messages_left_out(self, conversation: Conversation, counts: PartCounts) -> None:
+        """Count a conversation that loses its system or tools, that begins with an answer or ends with a question."""
+        roles = [message["role"] for message in conversation.messages]
         drops_tools = self.encoder.drops_tools and bool(conversation.tools)
-        counts.systems += drops_tools or (
-            self.encoder.drops_system and any(message["role"] == "system" for message in conversation.messages)
-        )
+        drops_system = self.encoder.drops_system and "system" in roles
+        counts.systems += drops_tools or drops_system
         if not conversation.is_input_only and not conversation.is_text:
-            roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
-            counts.unasked += roles[0] == "assistant"
-            counts.unanswered += roles[-1] != "assistant"
+            turns = [role for role in roles if role != "system"]
+            counts.unasked += turns[0] == "assistant"
+            counts.unanswered += turns[-1] != "assistant"
 
     def _first_texts(self, texts: list[Conversation]) -> list[Conversation]:
-        """Return the first `self.texts` of a row's texts (query, positive, negatives); RowError if it has too few."""
-        if len(texts) < self.texts and self.texts > 2:
+        """Return those of a row's texts that are used, the first `self.texts`: its only one, two answers of a pair, or
+        query, positive and negatives; RowError if there are too few negatives.
+        """
+        if self.texts > 2 and len(texts) < self.texts:
             raise RowError(
                 "it has {count} negatives, fewer than embed.negatives = {wanted}. Add some, or remove the row",
                 count=len(texts) - 2,
@@ -312,12 +307,12 @@ class PartBuilder:
             )
         return texts[: self.texts]
 
-    def _trained_parts(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
-        """Return the conversations that are trained for one of a row; itself if it is only read, as by a classifier,
-        whose label is checked.
+    def _conversations_of(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
+        """Return the conversations that become samples for one of a row: those that train its answers; itself if it is
+        only read, as by a classifier. RowError if its label is none of `classify.labels`.
         """
         if not conversation.is_input_only:
-            return self._with_loss_flags(conversation, counts)
+            return self._conversations_to_train(conversation, counts)
         if self.labels and conversation.label is not None and conversation.label not in self.labels:
             raise RowError(
                 "the label '{label}' is none of classify.labels ({labels})",
@@ -326,7 +321,7 @@ class PartBuilder:
             )
         return [conversation]
 
-    def _with_loss_flags(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
+    def _conversations_to_train(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return the conversations that train a row's answers, with the `loss` of their messages set; RowError if they
         are too large.
 
@@ -346,7 +341,8 @@ class PartBuilder:
             parts = self.encoder.divide(marked.messages, marked.tools)
             trained += [replace(marked, messages=messages) for messages in parts]
             if len(parts) > 1:
-                num_divided, num_parts = num_divided + 1, num_parts + len(parts)
+                num_divided += 1
+                num_parts += len(parts)
         if len(trained) > 1 and sum(map(_num_chars, trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
@@ -363,13 +359,13 @@ class PartBuilder:
         """Yield each row with its token ids and mask; rows that cannot be encoded are counted instead. All are encoded
         at once, which is fast; if one fails, one by one, to find which.
         """
-        conversations = [conversation for _, _, conversation in read]
         try:
-            encoded = self._encode_all(conversations)
+            encoded = self._encode_all([conversation for _, _, conversation in read])
+        except RowError:
+            encoded = []
+        if encoded:
             yield from zip(read, encoded, strict=True)
             return
-        except RowError:
-            pass
         for row, value, conversation in read:
             try:
                 yield (row, value, conversation), self._encode_all([conversation])[0]
@@ -377,9 +373,9 @@ class PartBuilder:
                 counts.reject(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
-        """Return ids and mask of each conversation. Of those that are only read (`is_input_only`) a text ends as the
-        tokenizer ends it, a conversation without a last answer where one would begin; their mask marks only the last
-        token, at which a classifier's score or an embedding is taken.
+        """Return ids and mask of each conversation. The mask of one that is only read (`is_input_only`) marks the last
+        token, at which a classifier's score or an embedding is taken. That is, of a text, where the tokenizer itself
+        ends it; of a conversation without a last answer, where one would begin.
         """
         complete = [conversation for conversation in read if _is_complete(conversation)]
         encodings = iter(
@@ -405,19 +401,16 @@ class PartBuilder:
         trained, else what `data.too_long` makes of it. Skipped rows are counted.
         """
         length = len(encoded[0])
-        if length <= self.limit:
-            samples = [encoded] if length else []
-        else:
+        samples = [encoded] if length else []
+        if length > self.limit:
             counts.longer += counts.note_row("longer", row)
             counts.longest = max(counts.longest, length)
-            samples = []
-            if self.too_long in (TooLong.split, TooLong.truncate):
-                from toolkit.data.too_long import Shortener
+            from toolkit.data.too_long import Shortener
 
-                shortener = Shortener(self.encoder, self.limit)
-                if self.too_long is TooLong.split:
-                    return shortener.split(conversation, encoded, row, counts)
-                samples = shortener.truncated(conversation, encoded, counts)
+            shortener = Shortener(self.encoder, self.limit)
+            if self.too_long is TooLong.split:
+                return shortener.split(conversation, encoded, row, counts)
+            samples = shortener.truncated(conversation, encoded, counts) if self.too_long is TooLong.truncate else []
             if not samples:
                 counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []
@@ -430,8 +423,8 @@ class PartBuilder:
 
 
 def _complete_groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
-    """Yield only the samples of rows that have all `size` of theirs, such as both answers of a pair: where one was
-    dropped, the others are of no use. Such rows are counted already.
+    """Yield the samples of those rows that have all `size` of them, such as both answers of a pair: where one was
+    dropped, which is counted already, the others are of no use.
     """
     for _, of_row in groupby(samples, key=itemgetter(0)):
         group = list(of_row)
@@ -470,7 +463,8 @@ def row_hashes(
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # of each sample in `ids`
     id_bytes, mask_bytes, size = memoryview(ids.tobytes()), memoryview(trained.tobytes()), ids.itemsize
     digests = bytearray()
-    for begin, end in pairwise([*offsets[first_samples].tolist(), len(ids)]):
+    row_bounds = [*offsets[first_samples].tolist(), len(ids)]
+    for begin, end in pairwise(row_bounds):
         digest = hashlib.blake2b(id_bytes[begin * size : end * size], digest_size=8)
         digest.update(mask_bytes[begin:end])
         digests += digest.digest()
@@ -478,7 +472,7 @@ def row_hashes(
 
 
 def _is_complete(conversation: Conversation) -> bool:
-    """Whether a conversation ends with an answer, as all that are trained do, or is a text; others are prompts."""
+    """Whether a conversation is a text or ends with an answer, as all that are trained do; others end as prompts."""
     return not conversation.is_input_only or conversation.is_text or conversation.messages[-1]["role"] == "assistant"
 
 
@@ -498,6 +492,7 @@ def write_part(path: Path, part: Part) -> None:
     try:
         with open(building, "wb") as file:
             arrays = {name: getattr(part, name) for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
+            # Without what `note_row` needs while a part is made.
             counts = {name: value for name, value in asdict(part.counts).items() if name != "_last"}
             account = np.frombuffer(json.dumps(counts).encode(), np.uint8)
             np.savez(file, trained=np.packbits(part.trained), account=account, **arrays)
@@ -512,15 +507,15 @@ def read_part(path: Path) -> Part | None:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
             trained = np.unpackbits(stored["trained"], count=len(arrays["ids"])).view(np.bool_)
-            account = json.loads(stored["account"].tobytes())
+            counts = json.loads(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    account["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in account["bad"]]
-    account["too_long"] = [(RowPosition(*row), length) for row, length in account["too_long"]]
-    account["dropped_rows"] = {
-        reason: [RowPosition(*row) for row in rows] for reason, rows in account["dropped_rows"].items()
-    }
-    part = Part(**arrays, trained=trained, counts=PartCounts(**account))
+    # JSON has lists in the place of tuples.
+    counts["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in counts["bad"]]
+    counts["too_long"] = [(RowPosition(*row), length) for row, length in counts["too_long"]]
+    dropped_rows = counts["dropped_rows"].items()
+    counts["dropped_rows"] = {reason: [RowPosition(*row) for row in rows] for reason, rows in dropped_rows}
+    part = Part(**arrays, trained=trained, counts=PartCounts(**counts))
     return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
@@ -535,9 +530,7 @@ class BuiltPart(NamedTuple):
 
 
 def make_parts(blocks: Iterable[readers.FileBlock], maker: PartBuilder, num_workers: int) -> Iterator[BuiltPart]:
-    """Yield the part of each block, in order, made by `num_workers` processes unless its
-    file exists; a DataError if a process was killed.
-    """
+    """Yield each block's part, in order, made by `num_workers` processes or found; DataError if one was killed."""
     maker.folder.mkdir(parents=True, exist_ok=True)
     try:
         for file_block, path_and_is_new in children.in_order(num_workers, maker.make, blocks):

@@ -13,14 +13,12 @@ def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message
     """Return the system messages at the beginning, and the turns after them: each a user's messages and the replies."""
     start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     parts: list[list[Message]] = []
+    previous_role = ""
     for message in messages[start:]:
-        if message["role"] == "user" or not parts:
-            # Several messages of the user in a row are one turn.
-            if parts and parts[-1][-1]["role"] == "user":
-                parts[-1].append(message)
-                continue
+        if not parts or (message["role"] == "user" and previous_role != "user"):
             parts.append([])
         parts[-1].append(message)
+        previous_role = message["role"]
     return list(messages[:start]), parts
 
 
@@ -31,20 +29,20 @@ class Shortener:
         self.encoder, self.limit = encoder, limit
 
     def truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
-        """Return [sample] shortened to `data.max_length`: without its oldest turns, and where the newest turn alone is
-        too long, without the end of that; of a text the beginning. [] where nothing that is trained is left. Adds to
-        `counts` what was taken away.
+        """Return [sample] shortened to `data.max_length`, [] if nothing that is trained is left; add to `counts` what
+        is taken away. Of a text, and of what is only read, the beginning is left; of a conversation its newest turns,
+        or if the newest turn alone is too long, the beginning of that.
         """
         ids, trained = encoded
         turns_dropped = 0
         if conversation.is_input_only:
             end = self.encoder.after_text if conversation.is_text else ()
             ids = [*ids[: self.limit - len(end)], *end]
-            trained = trained[-self.limit :]  # of its end, as the mask marks the last token alone
+            trained = trained[-self.limit :]  # the mask marks the last token alone, now as before
         elif not conversation.is_text:
             system, parts = turns(conversation.messages)
             num_turns, newest = self._most_turns(conversation, system, parts, from_end=True)
-            if newest is None and len(parts) > 1:
+            if newest is None and len(parts) > 1:  # the newest turn alone, which is cut below
                 newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
             ids, trained = newest or encoded
             turns_dropped = len(parts) - max(num_turns, 1)
@@ -78,18 +76,19 @@ class Shortener:
         self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
     ) -> list[Encoded]:
         """Return the samples into which a conversation that is too long is split; each trained token is trained in one
-        of them. Where answers cannot be trained apart, only the newest turns that fit. `row`: its position, for
-        `counts`, where tokens that no sample trains count as dropped.
+        of them. If only the newest turn is trained, it is one sample, of the newest turns that fit. `row`: the row's
+        position, for `counts`, where tokens that no sample trains count as dropped.
         """
         system, parts = turns(conversation.messages)
         earlier = chain.from_iterable(parts[:-1])
+        trains_earlier = any(message.get("loss", message["role"] == "assistant") for message in earlier)
         if conversation.is_text:
             samples = self._windows(encoded)
-        elif self.encoder.only_last or not any(m.get("loss", m["role"] == "assistant") for m in earlier):
-            newest = self._most_turns(conversation, system, parts, from_end=True)[1]
-            samples = iter([newest]) if newest else self._windows(encoded)
-        else:
+        elif trains_earlier and not self.encoder.only_last:
             samples = self._turn_windows(conversation)
+        else:
+            _, newest = self._most_turns(conversation, system, parts, from_end=True)
+            samples = iter([newest]) if newest else self._windows(encoded)
         usable = [sample for sample in map(trainable, samples) if sample]
         _, trained = encoded
         num_to_train = sum(trained[1:])  # the first token of a sample is never trained
@@ -119,7 +118,7 @@ class Shortener:
         start = 0
         while self.encoder.can_cut and start < len(ids) - 1:
             stop = start + self.limit
-            if stop < len(ids):
+            if stop < len(ids):  # rather after the last answer that ends in the piece
                 ends_of_answers = (i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i])
                 stop = next(ends_of_answers, stop)
             yield with_first_untrained(ids[start:stop], trained[start:stop])
