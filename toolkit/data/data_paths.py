@@ -41,13 +41,14 @@ def files_of(source: SourceConfig) -> list[Path]:
         if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in PACKED_SUFFIXES:
             raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
     known_suffixes = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
-    if odd_files := [file for file in files if not file.stat().st_size or file.suffix.lower() not in known_suffixes]:
-        from toolkit.data import foreign_files
+    odd_files = [file for file in files if not file.stat().st_size or file.suffix.lower() not in known_suffixes]
+    if not odd_files:
+        return files
+    from toolkit.data import foreign_files
 
-        for file in odd_files:
-            foreign_files.check_is_json(file)  # for its suffix does not say so; an empty file passes
-        files = foreign_files.without_empty(files)
-    return files
+    for file in odd_files:
+        foreign_files.check_is_json(file)  # its suffix does not say so; an empty file passes
+    return foreign_files.without_empty(files)
 
 
 def _data_files_below(folder: Path) -> list[Path]:

@@ -114,9 +114,7 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted name, kind, docstring) of an AST node called `name` and of its public members, recursively. The
-    kind is a key of `_QUESTIONS`.
-    """
+    """Yield (dotted name, kind in `_QUESTIONS`, docstring) of an AST node and of its public members, recursively."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")

@@ -135,9 +135,7 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
 
 
 def formats_and_sizes(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
-    """Return (formats of the local files, bytes of text of each conversation in their first rows, ascending), of as
-    many files as a few seconds allow.
-    """
+    """Return (formats of local files, bytes of text of each conversation in their first rows, ascending)."""
     until = time.monotonic() + _CHECK_S
     formats, sizes = set[RowFormat](), list[int]()
     for file in local_files(data):
@@ -164,8 +162,8 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
 
     until = time.monotonic() + _ESTIMATE_S
     fraction = 0.0 if data.validation or data.validation_rows else data.validation_fraction  # held out of the sources
-    all_rows = 0  # each counted once: validation rows are split off before weights repeat the others
-    weighted_rows = weighted_bytes = 0.0  # counted as often as their source is read in an epoch
+    all_rows = 0  # each counted once: validation rows are held out before weights repeat the others
+    weighted_rows = weighted_bytes = 0.0  # each counted as often as its source's weight
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
@@ -173,12 +171,13 @@ def estimated_samples(data: DataConfig, most: int) -> tuple[int, int] | None:
         try:
             for num_rows, num_bytes in _block_sizes(source):
                 all_rows += num_rows
-                weighted_rows, weighted_bytes = weighted_rows + weight * num_rows, weighted_bytes + weight * num_bytes
+                weighted_rows += weight * num_rows
+                weighted_bytes += weight * num_bytes
                 num_so_far = _num_sequences(data, weighted_rows * (1 - fraction), weighted_bytes * (1 - fraction))
                 if num_so_far > most or time.monotonic() > until:
                     return None
         except ToolkitError:
-            return None  # told by the check of the files
+            return None  # `check_sources` tells what is wrong with the files
     # The share of the rows that is trained: within data.max_samples, and not held out.
     share = min(1.0, data.max_samples / max(weighted_rows, 1.0)) if data.max_samples else 1.0
     all_rows = max(1, round(all_rows * share))
@@ -194,7 +193,8 @@ def _block_sizes(source: SourceConfig) -> Iterator[tuple[int, int]]:
         for whole_block in blocks(path, _CHECKED_BYTES, source.columns.values()):
             block, num_rows = first_rows_of(whole_block, rows_left)
             content = block.content
-            yield num_rows, len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in content)
+            size = len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in content)
+            yield num_rows, size
             rows_left -= num_rows
             if not rows_left:
                 return

@@ -48,9 +48,9 @@ def check_is_json(file: Path) -> None:
 
 
 def check_encoding(file: Path) -> None:
-    """Raise a DataError for a file that begins with bytes which are not UTF-8, if all of it has another encoding: it is
-    UTF-16, its column names are not UTF-8, or most lines are not, and no line but those has more than ASCII. Single
-    lines that are not UTF-8 are errors of their rows.
+    """Raise a DataError for a file whose beginning shows another encoding than UTF-8: UTF-16, column names of a table
+    that are not UTF-8, or lines most of which are not, while the others are ASCII. Single lines that are not UTF-8 are
+    errors of their rows.
     """
     with open_data_file(file) as (content, _):
         start = content.read(_LOOKED_AT_BYTES)
@@ -60,7 +60,8 @@ def check_encoding(file: Path) -> None:
     lines = lines[:-1] or lines  # the last one may be cut off
     broken = [line for line in lines if not is_utf8(line)]
     beyond_ascii = [line for line in lines if not line.isascii()]
-    are_most_broken = broken == beyond_ascii and len(broken) > max(1, len(lines) // 2)
+    is_none_utf8 = broken == beyond_ascii  # no line has characters of UTF-8 beyond ASCII
+    are_most_broken = is_none_utf8 and len(broken) > max(1, len(lines) // 2)
     are_names_broken = is_table and lines[0] in broken
     is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS
     has_zero_bytes = 0 in start  # outside of UTF-16: damaged or binary, and no conversion would help

@@ -31,9 +31,7 @@ def _download(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def _asking_hub(source: SourceConfig) -> Iterator[None]:
-    """Turn whatever the body raises while it asks Hugging Face for a dataset into a DataError; raise one at once for a
-    `split` that selects rows, such as train[:10%].
-    """
+    """Turn what the body raises while it asks for a dataset into a DataError; raise one for `split`: train[:10%]."""
     if "[" in source.split:
         raise DataError(
             "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "

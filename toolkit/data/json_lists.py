@@ -75,9 +75,9 @@ class JsonListReader:
             try:
                 value, end = decoder.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
-                # Cut off, or broken? Broken is what is wrong well before the end of what has been read.
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 64
-                if self.at_end or not cut or len(self.text) - self.at > LARGEST_ROW_BYTES:
+                # An error near the end of what was read, or of a text without end, may be of an item that is cut off.
+                may_be_cut_off = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 64
+                if self.at_end or not may_be_cut_off or len(self.text) - self.at > LARGEST_ROW_BYTES:
                     self._stop(error)
             except RecursionError as error:
                 self._stop(error)

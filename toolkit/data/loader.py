@@ -84,11 +84,11 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
     """Return the entries of a `Batch` (see there) that say which tokens each token attends to, where the samples of a
     row share tokens: `seen_until`, `keys` and `cu_seq_lens_k`. `branches`: those of each row.
     """
-    # A token is seen by all segments from its own to the last one whose sample it is of, which overwrites the others.
+    # Each segment writes its number at all tokens of its sample, so that the last one that sees a token remains.
     seen_until, width = segment_ids.clone(), segment_ids.size(1)
     keys = []  # of each segment, and of each padding, which attends to itself: indices of the tokens it attends to
     for number, row in enumerate(branches):
-        # `path`: indices of a sample's tokens in the flattened batch; shared ones are in the branches before it.
+        # `path`: indices of a sample's tokens in the flattened batch, those it shares being in the branches before it.
         end, path = number * width, torch.empty(0, dtype=torch.int64)
         for segment, branch in enumerate(row, start=1):
             begin, end = end, end + len(branch.ids) - branch.shared
@@ -169,4 +169,6 @@ def laid_out(rows: Sequence[Sequence[_Item]], layout: Layout) -> Sequence[Sequen
     samples = [sample for row in rows for sample in row]
     if layout is Layout.alone:
         return [[sample] for sample in samples]
-    return [samples] if layout is Layout.joined and rows else rows
+    if layout is Layout.joined and rows:
+        return [samples]
+    return rows

@@ -79,17 +79,18 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     read from all limited files (0: no limit).
     """
     least_bytes = block_bytes(total_bytes(files))
-    limited_rows, rows_of_source = 0, Counter[int]()  # that were read so far
+    limited_rows, rows_of_source = 0, Counter[int]()  # rows read so far: of all limited files, and of each source
     for number, file in enumerate(files):
         with_known_format: DataFile | None = None
         limit = limits[number] if limits else 0
         blocks_of_file = blocks(file.path, least_bytes, file.columns.values())
         while True:
-            limits_and_read = ((limit, limited_rows), (file.max_rows, rows_of_source[file.source]))
-            rows_left = [most - num_read for most, num_read in limits_and_read if most]  # of each limit, 0 being none
+            rows_left = [limit - limited_rows] if limit else []
+            rows_left += [file.max_rows - rows_of_source[file.source]] if file.max_rows else []
             if rows_left and min(rows_left) <= 0:
                 break
-            if (block := next(blocks_of_file, None)) is None:
+            block = next(blocks_of_file, None)
+            if block is None:
                 break
             if rows_left:
                 block, count = first_rows_of(block, min(rows_left))
@@ -211,15 +212,19 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
     key_of_list = json.loads(match[1])
     if key_of_list in columns:  # the object is itself a row, with a list of messages
         return None
-    if "\n" not in match[0].strip():  # the list begins in the first line, which may be a row all the same
-        with open_data_file(path) as (again, _):
-            line = again.readline(LARGEST_LINE_BYTES)
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                is_row = not row.keys().isdisjoint(columns) or any(map(is_conversation, row.values()))
-                if is_row or again.read(CHUNK_BYTES).strip():  # other lines follow: each is a row
-                    return None
-    return match.end()
+    begins_in_first_line = "\n" not in match[0].strip()
+    return None if begins_in_first_line and _is_first_line_a_row(path, columns) else match.end()
+
+
+def _is_first_line_a_row(path: Path, columns: Collection[str]) -> bool:
+    """Whether the first line of a file is an object that is a row: it has one of `columns` or a conversation, or other
+    lines follow it. False for an object that ends in a later line.
+    """
+    with open_data_file(path) as (file, _), suppress(ValueError, RecursionError):
+        row = json.loads(file.readline(LARGEST_LINE_BYTES))
+        has_column = not row.keys().isdisjoint(columns)
+        return has_column or any(map(is_conversation, row.values())) or bool(file.read(CHUNK_BYTES).strip())
+    return False
 
 
 @contextmanager
@@ -260,7 +265,8 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
                 line=number,
                 size=LARGEST_LINE_BYTES >> 20,
             )
-        if is_blank := line == b"\n":  # take those that follow it at once: a file may hold millions
+        is_blank = line == b"\n"
+        if is_blank:  # take the blank lines that follow it at once: a file may hold millions
             ahead = file.peek()
             line += file.read(len(ahead) - len(ahead.lstrip(b"\n")))
             number += len(line) - 1

@@ -52,7 +52,7 @@ class _Facts:
 
 
 _listed: dict[str, _Facts] = {}
-"""Of files whose listing has told them."""
+"""URL -> facts, of files on Hugging Face, whose listing tells them."""
 
 
 class RemotePath(type(Path())):  # type: ignore[misc]  # PosixPath
@@ -62,7 +62,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # PosixPath
         return str(super().__str__()).replace(":/", "://", 1)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the file's size; all else is 0."""
+        """Return the file's size (`st_size`, the seventh field); all else is 0."""
         return os.stat_result((0, 0, 0, 0, 0, 0, _facts(str(self)).size, 0, 0, 0))
 
     def open(self, mode: str = "rb", *options: Any, **more: Any) -> IO[Any]:
@@ -128,16 +128,14 @@ class _RangeReader(io.RawIOBase):
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
-    """Return the bytes of a file from `begin` to before `end`; DataError if the server does not give them for minutes,
-    or gives those of another file.
-    """
+    """Return a file's bytes from `begin` to before `end`; DataError if the server fails for minutes or it changed."""
     content = bytearray()
 
     def attempt() -> bool:
         before = len(content)
         try:
             with _opened(url, begin + before, end) as answer:
-                _check(url, answer, begin + before)
+                _check_unchanged(url, answer, begin + before)
                 _read_rest(answer, content, end - begin)
         except (OSError, HTTPException):
             has_got_further = len(content) - before >= _LEAST_BYTES
@@ -145,13 +143,13 @@ def read_range(url: str, begin: int, end: int) -> bytes:
                 raise
         return len(content) == end - begin  # False: the rest is asked for next
 
-    _persist(url, attempt)
+    _retry(url, attempt)
     return bytes(content)
 
 
-def _persist(url: str, attempt: Callable[[], bool]) -> None:
-    """Call `attempt` until it returns True; False says that it has got further. DataError after _TRIES failures in a
-    row, or one that will not get better.
+def _retry(url: str, attempt: Callable[[], bool]) -> None:
+    """Call `attempt` until it returns True; if it returns False it has got further, and is called again at once. It
+    fails by raising. DataError after _TRIES failures in a row, or after one that will not get better (HTTP 404).
     """
     failures = 0
     while True:
@@ -185,9 +183,7 @@ def _opened(url: str, begin: int, end: int) -> Any:
 
 
 def _read_rest(answer: Any, content: bytearray, size: int) -> None:
-    """Append an answer's bytes to `content`, which may hold those of earlier attempts, until it has `size`; OSError if
-    the answer ends early or takes too long.
-    """
+    """Append an answer's bytes to `content` until it has `size`; OSError if it ends early or takes too long."""
     until = time.monotonic() + _TIMEOUT_S
     while len(content) < size:
         received = answer.read1(min(1 << 16, size - len(content)))
@@ -198,10 +194,11 @@ def _read_rest(answer: Any, content: bytearray, size: int) -> None:
             raise TimeoutError(tr("the server is too slow"))
 
 
-def _check(url: str, answer: Any, begin: int) -> None:
+def _check_unchanged(url: str, answer: Any, begin: int) -> None:
     """Raise a DataError for an answer that is not of the file as it was at first, and what `_size_by_range` raises."""
     size, facts = _size_by_range(url, answer, begin), _facts(url)
-    if size != facts.size or (not facts.is_fixed and _tag(answer) != facts.tag):
+    has_other_tag = not facts.is_fixed and _tag(answer) != facts.tag
+    if size != facts.size or has_other_tag:
         raise DataError("{path} was changed while the run was reading it. Restore it, then resume the run.", path=url)
 
 
@@ -210,7 +207,7 @@ def _size_by_range(url: str, answer: Any, begin: int) -> int:
 
     Raises:
         DataError: the server knows no ranges.
-        ValueError: the answer is of another range; `_persist` asks again.
+        ValueError: the answer is of another range; `_retry` asks again.
     """
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
     if answer.status != 206 or not match or answer.headers.get("Content-Encoding", "identity") != "identity":
@@ -240,7 +237,7 @@ def _facts(url: str) -> _Facts:
             facts.append(_Facts(_size_by_range(url, answer, 0), _tag(answer)))
         return True
 
-    _persist(url, attempt)
+    _retry(url, attempt)
     return facts[0]
 
 
@@ -253,43 +250,48 @@ def _hub_headers(url: str) -> dict[str, str]:
 
 
 def files_of_url(path: str) -> list[Path]:
-    """Return the files that a source's path names: a URL, or those of a list (.txt), one URL in each line."""
-    urls = [path]
-    if path.endswith(".txt"):
-        if is_url(path):
-            size = _facts(path).size
-            content = read_range(path, 0, min(size, _LARGEST_LIST_BYTES))
-        else:
-            content = Path(path).read_bytes()
-        lines = [line.strip() for line in content.decode(errors="replace").splitlines()]
-        urls = [urljoin(path, line) if is_url(path) else line for line in lines if line and not line.startswith("#")]
+    """Return the files that a source's path names: that of a URL, or those of a list of URLs (.txt). DataError for one
+    that cannot be streamed, is missing or is empty.
+    """
+    urls = _urls_of_list(path) if path.endswith(".txt") else [path]
+    suffixes = tuple(suffix for suffix in DATA_SUFFIXES if suffix != ".arrow")  # Arrow files are mapped, from a disk
     for url in urls:
-        name = uncompressed_name(urlsplit(url).path)
-        if not is_url(url) or not name.endswith(DATA_SUFFIXES) or name.endswith(".arrow") or urlsplit(url).query:
+        parts = urlsplit(url)
+        if not is_url(url) or parts.query or not uncompressed_name(parts.path).endswith(suffixes):
             raise DataError(
                 "'{url}' cannot be streamed: a URL must end with {suffixes}, also with .gz or .zst, and hold no query "
                 "(?...).\nA list of URLs, one in each line, is a .txt file.",
                 url=url,
-                suffixes=", ".join(suffix for suffix in DATA_SUFFIXES if suffix != ".arrow"),
+                suffixes=", ".join(suffixes),
             )
-    return with_sizes([RemotePath(url) for url in urls])
+    paths: list[Path] = [RemotePath(url) for url in urls]
+    _check_sizes(paths)
+    return paths
 
 
-def with_sizes(paths: Sequence[Path]) -> list[Path]:
-    """Return the files; their sizes, which `_facts` keeps, are asked for, several at a time. DataError for one that is
-    missing or empty.
-    """
+def _urls_of_list(path: str) -> list[str]:
+    """Return the URLs in a list, one in each line but # comments; a list behind a URL may name relative ones."""
+    if is_url(path):
+        content = read_range(path, 0, min(_facts(path).size, _LARGEST_LIST_BYTES))
+    else:
+        content = Path(path).read_bytes()
+    lines = [line.strip() for line in content.decode(errors="replace").splitlines()]
+    urls = [line for line in lines if line and not line.startswith("#")]
+    return [urljoin(path, url) for url in urls] if is_url(path) else urls
+
+
+def _check_sizes(paths: Sequence[Path]) -> None:
+    """Raise a DataError for a file that is missing or empty; ask for several sizes at once, which `_facts` keeps."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         sizes = [*pool.map(lambda path: path.stat().st_size, paths)]
     for path, size in zip(paths, sizes, strict=True):
         if not size:
             raise DataError("The data file '{path}' is empty.", path=path)
-    return [*paths]
 
 
 def files_of_hub(source: SourceConfig) -> list[Path]:
     """Return the files of a split of a dataset on Hugging Face, as URLs at the commit that its revision is now, and
-    keep their sizes and tags. May raise anything: the caller explains it.
+    keep their sizes and tags in `_listed`. May raise anything: the caller explains it.
     """
     import datasets
     from huggingface_hub import HfApi, hf_hub_url
@@ -302,14 +304,15 @@ def files_of_hub(source: SourceConfig) -> list[Path]:
             name=source.hub,
         )
     builder = datasets.load_dataset_builder(source.hub, source.subset or None, revision=source.revision or None)
-    by_split = builder.config.data_files or {}
-    if source.split not in by_split:
-        raise ValueError(f"no split '{source.split}' in {sorted(map(str, by_split))}")
-    urls = by_split[source.split]
-    matches = [match for url in urls if (match := re.fullmatch(r"hf://datasets/[^@]+@([^/]+)/(.+)", url))]
-    if not matches or len(matches) < len(urls):
+    urls_of_split = builder.config.data_files or {}
+    if source.split not in urls_of_split:
+        raise ValueError(f"no split '{source.split}' in {sorted(map(str, urls_of_split))}")
+    urls = urls_of_split[source.split]  # hf://datasets/OWNER/NAME@COMMIT/FILE
+    matches = [re.fullmatch(r"hf://datasets/[^@]+@([^/]+)/(.+)", url) for url in urls]
+    commits_and_files = [(match[1], match[2]) for match in matches if match]
+    if not commits_and_files or len(commits_and_files) < len(urls):
         raise ValueError("files outside of the repository")
-    commit, names = matches[0][1], [match[2] for match in matches]
+    commit, names = commits_and_files[0][0], [name for _, name in commits_and_files]  # all are of one commit
     details: dict[str, RepoFile] = {}
     for begin in range(0, len(names), _LISTED_AT_ONCE):
         part = names[begin : begin + _LISTED_AT_ONCE]
@@ -318,6 +321,8 @@ def files_of_hub(source: SourceConfig) -> list[Path]:
     paths: list[Path] = []
     for name in names:
         item = details[name]
-        paths.append(RemotePath(hf_hub_url(source.hub, name, repo_type="dataset", revision=commit)))
-        _listed[str(paths[-1])] = _Facts(item.size, item.lfs.sha256 if item.lfs else item.blob_id, is_fixed=True)
-    return with_sizes(paths)
+        path = RemotePath(hf_hub_url(source.hub, name, repo_type="dataset", revision=commit))
+        _listed[str(path)] = _Facts(item.size, item.lfs.sha256 if item.lfs else item.blob_id, is_fixed=True)
+        paths.append(path)
+    _check_sizes(paths)
+    return paths

@@ -18,9 +18,7 @@ _SETTLED_S = 2.0
 
 
 def locate_source(source: SourceConfig, number: int, cache_dir: Path, *, streaming: bool = False) -> list[DataFile]:
-    """Return the files of source number `number`; docstrings are extracted first, hub datasets downloaded unless they
-    are for `streaming`.
-    """
+    """Return the files of a source; docstrings are extracted first, hub datasets downloaded unless for `streaming`."""
     row_format = source.format
     if row_format is RowFormat.docstrings:
         from toolkit.data.docstrings import pairs_file
@@ -65,9 +63,7 @@ def _numbered_sources(data: DataConfig) -> list[tuple[SourceConfig, int]]:
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
-    """Yield the conversations of the training sources, to train a tokenizer on. Unusable rows are skipped in silence:
-    building the tokenized cache reports them.
-    """
+    """Yield the training sources' conversations, for a tokenizer; unusable rows are skipped, and reported later."""
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
     return (conversation for _, conversation in usable_rows(files, row_limits(data, files)))
 
@@ -99,15 +95,17 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     return digest
 
 
+def _inode_of(path: Path) -> Hashable:
+    """Return (device, inode) of a file; of one behind a URL (`RemotePath`), which has no inode, the URL."""
+    status = path.stat()
+    return status.st_dev, status.st_ino or str(path)
+
+
 def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
     """Raise a DataError if two sources read the same file (by inode, so links count), or, with `hashes` of the files,
     the same content. The same file with other `columns` or another format is allowed.
     """
-    # A file behind a URL (`RemotePath`) has no inode.
-    identities: Sequence[Hashable] = hashes or [
-        (status.st_dev, status.st_ino or str(path))
-        for path, status in ((file.path, file.path.stat()) for file in files)
-    ]
+    identities: Sequence[Hashable] = hashes or [_inode_of(file.path) for file in files]
     seen: dict[Hashable, list[DataFile]] = {}  # by identity and columns: the first file of each source
     training = len(data.sources)
 
@@ -120,7 +118,8 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
         others = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
         for other in others:
             formats = {other.row_format, file.row_format}
-            if other.source == file.source or (len(formats) > 1 and RowFormat.auto not in formats):
+            has_other_format = len(formats) > 1 and RowFormat.auto not in formats  # auto may detect the same
+            if other.source == file.source or has_other_format:
                 continue
             first, second = source_key(other), source_key(file)
             named = f"{file.path}" if other.path == file.path else f"{other.path} = {file.path}"

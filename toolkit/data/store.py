@@ -102,9 +102,7 @@ class TokenizedCache:
         return np.frombuffer(self._read(self._ids, IDS, begin * size, end * size), self.dtype)
 
     def read_trained(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return the loss mask from `begin` to `end` in the concatenation of all samples, [end - begin]; on disk eight
-        tokens share a byte (np.packbits).
-        """
+        """Return the loss mask from `begin` to `end`, as `read_ids`; on disk a byte holds eight (np.packbits)."""
         first = begin // 8
         bits = np.unpackbits(np.frombuffer(self._read(self._trained, TRAINED, first, -(-end // 8)), np.uint8))
         return bits[begin - 8 * first : end - 8 * first].view(np.bool_)

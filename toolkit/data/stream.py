@@ -80,7 +80,7 @@ class Start(NamedTuple):
     """Lines of the piece before it."""
 
 
-def _serve(function: Callable[..., Part], language: str) -> None:
+def _prepare_worker(function: Callable[..., Part], language: str) -> None:
     """Prepare a worker process to call `function`, with messages in `language`. It ignores SIGTERM and SIGINT: the run
     that got one still needs batches for its last step.
     """
@@ -152,23 +152,21 @@ class Stream:
         return estimates
 
     def _estimate(self, source: int) -> Estimate:
-        """Return what a pass over a source holds, by tokenizing `_sampled_blocks`. They become sequences window by
-        window, as in training; what is left of the last window counts like the others.
-        """
+        """Return what a pass over a source holds, by tokenizing and packing `_sampled_blocks` as in training."""
         samples, report, num_bytes = list[StreamSample](), PrepareReport(), 0.0
-        window_begin, num_sequences = 0, 0.0  # an index of `samples`; of the windows before that
+        window_begin, num_sequences = 0, 0.0  # index of the window's first sample; sequences of the windows before it
         for piece, block, size in self._sampled_blocks(source):
             file = piece.file_with_format
             part = encode(self.maker, file, block)
-            self._checked_first_line(piece, block, part)
+            self._check_rows(piece, block, part)
             report.add_part(BuiltPart(0, file, block, Path(), is_new=True), part.counts)
             samples += samples_of(part, piece, block)
             num_bytes += size
             if self.is_full(samples[window_begin:]):
                 num_sequences += len(self.sequences(samples[window_begin:], ""))
                 window_begin = len(samples)
-        if window_begin:
-            num_sequences *= len(samples) / window_begin  # of all samples, if the others are like those of the windows
+        if window_begin:  # there are full windows: the samples behind them are taken to be like theirs
+            num_sequences *= len(samples) / window_begin
         else:
             num_sequences = len(self.sequences(samples, ""))
         times = sum(self.sizes[source]) / max(1.0, num_bytes)
@@ -227,14 +225,15 @@ class Stream:
         # Multiples of the golden ratio, from 0 to 1, which spread evenly; each lane begins elsewhere.
         offset = int.from_bytes(hashlib.sha256(f"{self.seed} lane {lane}".encode()).digest()[:8], "big")
         value = (number * GOLDEN + offset) % WORD / WORD
-        return bisect([*accumulate(self.shares)][:-1], value)
+        upper_bounds = [*accumulate(self.shares)]  # the source is the first whose bound is above the value
+        return bisect(upper_bounds[:-1], value)
 
     @contextmanager
     def executor(self) -> Iterator[Executor]:
         """Yield what tokenizes ahead: a thread, or `data.num_workers` processes."""
-        count = self.data.num_workers
-        tokenize = partial(encode, self.maker)
-        pool = children.workers(count, _serve, tokenize, current_language()) if count else ThreadPoolExecutor(1)
+        count, encode_block = self.data.num_workers, partial(encode, self.maker)
+        arguments = _prepare_worker, encode_block, current_language()
+        pool = children.workers(count, *arguments) if count else ThreadPoolExecutor(1)
         try:
             yield pool
         finally:
@@ -243,8 +242,8 @@ class Stream:
     def steps(
         self, step: int, positions: Mapping[int, Places]
     ) -> Generator[tuple[list[list[StreamSample]], dict[int, Places]]]:
-        """Yield, step after step without end, a sequence of each lane, a list of samples, and where the lanes are after
-        it. `step`: steps done; `positions`: of the lanes, by number.
+        """Yield for each step, without end, (a sequence, which is a list of samples, of each lane; where the lanes are
+        after it). `step`: steps done; `positions`: lane -> where it is.
         """
         with self.executor() as executor:
             readers_of = {
@@ -261,15 +260,11 @@ class Stream:
         """Return where a lane is in each source: at the beginning unless `positions` say where."""
         return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
 
-    def _checked_first_line(self, piece: Piece, block: Block, part: Part) -> int:
-        """Raise a DataError for the first row that cannot be used, if none is to be skipped; return the block's first
-        line in its file, 0 if all rows can be used: counting the lines before it takes time.
-        """
-        if not part.counts.bad and not part.counts.too_long:
-            return 0
-        block = replace(block, first=block.first + piece.lines_before)
-        check_part(self.data, BuiltPart(0, piece.named_file, block, Path(), is_new=True), part)
-        return block.first
+    def _check_rows(self, piece: Piece, block: Block, part: Part) -> None:
+        """Raise a DataError for the first row that cannot be used, if none is to be skipped."""
+        if part.counts.bad or part.counts.too_long:  # else the lines before the piece need not be counted
+            block = replace(block, first=block.first + piece.lines_before)
+            check_part(self.data, BuiltPart(0, piece.named_file, block, Path(), is_new=True), part)
 
     def count(self, piece: Piece, block: Block, part: Part) -> None:
         """Add a block's counts to the totals; warn of the first bad rows, and append all to `bad_rows_file`. DataError
@@ -278,10 +273,11 @@ class Stream:
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)
-        first_line, path = self._checked_first_line(piece, block, part), piece.named_file.path
+        self._check_rows(piece, block, part)
+        path = piece.named_file.path
         for row, reason, excerpt in counts.bad:
             self.bad_rows += 1
-            line = first_line + row.offset
+            line = piece.lines_before + block.first + row.offset
             if self.bad_rows <= _NAMED_BAD_ROWS:
                 warn("{file}:{line}: {reason}. The row is skipped.", file=path, line=line, reason=reason)
             if self.bad_rows_file:
@@ -342,7 +338,7 @@ class LaneReader:
 
     def __init__(self, stream: Stream, executor: Executor, lane: int, source: int, position: Sequence[int]) -> None:
         self.stream, self.executor, self.lane, self.source = stream, executor, lane, source
-        *start, self.done = position
+        *start, self.done = position  # see `Places`
         self.start = Start(*start)
         """Of the window."""
         self.pieces = pieces_of(stream.sources[source], stream.sizes[source], lane, stream.lanes)
@@ -375,7 +371,7 @@ class LaneReader:
         return start.epoch + done / max(1, self._ends[-1])
 
     def take(self) -> list[StreamSample]:
-        """Return the next sequence."""
+        """Return the next sequence, of this window or, if all of it are done, of the next one."""
         if self._sequences is None:
             self._sequences = self._window()
         while self.done >= len(self._sequences):  # more than once where no row of a window is of use
@@ -385,11 +381,11 @@ class LaneReader:
         return self._sequences[self.done - 1]
 
     def _window(self) -> list[list[StreamSample]]:
-        """Return the sequences of the blocks from `start` on: of as many as it takes, up to the end of the pass."""
+        """Return the sequences of the window at `start`: of as many blocks as fill it, up to the end of the pass."""
         samples: list[StreamSample] = []
-        used = 0
+        num_used = 0
         while not self.stream.is_full(samples):
-            if self._peek().start.epoch != self.start.epoch:
+            if self._peek().start.epoch != self.start.epoch:  # the next block is of the next pass
                 if self._is_fruitless:
                     self._raise_fruitless()
                 self._is_fruitless = True
@@ -399,8 +395,8 @@ class LaneReader:
             self.stream.count(ahead.piece, ahead.block, part)
             samples += samples_of(part, ahead.piece, ahead.block)
             self._is_fruitless = self._is_fruitless and not samples
-            used += 1
-        while len(self._ahead) < used:  # as many blocks for the next window, to be tokenized while this one is trained
+            num_used += 1
+        while len(self._ahead) < num_used:  # as many for the next window, to be tokenized while this one is trained
             self._submit()
         self._end = self._peek().start
         return self.stream.sequences(samples, f"{self.source} {self.lane} {self.start}")
@@ -420,18 +416,18 @@ class LaneReader:
 
     def _read(self, start: Start) -> Iterator[tuple[Start, Piece, Block]]:
         """Yield (where it begins, piece, block) of all blocks from `start` on, pass after pass without end."""
-        epoch, first, offset, line = start
+        epoch, first_piece, offset, line = start
         while True:
-            is_empty = not (first or offset)  # until a block comes; a pass that begins in its middle had some
-            for number in range(first, len(self.pieces)):
-                for block, *following in self.pieces[number].blocks(offset, line):
-                    is_empty = False
+            has_blocks = bool(first_piece or offset)  # a pass that begins in its middle had some
+            for number in range(first_piece, len(self.pieces)):
+                for block, next_offset, next_line in self.pieces[number].blocks(offset, line):
+                    has_blocks = True
                     yield Start(epoch, number, offset, line), self.pieces[number], block
-                    offset, line = following
+                    offset, line = next_offset, next_line
                 offset = line = 0
-            if is_empty:
+            if not has_blocks:
                 self._raise_fruitless()
-            epoch, first = epoch + 1, 0
+            epoch, first_piece = epoch + 1, 0
 
     def _raise_fruitless(self) -> None:
         """Raise the DataError for a part of which a whole pass gave nothing to train."""

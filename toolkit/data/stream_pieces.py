@@ -67,24 +67,25 @@ class Piece:
         """Yield blocks from the beginning, each with the bytes of the file that it takes: one if the piece is seekable;
         else, as compressed bytes are read in large steps, about a MiB of the file.
         """
-        before = 0
+        before = 0  # bytes of the file before the block
         for block, *_ in self.blocks(0, 0):
             if self.is_lines:
                 yield block, len(block.content)
-            elif self.is_seekable:  # Parquet: its rows times the mean bytes of all rows up to its end
+                return
+            if self.is_seekable:  # Parquet: its rows times the mean bytes of all rows up to its end
                 rows_to_its_end = block.first - 1 + len(block.content)
                 yield block, block.position * len(block.content) / rows_to_its_end
-            else:
-                yield block, block.position - before
-                before = block.position
-            if self.is_seekable or before > _SAMPLED_BYTES:
+                return
+            yield block, block.position - before
+            before = block.position
+            if before > _SAMPLED_BYTES:
                 return
 
     def share_before(self, offset: int) -> float:
         """Return which part of the piece is before an offset, from 0 to 1; 0 where that is not known."""
         if not offset or not self.is_seekable:
             return 0.0
-        # Bytes of JSONL; of a Parquet file the offset is rows, taken to be equally large.
+        # An offset of JSONL is in bytes, of a Parquet file in rows, which are taken to be equally large.
         at = offset if self.is_lines else offset * self.size / _num_rows(self.file.path, self.size)
         return min(1.0, max(0.0, (at - self.begin) / (self.end - self.begin)))
 
@@ -135,7 +136,7 @@ class Piece:
         total = _num_rows(self.file.path, self.size)
         end = total * self.end // self.size
         offset = max(offset, total * self.begin // self.size)
-        held: list[Any] = []
+        held: list[Any] = []  # rows from `offset` on that no block had yet
         if offset >= end:
             return
         names = {*readers.FIELDS, *self.file.columns.values()}
@@ -195,9 +196,7 @@ def size_of(file: DataFile) -> int:
 
 
 def pieces_of(files: Sequence[DataFile], sizes: Sequence[int], lane: int, lanes: int) -> list[Piece]:
-    """Return what a lane reads of the files of a source, in their order: as many bytes as each other lane. `sizes`: of
-    the files.
-    """
+    """Return what a lane reads of the files of a source, of these `sizes`: as many bytes as each other lane."""
     ends = [*accumulate(sizes, initial=0)]
     first, last = ends[-1] * lane // lanes, ends[-1] * (lane + 1) // lanes
     pieces = []

@@ -31,25 +31,11 @@ def table_rows(
     groups before that are not read.
     """
     import pyarrow
-    import pyarrow.parquet
 
-    size, done = path.stat().st_size, 0  # bytes of the file; its rows before the next batch
     if path.suffix.lower() == ".parquet":
-        with parquet_file(path) as file:
-            total, names = file.metadata.num_rows, file.schema_arrow.names
-            _check_row_count(total, size)
-            group, read_names = 0, [name for name in names if name in columns]
-            # Skip the row groups that end before row `first`; the rest of the rows before it are cut off below.
-            while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
-                done, group = done + file.metadata.row_group(group).num_rows, group + 1
-            groups = range(group, file.num_row_groups)
-            for full_batch in file.iter_batches(most_rows, row_groups=[*groups], columns=read_names) if groups else ():
-                num_unwanted = min(max(first - done, 0), full_batch.num_rows)
-                batch = full_batch.slice(num_unwanted)
-                done += full_batch.num_rows
-                for rows in _table_rows_of(batch, names):
-                    yield rows, size * done // max(total, 1)
+        yield from _parquet_rows(path, columns, first, most_rows)
         return
+    size, done = path.stat().st_size, 0  # bytes of the file; its rows that were read
     with pyarrow.memory_map(str(path)) as mapped:
         _, batches = _open_arrow(mapped)
         for batch in batches:
@@ -59,6 +45,27 @@ def table_rows(
             read_columns = batch.select([index for index, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(read_columns, names):
                 yield rows, mapped.tell()
+
+
+def _parquet_rows(
+    path: Path, columns: Collection[str], first: int, most_rows: int
+) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Yield as `table_rows` of a Parquet file."""
+    size, done = path.stat().st_size, 0  # bytes of the file; its rows before the next batch
+    with parquet_file(path) as file:
+        total, names = file.metadata.num_rows, file.schema_arrow.names
+        _check_row_count(total, size)
+        group = 0  # the first that is read: those before it end before row `first`
+        while group < file.num_row_groups and done + file.metadata.row_group(group).num_rows <= first:
+            done, group = done + file.metadata.row_group(group).num_rows, group + 1
+        if group == file.num_row_groups:
+            return
+        groups, read_names = [*range(group, file.num_row_groups)], [name for name in names if name in columns]
+        for full_batch in file.iter_batches(most_rows, row_groups=groups, columns=read_names):
+            batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))  # without rows before `first`
+            done += full_batch.num_rows
+            for rows in _table_rows_of(batch, names):
+                yield rows, size * done // max(total, 1)
 
 
 def parquet_file(path: Path) -> Any:
@@ -126,9 +133,7 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
 
 
 def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that decodes the JSON columns of a row (dict -> dict): `datasets` stores objects with varying
-    keys, such as messages, as JSON texts.
-    """
+    """Return a function that decodes a row's JSON columns, in which `datasets` stores objects with varying keys."""
     fields = [field for field in schema if _JSON in str(field.type)]
     if not fields:
         return dict
