@@ -8,9 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from deepspeed import DeepSpeedEngine
+from numpy.typing import NDArray
 
 from toolkit import messages, secrets, terminal
 from toolkit.checkpoint import state_files
@@ -40,6 +42,14 @@ if TYPE_CHECKING:
     from toolkit.models.router_loss import Routers
 
 
+def describe_sample(where: str, ids: NDArray[Any], trained: NDArray[np.bool_], tokenizer: Any) -> dict[str, Any]:
+    """Return an item of `Samples`: where a sample stands, its counts, and its text with trained tokens marked."""
+    from toolkit.data import preview
+
+    text = preview.colored_spans(tokenizer, ids.tolist(), trained.tolist())
+    return {"where": where, "tokens": len(ids), "trained_tokens": int(trained.sum()), "text": text}
+
+
 class LanguageTask(task.Task):
     """Trains a causal language model on conversations and texts. Its steps work without `load_data` and a run."""
 
@@ -60,8 +70,6 @@ class LanguageTask(task.Task):
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         return dict.fromkeys(self.names, torch.zeros(2))
-
-    # Data
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, building them first if they are not there."""
@@ -170,20 +178,13 @@ class LanguageTask(task.Task):
 
     def describe_samples_at(self, position: sampler.Position) -> Samples:
         """Return the samples of a step, with texts in which trained tokens are marked."""
-        from toolkit.data import preview
-
         store, tokenizer = self.data.train, self.data.tokenizer
 
         def describe(sample: int) -> dict[str, Any]:
-            ids, trained = store[sample]
-            text = preview.colored_spans(tokenizer, ids.tolist(), trained.tolist())
-            counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
-            return {"where": store.where(sample), **counts, "text": text}
+            return describe_sample(store.where(sample), *store[sample], tokenizer)
 
         by_rank = language_batches.step_samples(self.cfg, self.data, self.ranks.world_size, position)
         return [[[describe(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
-
-    # Model
 
     def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
         """Load the model and apply its fine-tuning method. A collective."""
@@ -216,13 +217,11 @@ class LanguageTask(task.Task):
         store, counts = self.data.train, parameters.count_parameters(stages.unwrap_model(run.engine.module))
         trained = sum(group_count.trained for group_count in counts.values())
         total = sum(group_count.total for group_count in counts.values())
-        parts = [
-            f"{group} {group_count.trained:,} / {group_count.total:,}"
-            if group_count.trained < group_count.total
-            else f"{group} {group_count.total:,}"
-            for group, group_count in counts.items()
-            if group_count.trained
-        ]
+        parts = []
+        for group, count in counts.items():
+            if count.trained:
+                of_total = f" / {count.total:,}" if count.trained < count.total else ""
+                parts.append(f"{group} {count.trained:,}{of_total}")
         line = tr(
             "{trained} of {parameters} parameters are trained ({parts}). {samples} with "
             "{tokens} tokens ({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run "
@@ -242,8 +241,6 @@ class LanguageTask(task.Task):
 
     def _size_of_data(self) -> str:
         return tr("{samples} samples", samples=f"{len(self.data.train):,}")
-
-    # Dry run
 
     def longest_batch(self, position: sampler.Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""
@@ -273,8 +270,6 @@ class LanguageTask(task.Task):
     def _answer(self, engine: DeepSpeedEngine, prompt: str, max_new_tokens: int) -> str:
         in_step = parameters.is_partitioned(engine)  # then each forward pass is a collective
         return generate.answer(engine.module, self.data.encoder, prompt, max_new_tokens, engine.device, in_step=in_step)
-
-    # Steps
 
     def count_losses(self, batch: Batch) -> int:
         return loss.num_trained_tokens(batch)
@@ -315,8 +310,6 @@ class LanguageTask(task.Task):
         """Answer the recipe's questions, unless the weights are random, whose answers are noise."""
         if run.cfg.model.init is Init.pretrained:
             self._ask(run, "before")
-
-    # End
 
     def answers(self, run: task.RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""

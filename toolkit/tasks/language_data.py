@@ -137,18 +137,11 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
 
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
-    packing, max_samples = cfg.data.packing, cfg.evaluate.max_samples
-    # Answers that share their prompt's tokens need, as packed rows do, a model that keeps samples of a row apart.
-    layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
-    if layout is Layout.packed and reason_not_to_pack(cfg):
-        layout = Layout.alone
-        packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
-    elif objective.shares_prompts(cfg) and attention.computes_segments(cfg):
-        layout = Layout.joined
+    packing, layout = _packing_and_layout(cfg)
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
         """Return the plan of a split's rows; `sources`, [] for validation, say how often each sample is taken."""
-        most = 0 if store is train else max_samples  # samples that are taken; 0: all
+        most = 0 if store is train else cfg.evaluate.max_samples  # samples that are taken; 0: all
         size = objective.data_unit(cfg)[1]  # samples that share a row: 2 of a preference pair
         if packing is schema.Packing.none and size == 1 and takes_each_once(store, sources, most):
             return PackingPlan(len(store))
@@ -189,6 +182,20 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         validation_plan=None if validation is None else plan(validation, []),
         report=report,
     )
+
+
+def _packing_and_layout(cfg: schema.RunConfig) -> tuple[schema.Packing, Layout]:
+    """Return how samples become sequences, and these rows of a batch. Packed samples, and answers that share the tokens
+    of their prompt, need a model that keeps samples of a row apart; with others samples are grouped, a row for each.
+    """
+    packing, shares_prompts = cfg.data.packing, objective.shares_prompts(cfg)
+    is_packed = packing is schema.Packing.packed
+    if not is_packed and not shares_prompts:
+        return packing, Layout.alone
+    if reason_not_to_pack(cfg):
+        return schema.Packing.grouped if is_packed else packing, Layout.alone
+    can_join = shares_prompts and attention.computes_segments(cfg)
+    return packing, Layout.joined if can_join else Layout.packed
 
 
 def has_targets(cfg: schema.RunConfig) -> bool:

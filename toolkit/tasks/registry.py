@@ -19,14 +19,18 @@ _OF_KIND = {
 
 def task_of(cfg: RunConfig) -> "LanguageTask":
     """Return the task of a config, by `task.kind` and for language models `preference.loss`."""
-    name = _OF_KIND[cfg.task.kind]
+    module, _, class_name = _path_of(cfg).partition(".")
+    task: LanguageTask = getattr(import_module(f"toolkit.tasks.{module}"), class_name)()
+    return task
+
+
+def _path_of(cfg: RunConfig) -> str:
+    """Return MODULE.CLASS of a config's task in toolkit/tasks/."""
+    if cfg.task.kind is TaskKind.distill and cfg.distill.on_policy:
+        return "on_policy.OnPolicyTask"
+    if cfg.data.streaming:
+        return "preference_stream.PreferenceStreamTask" if cfg.preference.is_on else "stream.StreamTask"
     if cfg.task.kind is TaskKind.language and cfg.preference.is_on:
         is_single = cfg.preference.loss is PreferenceLoss.kto
-        name = "preference.KtoTask" if is_single else "preference.PreferenceTask"
-    if cfg.data.streaming:
-        name = "preference_stream.PreferenceStreamTask" if cfg.preference.is_on else "stream.StreamTask"
-    if cfg.task.kind is TaskKind.distill and cfg.distill.on_policy:
-        name = "on_policy.OnPolicyTask"
-    module, _, kind = name.partition(".")
-    task: LanguageTask = getattr(import_module(f"toolkit.tasks.{module}"), kind)()
-    return task
+        return "preference.KtoTask" if is_single else "preference.PreferenceTask"
+    return _OF_KIND[cfg.task.kind]

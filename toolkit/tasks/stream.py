@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from toolkit.data.loader import Layout, collate_planned
 from toolkit.data.sampler import Position
 from toolkit.data.sources import check_distinct, locate_all
 from toolkit.data.store import Sample, TokenizedCache
+from toolkit.data.stream import StreamSample
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
@@ -30,7 +30,7 @@ from toolkit.messages import CheckpointError, ConfigError, clauses, say, tr
 from toolkit.models import chat
 from toolkit.sample_types import Batch
 from toolkit.tasks import language_batches, language_data
-from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.language import LanguageTask, describe_sample
 from toolkit.train import run_dir
 from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples
@@ -43,7 +43,7 @@ class SampledRows:
     has_values = False
 
     def __init__(self, of_stream: stream.Stream) -> None:
-        self.samples: list[stream.StreamSample] = []
+        self.samples: list[StreamSample] = []
         self.report = tokenize.PrepareReport()
         self.num_samples = self.num_tokens = self.num_trained_tokens = 0
         """Of an epoch, as estimated."""
@@ -105,8 +105,6 @@ class StreamTask(LanguageTask):
         super().__init__()
         self.positions: dict[int, dict[int, stream.Places]] = {}
         """Sequences done -> lane -> where it is: of this rank's lanes, from the last step's begin on."""
-
-    # Data
 
     def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> Any:
         """Raise errors that config and files show; see `LanguageTask.check`."""
@@ -172,17 +170,19 @@ class StreamTask(LanguageTask):
 
     def _micro_batches(self, row: int, num_steps: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches of steps from `row` (sequences done) on; note lanes' places after each."""
-        num_micro_batches = accumulation(self.cfg, self.ranks.world_size)
         steps = self.stream.steps(row // self.stream.lanes, self.positions[row])
         for _, (sequences, positions) in zip(range(num_steps), steps, strict=False):
             row += self.stream.lanes
             self.positions[row] = positions
-            if self.data.layout is Layout.alone:  # longest first: the same step, with less padding
-                sequences.sort(key=lambda samples: -len(samples[0].ids))
-            size = len(sequences) // num_micro_batches
-            for begin in range(0, len(sequences), size):
-                rows = sequences[begin : begin + size]
+            for rows in self._in_micro_batches(sequences):
                 yield self._collated([[sample[:2] for sample in samples] for samples in rows])
+
+    def _in_micro_batches(self, sequences: list[list[StreamSample]]) -> list[list[list[StreamSample]]]:
+        """Divide a step's sequences into micro-batches; where each is a sample, longest first, to pad less."""
+        if self.data.layout is Layout.alone:
+            sequences = sorted(sequences, key=lambda samples: -len(samples[0].ids))
+        size = len(sequences) // accumulation(self.cfg, self.ranks.world_size)
+        return [sequences[begin : begin + size] for begin in range(0, len(sequences), size)]
 
     def _collated(self, rows: list[list[Sample]]) -> Batch:
         multiple = plans.pad_multiple(self.cfg.parallel.sequence)
@@ -202,37 +202,30 @@ class StreamTask(LanguageTask):
 
     def describe_samples_at(self, position: Position) -> Samples:
         """Return the samples of a step: those of this rank, read again; of others only which part of the data."""
-        from toolkit.data import preview
+        return [
+            self._describe_own(position) if rank == self.ranks.rank else self._describe_parts(rank)
+            for rank in range(self.ranks.world_size)
+        ]
 
-        def describe(sample: stream.StreamSample) -> dict[str, Any]:
-            text = preview.colored_spans(self.data.tokenizer, sample.ids.tolist(), sample.trained.tolist())
-            counts = {"tokens": len(sample.ids), "trained_tokens": int(sample.trained.sum())}
-            return {"where": sample.where, **counts, "text": text}
+    def _describe_own(self, position: Position) -> list[list[dict[str, Any]]]:
+        """Return this rank's samples of a step by micro-batch, see `describe_sample`."""
+        steps = self.stream.steps(position.row // self.stream.lanes, self.positions[position.row])
+        sequences, _ = next(steps)
+        steps.close()
+        tokenizer, micro_batches = self.data.tokenizer, self._in_micro_batches(sequences)
+        return [
+            [describe_sample(one.where, one.ids, one.trained, tokenizer) for samples in rows for one in samples]
+            for rows in micro_batches
+        ]
 
-        by_rank: Samples = []
-        num_micro_batches = accumulation(self.cfg, self.ranks.world_size)
-        for rank in range(self.ranks.world_size):
-            mesh = mesh_of(self.cfg, self.ranks.world_size, rank)
-            lanes = list(range(mesh.data_rank, self.stream.lanes, mesh.data_ranks))
-            if rank == self.ranks.rank:
-                steps = self.stream.steps(position.row // self.stream.lanes, self.positions[position.row])
-                sequences, _ = next(steps)
-                steps.close()
-                # Sorted and divided as in `_micro_batches`.
-                if self.data.layout is Layout.alone:
-                    sequences.sort(key=lambda samples: -len(samples[0].ids))
-                rows = [[describe(sample) for sample in samples] for samples in sequences]  # by sequence
-            else:
-                empty = {"tokens": 0, "trained_tokens": 0, "text": []}
-                names = [
-                    tr("part {lane} of the stream, read by rank {rank}", lane=lane + 1, rank=rank) for lane in lanes
-                ]
-                rows = [[{"where": name, **empty}] for name in names]
-            size = len(rows) // num_micro_batches  # sequences of a micro-batch, whose samples are joined
-            by_rank.append([[*chain(*rows[begin : begin + size])] for begin in range(0, len(rows), size)])
-        return by_rank
-
-    # Model
+    def _describe_parts(self, rank: int) -> list[list[dict[str, Any]]]:
+        """Return, by micro-batch, which parts of the stream another rank's samples come from, in their place."""
+        mesh = mesh_of(self.cfg, self.ranks.world_size, rank)
+        lanes = range(mesh.data_rank, self.stream.lanes, mesh.data_ranks)
+        names = [tr("part {lane} of the stream, read by rank {rank}", lane=lane + 1, rank=rank) for lane in lanes]
+        parts = [{"where": name, "tokens": 0, "trained_tokens": 0, "text": []} for name in names]
+        size = len(parts) // accumulation(self.cfg, self.ranks.world_size)
+        return [parts[begin : begin + size] for begin in range(0, len(parts), size)]
 
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Reject a checkpoint of other files, unless they may change. For rank 0 only."""
@@ -248,12 +241,15 @@ class StreamTask(LanguageTask):
             return
         state = intact.read_run_state(source.checkpoint)
         saved = state.stream
+        if not saved:  # of a run without data.streaming
+            return
         # Lanes (one per sequence of the global batch) are found again only in the same files and with as many lanes.
-        is_same = saved and saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes
-        if is_same or (saved and "data" in self.cfg.checkpoint.allow_changes):
-            self.positions[state.row] = dict(enumerate(saved["lanes"])) if is_same else {}
-        if saved and not is_same:
-            say(tr("The stream begins again with the first rows of its files."))
+        if saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes:
+            self.positions[state.row] = dict(enumerate(saved["lanes"]))
+            return
+        if "data" in self.cfg.checkpoint.allow_changes:
+            self.positions[state.row] = {}
+        say(tr("The stream begins again with the first rows of its files."))
 
     def longest_batch(self, position: Position) -> tuple[Batch, str]:
         """Return the largest micro-batch that may come: of samples of `data.max_length` tokens."""
