@@ -114,12 +114,8 @@ class CustomTask(task.Task):
     def __init__(self, spec: CustomSpec) -> None:
         self.spec = spec
 
-    # Data
-
     def begin(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the dataset, make the model, seed this rank, and note what the export says of the model (`card`). The
-        first two may need the process group.
-        """
+        """Open the dataset and make the model, which may need the process group; seed this rank; note its `card`."""
         self.cfg, self.ranks = cfg, ranks
         data = self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity
@@ -169,8 +165,6 @@ class CustomTask(task.Task):
         by_rank = self.data.names_at(position)
         return [[[shown(name) for name in names] for names in micro_batches] for micro_batches in by_rank]
 
-    # Model
-
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Raise ConfigError for a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
@@ -214,8 +208,6 @@ class CustomTask(task.Task):
             folder=run.display_folder,
         )
 
-    # Dry run
-
     def longest_batch(self, position: Position) -> tuple[MicroBatch, str]:
         """Return the first micro-batch, as only the program knows which samples are the largest."""
         [batch] = islice(self.batches(position, 1), 1)
@@ -224,8 +216,6 @@ class CustomTask(task.Task):
     def check_evaluation(self, run: task.RunContext) -> None:
         if self.has_validation:
             evaluate(self.spec, run.cfg, run.ranks, run.engine, most=1)
-
-    # Steps
 
     def count_losses(self, batch: MicroBatch) -> int:
         return batch.size
@@ -260,8 +250,6 @@ class CustomTask(task.Task):
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         return evaluate(self.spec, run.cfg, run.ranks, run.engine, alive)
-
-    # End
 
     def check_export(self, run: task.RunContext) -> None:
         """Raise an error if weights are of types that cannot be written."""

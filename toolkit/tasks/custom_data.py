@@ -257,9 +257,7 @@ class _StreamSamples:
 
 
 CustomData = _MapSamples | _StreamSamples
-"""`size`: samples of an epoch over all ranks, 0 if unknown; `identity`: facts that identify the data; `described`: the
-data in messages.
-"""
+"""`size`: samples of an epoch, 0 if unknown; `identity`: what identifies the data; `described`: them in messages."""
 
 
 def validation_batches(

@@ -75,8 +75,6 @@ class DistillTask(language.LanguageTask):
         # Sum and count of divergences; sum and count of cross entropies of general samples.
         self._evaluated = torch.zeros(4, dtype=torch.float64)
 
-    # Data
-
     def check(self, cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Any:
         """Check as a language model; ModelError too if the teacher has another tokenizer."""
         model = super().check(cfg, tokenizer)
@@ -112,7 +110,7 @@ class DistillTask(language.LanguageTask):
         super().settle(cfg)
         marks = "".join(str(int(source.general)) for source in cfg.data.sources)
         self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
-        if language_data.has_targets(cfg) and not self.data.targets:
+        if language_data.has_targets(cfg) and not self.data.targets:  # on-policy tasks have set others
             self.data = replace(self.data, targets=self._token_targets())
 
     def _token_targets(self) -> dict[str, targets.TokenTargets]:
@@ -120,13 +118,11 @@ class DistillTask(language.LanguageTask):
         tables = {}
         for split, cache in (("train", self.data.train), ("validation", self.data.validation)):
             if cache is not None:
-                taught = (
-                    np.ones(len(cache), np.bool_) if self.cfg.distill.teacher else is_general_sample(self.cfg, cache)
-                )
-                tables[split] = targets.TokenTargets(cache, taught)
+                is_taught = is_general_sample(self.cfg, cache)
+                if self.cfg.distill.teacher:
+                    is_taught = np.ones(len(cache), np.bool_)
+                tables[split] = targets.TokenTargets(cache, is_taught)
         return tables
-
-    # Model
 
     def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
         """Load the student, after storing another model's scores if `distill.top_k` asks for that. A collective."""
@@ -215,8 +211,6 @@ class DistillTask(language.LanguageTask):
         if self.evaluation is not None:
             self.evaluation.measure = self._measure
 
-    # Dry run
-
     def _with_any_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch with dummy scores of a teacher for all its tokens, which takes the most memory."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
@@ -227,8 +221,6 @@ class DistillTask(language.LanguageTask):
             columns["teacher_ids"] = torch.arange(top_k, dtype=torch.int32).repeat(count, 1)
             columns["teacher_logs"] = torch.zeros(count, top_k + 1).log_softmax(1)
         return {**batch, **columns}
-
-    # Steps
 
     def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of trained tokens; add both parts to the step's figures."""
@@ -285,12 +277,8 @@ class DistillTask(language.LanguageTask):
             teacher_inputs = {name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"}
             return head_outputs.scores(self.teacher, loss.on_device(self.teacher, teacher_inputs), indices)
 
-    # Evaluation
-
     def _measure(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """Return each token's cross entropy as `token_losses` does; add divergences, and cross entropies of general
-        samples, to the evaluation's sums.
-        """
+        """Return cross entropies as `token_losses` does; add what else is evaluated of the batch to `_evaluated`."""
         with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
             _, losses, indices = self._distill_batch(engine, batch)
         of_labels = losses.cross_entropies
@@ -315,8 +303,6 @@ class DistillTask(language.LanguageTask):
         if num_general:
             figures[EVAL_GENERAL] = general_sum / num_general
         return figures
-
-    # End
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         lines = super().end_lines(summary)
@@ -370,9 +356,7 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 def load_teacher(
     cfg: schema.RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any], parts: int = 1
 ) -> Any:
-    """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine. A collective. `parts`: number of
-    ranks that each sequence is divided over.
-    """
+    """Return the teacher, under ZeRO-3 an engine; `parts`: ranks that each sequence is divided over. A collective."""
     packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
     if packed and (reason := reason_not_to_pack(model_config, cfg.data.max_length)):
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)

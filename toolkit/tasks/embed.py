@@ -40,12 +40,12 @@ def embeddings(engine: Any, batch: Batch, pooling: schema.Pooling) -> torch.Tens
     segments = per_sample.full_row_segments(batch).cpu()
     lengths = (segments > 0).sum(dim=1)
     counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths  # tokens that are pooled
-    # The pooled tokens are each sample's last `counts`. Indices count the tokens of all rows, one row after another.
+    # Indices of the pooled tokens in the flattened rows: the last `counts` of each row's sample.
     ends = torch.arange(len(lengths)) * segments.size(1) + lengths
     spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
     indices = torch.cat([torch.arange(begin, end) for begin, end in spans])
     is_own, own_positions = per_sample.part_indices(batch, indices)
-    # How many of each row's pooled tokens are in this rank's part of the rows (parallel.sequence).
+    # How many of each row's pooled tokens this rank has, if rows are divided over ranks (parallel.sequence).
     in_rows = torch.bincount(indices[is_own] // segments.size(1), minlength=len(lengths)).tolist()
     inputs = loss.on_device(engine, batch)
     states = head_outputs.states_at(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
@@ -100,12 +100,13 @@ class EmbedTask(samples.ScoreTask):
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
 
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
-        """Raise ModelError if the inputs of the output layer cannot be taken as embeddings. A collective."""
+        """Raise ModelError if our own code cannot run in the place of the output layer, whose inputs it pools to
+        embeddings. It can if that is a plain matrix, as for losses without logits (`LossPath.losses`). A collective.
+        """
         super().engine_built(engine, ds, source)
-        # Of a pipeline the last stage alone has the output layer.
         model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
+        # A pipeline's last stage alone has the output layer; it tells the others.
         path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
-        # Only on the path `losses` our own code runs instead of the output layer, and sees its inputs.
         if path is not loss.LossPath.losses:
             raise ModelError(
                 "{architecture} does something with its output layer, in whose place embeddings would be taken: "
@@ -126,8 +127,6 @@ class EmbedTask(samples.ScoreTask):
     def _size_of_data(self) -> str:
         return tr("{pairs} pairs of texts", pairs=f"{len(self.data.train) // self._size:,}")
 
-    # Steps
-
     @property
     def _size(self) -> int:
         """Texts of a pair, its negatives included."""
@@ -138,8 +137,8 @@ class EmbedTask(samples.ScoreTask):
         return int(per_sample.samples_in_rows(batch).sum()) // self._size
 
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
-        """Embed the pairs of all ranks, compute the loss and its gradient by each embedding, and keep those of this
-        rank's micro-batches for `loss_sum`. A collective.
+        """Embed the pairs of all ranks without gradients, compute the loss and its gradient by each embedding, and keep
+        those of this rank's micro-batches for `loss_sum`. A collective.
         """
         with probe.evaluating(engine):
             own_embeddings = [embedded for _, embedded in stages.measure_each(engine, batches, self._embed)]
@@ -151,7 +150,7 @@ class EmbedTask(samples.ScoreTask):
         self._pair_results = deque()
         for batch_embeddings in own_embeddings:
             end = begin + len(batch_embeddings)
-            pairs = slice(begin // self._size, end // self._size)
+            pairs = slice(begin // self._size, end // self._size)  # each of `_size` embeddings
             self._pair_results.append((losses.detach()[pairs], gradients[begin:end], is_first[pairs]))
             begin = end
 
@@ -196,8 +195,6 @@ class EmbedTask(samples.ScoreTask):
         rows = row_exchange.gather_metrics({"rows": own_rows}, device)["rows"]
         leader = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).leader
         return rows.to(device), sum(sizes[:leader])
-
-    # End
 
     def _result(self, **values: str) -> str:
         return tr("Validation loss {first} -> {last}, recall at 1 {before} -> {after}.", **values)

@@ -2,6 +2,7 @@
 training, evaluation and the dry run. A row is a sequence of the plan (`LanguageData.train_plan`).
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,9 @@ def prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
             return batch
         return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
-    # The current device of a new thread is the first GPU.
-    own_gpu = partial(accelerator.set_device, accelerator.current_device()) if on_gpu else None
-    thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
+    # A new thread begins with the first GPU as its current device.
+    set_own_gpu = partial(accelerator.set_device, accelerator.current_device()) if on_gpu else None
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=set_own_gpu)
     try:
         waiting = deque(thread.submit(prepare) for _ in range(count))
         while (batch := waiting.popleft().result()) is not None:
@@ -220,9 +221,7 @@ def _training_sampler(
 
 
 def evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's validation micro-batches, prefetched; each sample is on one data-parallel rank. `sources`,
-    int64 [T]: number of each trained token's source.
-    """
+    """Yield this rank's validation micro-batches, prefetched; `sources`, int64 [T]: each trained token's source."""
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     return prefetch(map(partial(part_of, mesh=mesh), _evaluation_batches(cfg, data, ranks)), 2)
 
@@ -251,24 +250,23 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, data.packing)[1], mesh.data_rank, mesh.data_ranks)
     sources, loaded = store.sources(), load_batches(cfg, data, "validation", shares)
-    for rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
-        samples = laid_out([plan[row] for row in rows], data.layout)  # of each row of the batch
+    for plan_rows, batch in zip(shares, _with_columns(loaded, shares, data, "validation"), strict=True):
         # [rows, segments + 1]: the source of each segment, which is a sample; segment 0 is padding.
-        source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
-        for row, numbers in enumerate(samples):  # KTO's numbers go on behind the last sample (`MismatchedCache`)
-            source_of[row, 1 : len(numbers) + 1] = torch.from_numpy(sources[np.asarray(numbers) % len(store)])
-        by_position = source_of.gather(1, batch["segment_ids"]).flatten()
-        yield {**batch, "sources": by_position[batch["target_indices"]]}
+        source_of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
+        for row, samples in enumerate(laid_out([plan[row] for row in plan_rows], data.layout)):
+            numbers = np.asarray(samples) % len(store)  # in a `MismatchedCache` sample i is also i + len(store)
+            source_of_segment[row, 1 : len(numbers) + 1] = torch.from_numpy(sources[numbers])
+        source_of_token = source_of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield {**batch, "sources": source_of_token[batch["target_indices"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:
     """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
-    num_rows, (per_step, micro) = len(data.train_plan), rows_per_step(cfg, data.packing)
+    per_step, micro = rows_per_step(cfg, data.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
-    # The micro-batch has `micro` rows, or fewer where the split has fewer rows than a step. -(-a // b): rounded up.
-    per_rank = -(-min(per_step, num_rows) // ranks)
+    rows_per_rank = math.ceil(min(per_step, len(data.train_plan)) / ranks)
     micro_batches = per_step // (micro * ranks)
-    return _collate(cfg, data, _longest_rows(data, -(-per_rank // micro_batches)))
+    return _collate(cfg, data, _longest_rows(data, math.ceil(rows_per_rank / micro_batches)))
 
 
 def repeated_batch(cfg: schema.RunConfig, data: LanguageData, times: int, share: float = 1.0) -> Batch:
@@ -285,10 +283,11 @@ def _longest_rows(data: LanguageData, count: int) -> list[list[Sample | Branch]]
     lengths = plan.lengths(store)
     if plan.shared is not None:  # a shared token's keys and values are copied, about a sixteenth of its memory
         lengths = lengths + plan.shared // 16
-    if plan.offsets is not None and data.layout is not Layout.alone:
-        lengths = np.add.reduceat(lengths, plan.offsets[:-1])
-    order = np.argsort(-lengths, kind="stable")
-    if plan.offsets is not None and data.layout is Layout.alone:
+    if plan.offsets is None:  # each row is one sample
+        order = np.argsort(-lengths, kind="stable")
+    elif data.layout is not Layout.alone:
+        order = np.argsort(-np.add.reduceat(lengths, plan.offsets[:-1]), kind="stable")
+    else:
         # Samples are padded to the longest of a row, rounded up: the padded row counts. With as many tokens, longer
         # samples need more for attention. `lexsort` sorts by its last key first.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
@@ -304,8 +303,9 @@ def _shortened(sample: Sample | Branch, share: float) -> Sample | Branch:
     """
     ids, trained = sample[:2]
     length = max(2, int(len(ids) * share))
-    if isinstance(sample, Branch):  # two tokens are not shared: the trained one, and the one that predicts it
-        return Branch(ids[:length], np.arange(length) == length - 1, min(int(sample.shared * share), length - 2))
+    if isinstance(sample, Branch):
+        shared = min(int(sample.shared * share), length - 2)  # not the trained token, and the one that predicts it
+        return Branch(ids[:length], np.arange(length) == length - 1, shared)
     end = max(length, int(trained.argmax()) + 1)
     trained = trained[end - length : end].copy()
     trained[-1] = True

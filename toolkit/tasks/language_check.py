@@ -50,7 +50,7 @@ def check_model(
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg))
-    if not labels and not probe.is_classifier(model):  # the data will tell; how many there are does not matter here
+    if not labels and not probe.is_classifier(model):  # the data will tell them: here any two do
         labels = ("0", "1")
     _check_division(model, cfg, len(labels) if cfg.task.has_head else 0)
     if not cfg.task.has_head:

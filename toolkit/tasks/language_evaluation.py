@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def choose_prompts(cfg: RunConfig, data: language_data.LanguageData) -> "list[ValidationQuestion]":
-    """Return the validation samples that the model answers for `evaluate.metrics`, [] without metrics. DataError if
-    none has a question and an answer.
-    """
+    """Return the validation samples to answer for `evaluate.metrics`, [] without metrics; DataError if none can be."""
     evaluate = cfg.evaluate
     if data.validation is None:
         if evaluate.metrics or evaluate.keep_best:
@@ -128,9 +126,7 @@ class Evaluation:
         return figures | process_group.on_rank0(lambda: self._score_answers(answers, file, figures))
 
     def try_once(self) -> None:
-        """Evaluate one batch and generate two tokens of answers; ModelError if that fails. A collective, after which
-        everything is as before.
-        """
+        """Evaluate one batch and generate two tokens of answers, changing nothing; or a ModelError. A collective."""
         batches = islice(language_batches.evaluation_batches(self.cfg, self.data, self.ranks), 1)
         names, copies, device = self.data.source_names, self._layout.copies, self.model.device
         evaluate_loss(self.model, batches, names, device, copies, self.measure)

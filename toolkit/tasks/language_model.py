@@ -40,18 +40,19 @@ def adapt(
     record = record_of(model)
     record.loss_head, record.routers = loss.LossHead(cfg.kernels.loss), None
     router_settings = (cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity)
-    # By `_can_record_outputs` transformers says which outputs of layers it can return: routers' if there are experts.
+    # `_can_record_outputs` (modeling_utils.py of transformers 5.24) names outputs of layers: routers' of experts, too.
     recordable = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
-    if any("router_logits" in outputs for outputs in recordable) or max(router_settings) > 0:
+    has_routers = any("router_logits" in outputs for outputs in recordable)
+    if has_routers or max(router_settings) > 0:  # of a model without routers `routers_of` rejects the settings
         from toolkit.models.router_loss import routers_of
 
         record.routers = routers_of(model, cfg)
-    is_part_tuned = cfg.tuning.method is not TuningMethod.full
-    if not is_part_tuned and cfg.model.init is Init.pretrained:
+    trains_a_part = cfg.tuning.method is not TuningMethod.full
+    if not trains_a_part and cfg.model.init is Init.pretrained:
         from toolkit.models import trainable
 
-        is_part_tuned = bool(trainable.untrained_prefixes(model))
-    if is_part_tuned:
+        trains_a_part = bool(trainable.untrained_prefixes(model))
+    if trains_a_part:
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config, is_resumed)
@@ -72,9 +73,7 @@ def adapt(
 def build_model(
     cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig, source: run_dir.RunSource
 ) -> torch.nn.Module:
-    """Load and adapt the model; for a pipeline return this rank's stage as a PipelineModule. ModelError or ConfigError
-    for what this model does not support. A collective.
-    """
+    """Load and adapt the model, for a pipeline this rank's stage; ModelError or ConfigError if it cannot be used so."""
     accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
     record_of(model).without_liger = apply_liger(model, cfg.kernels)
@@ -100,32 +99,35 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:
         return tr("kernels.liger is never")
-    if not reason:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        # It does not know glm (0.8.5), whose norms and feed-forward layers are Phi-3's, unlike its rotary positions
-        # (transformers 5.24).
-        MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("glm", partial(MODEL_TYPE_TO_APPLY_LIGER_FN["phi3"], rope=False))
-        kind = model.config.model_type
-        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-            reason = tr("liger-kernel does not know {kind} models", kind=kind)
+    reason = reason or _reason_liger_does_not_know(model.config.model_type)
     if reason and kernels.liger is When.always:
         raise ConfigError("kernels.liger = always: {reason}", reason=reason)
-    if not reason:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    if reason:
+        return reason
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        # Not the loss: the toolkit sums it over the global batch (kernels.loss).
-        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-        from toolkit.models import experts
+    # Not the loss: the toolkit sums it over the global batch (kernels.loss).
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    from toolkit.models import experts
 
-        experts.restore_expert_interface(model)
-    return reason
+    experts.restore_expert_interface(model)
+    return ""
+
+
+def _reason_liger_does_not_know(model_type: str) -> str:
+    """Return a sentence if liger-kernel does not know a type of models, "" if it does. It learns glm (0.8.5 lacks it),
+    whose norms and feed-forward layers are Phi-3's, unlike its rotary positions (transformers 5.24).
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("glm", partial(MODEL_TYPE_TO_APPLY_LIGER_FN["phi3"], rope=False))
+    if model_type in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return ""
+    return tr("liger-kernel does not know {kind} models", kind=model_type)
 
 
 def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
-    """Raise ModelError if samples of a row influence each other, and report attention, loss, optimizer, routers and
-    frozen parts. A collective.
-    """
+    """Raise ModelError if samples of a row influence each other; report how the model computes. A collective."""
     _check_attention(engine, cfg, data)
     say(_describe_computation(engine, cfg))
     model = stages.stage_model(engine.module)
@@ -142,7 +144,8 @@ def _load_model(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.
     """Return the recipe's model, or this rank's part of a divided one. A collective."""
     mesh = mesh_of(cfg, process_group.world_size(), process_group.rank())
     head = language_data.head_of(cfg, data)
-    part_of = ready = None  # which tensors of the empty model this rank has; what is done to each layer once it is read
+    part_of = None  # function: empty model -> the tensors that this rank has of it; None: all
+    at_layer = None  # function that changes each layer once it is read
     if cfg.parallel.pipeline > 1:
         from toolkit.layouts.pipeline import stage_parameters
 
@@ -159,22 +162,20 @@ def _load_model(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.
     if cfg.tuning.method is TuningMethod.qlora:
         from toolkit.models.lora import quantize_layer
 
-        ready = quantize_layer  # each layer as it is read, as a 16-bit model need not fit into host memory
+        at_layer = quantize_layer  # not all at the end: the 16-bit model need not fit into host memory
     packed, dtype = data.layout is not loader.Layout.alone, cfg.precision.dtype
     parts = cfg.parallel.sequence
     model = load.create_model(
-        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, part_of, head, ready
+        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, part_of, head, at_layer
     )
-    load.report_extra_tensors(model)  # which a head would have taken the place of
+    load.report_extra_tensors(model)
     return model
 
 
 def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
-    """Raise ModelError if samples of a packed row influence each other, or if rows that are divided over ranks give
-    other logits than full ones. A collective.
-    """
+    """Raise ModelError if samples of a packed row, or parts of a divided one, give other logits. A collective."""
     packed, parts = data.layout is not loader.Layout.alone, cfg.parallel.sequence
-    forward = None  # the checks' own, which gives logits
+    forward = None  # function that gives logits; None: the model itself does
     if stages.is_pipeline(engine):
         from toolkit.layouts.pipeline import forward_logits
 
@@ -258,7 +259,7 @@ def _describe_computation(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
 
 
 def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTrainedModel, folder: Path) -> Path:
-    """Return the directory of the base model; a random one of an adapter is written into the run's."""
+    """Return the base model's directory; random weights that an adapter is trained on are written into the run's."""
     if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
         return Path(cfg.model.path)
     from toolkit.export.write import write_folder

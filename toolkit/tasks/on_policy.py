@@ -57,24 +57,21 @@ class OnPolicyTask(distill.DistillTask):
         self._failed_steps = 0  # in a row, without any answer
         self._is_tried = self._is_warned = False  # whether generation was tried, and a failure reported
 
-    # Data
-
     def settle(self, cfg: schema.RunConfig) -> None:
         """Take the settled config; micro-batches get the numbers of their samples."""
         super().settle(cfg)
         self.data = replace(self.data, targets={"train": _SampleNumbers()})  # type: ignore[dict-item]
 
     def _prompt(self, sample: int, max_tokens: float) -> list[int]:
-        """Return the prompt of a sample's last answer, [] if it has none, or with an answer more than `max_tokens`."""
+        """Return the prompt of a sample's last answer, [] if it has none or an answer could exceed `max_tokens`."""
         ids, trained = self.data.train[sample]
-        parts = questions.split_sample(ids.tolist(), trained.tolist(), self.data.encoder)
-        return parts[0] if parts and len(parts[0]) + self.cfg.distill.rollouts.max_new_tokens <= max_tokens else []
+        prompt_and_answer = questions.split_sample(ids.tolist(), trained.tolist(), self.data.encoder)
+        prompt = prompt_and_answer[0] if prompt_and_answer else []
+        return prompt if len(prompt) + self.cfg.distill.rollouts.max_new_tokens <= max_tokens else []
 
     def _longest_prompt(self, max_tokens: float) -> list[int]:
         order = np.argsort(-self.data.train.lengths(), kind="stable")[:_PROBED]
         return max((self._prompt(int(sample), max_tokens) for sample in order), key=len)
-
-    # Model
 
     def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
         """Read the answers of steps that will be done again, and find out what the server understands. A collective."""
@@ -95,8 +92,6 @@ class OnPolicyTask(distill.DistillTask):
         super().prepare_evaluation(run)
         self._run = run
         run.hooks.append(self.counts)
-
-    # Dry run
 
     def longest_batch(self, position: sampler.Position) -> tuple[Batch, str]:
         """Return the longest rows, of data or of the longest prompt with the longest answer."""
@@ -138,8 +133,6 @@ class OnPolicyTask(distill.DistillTask):
             min_new_tokens=config.max_new_tokens,
         )
 
-    # Steps
-
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Put answers of the student in the place of some of the step's. A collective."""
         super().prepare_step(engine, batches)
@@ -152,11 +145,11 @@ class OnPolicyTask(distill.DistillTask):
         max_tokens = generate.max_context_tokens(engine.module)
         by_batch = [batch["samples"].tolist() for batch in batches]  # numbers of samples
         own_prompts = {sample: self._prompt(sample, max_tokens) for samples in by_batch for sample in samples}
-        prompts: dict[int, list[int]] = {}
+        prompts: dict[int, list[int]] = {}  # sample -> prompt, of all ranks
         for of_rank in process_group.gather({sample: prompt for sample, prompt in own_prompts.items() if prompt}):
             prompts |= of_rank
         to_answer = choose(sorted(prompts), self.cfg.distill.on_policy, self.cfg.run.seed, step)
-        saved = self._saved.pop(step, {})
+        saved = self._saved.pop(step, {})  # of a step that is done again
         answers = {sample: saved[sample] for sample in to_answer if sample in saved}
         missing = {sample: prompts[sample] for sample in to_answer if sample not in answers}
         if missing:
@@ -169,19 +162,19 @@ class OnPolicyTask(distill.DistillTask):
             run.watchdog.enter(watchdog.STEP, step, f"rows x tokens: {[self.shape(batch) for batch in batches]}")
 
     def _answer_prompts(self, engine: Any, step: int, prompts: Mapping[int, list[int]]) -> dict[int, Answer]:
-        """Return the answers to `prompts`, the same on every rank, by sample, and write them down; warn of the first
-        failure. LaunchError if the server failed in `max_failed_steps` steps in a row. A collective.
+        """Return the answers to `prompts` (sample -> ids), the same on every rank, by sample, and write them down; warn
+        of the first failure. LaunchError if the server failed in `max_failed_steps` steps in a row. A collective.
         """
         samples, seed = list(prompts), self.cfg.run.seed
         seeds = [draw_of(seed, step, sample) for sample in samples]
-        if self._client is not None:
-            rank_share = slice(process_group.rank(), None, process_group.world_size())  # this rank's share
-            own_answers = self._client.answer_all(list(prompts.values())[rank_share], seeds[rank_share])
-            answers: dict[int, Answer] = {}
-            for of_rank in process_group.gather(dict(zip(samples[rank_share], own_answers, strict=True))):
-                answers |= of_rank
-        else:
+        if self._client is None:
             answers = self._generate(engine, prompts, seeds)
+        else:
+            own = slice(process_group.rank(), None, process_group.world_size())  # this rank asks for every n-th answer
+            own_answers = self._client.answer_all(list(prompts.values())[own], seeds[own])
+            answers = {}
+            for of_rank in process_group.gather(dict(zip(samples[own], own_answers, strict=True))):
+                answers |= of_rank
         self._write(step, {sample: answers[sample] for sample in samples})
         failures = [answer for answer in answers.values() if isinstance(answer, str)]
         if failures and not self._is_warned:
@@ -251,10 +244,14 @@ class OnPolicyTask(distill.DistillTask):
 
     def _figures_of(self, losses: Distilled, batch: Batch) -> dict[str, torch.Tensor]:
         """Return sums and counts: cross entropies are of labels, and the student's tokens are none."""
-        is_own = batch.get("own", torch.zeros(len(losses.divergences), dtype=torch.bool)).to(losses.divergences)
-        every = torch.ones_like(is_own)
-        parts = {distill.KL: (losses.divergences, every), distill.CE: (losses.cross_entropies, 1 - is_own)}
-        parts[OWN_KL] = (losses.divergences, is_own)
+        no_own = torch.zeros(len(losses.divergences), dtype=torch.bool)  # of the dry run
+        is_own = batch.get("own", no_own).to(losses.divergences)
+        # Figure -> values of tokens, and which of them count, 1 or 0.
+        parts = {
+            distill.KL: (losses.divergences, torch.ones_like(is_own)),
+            distill.CE: (losses.cross_entropies, 1 - is_own),
+            OWN_KL: (losses.divergences, is_own),
+        }
         return {name: torch.stack(((values * mask).sum(), mask.sum())) for name, (values, mask) in parts.items()}
 
     def _write(self, step: int, answers: Mapping[int, Answer]) -> None:

@@ -155,8 +155,6 @@ class PreferenceTask(SampleTask):
     names: tuple[str, ...] = FIGURES
     reported = ((schema.EVAL_PAIRS[0], "eval_accuracy"),)
 
-    # Data
-
     def settle(self, cfg: schema.RunConfig) -> None:
         """Take the settled config; a sequence of the plan is a pair, which counts as one sample of an epoch."""
         super().settle(cfg)
@@ -164,8 +162,6 @@ class PreferenceTask(SampleTask):
         if not cfg.preference.needs_reference:
             self.names = tuple(name for name in self.names if name != "kl")
             self._figures = self._zeros()  # pipeline stages without a loss contribute zeros of these names
-
-    # Model
 
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
         """Compute the reference's log-probabilities if they are needed, before a checkpoint is loaded. A collective."""
@@ -184,7 +180,7 @@ class PreferenceTask(SampleTask):
         KTO also each with another's answer], computed unless the run has stored them. A collective.
         """
         store, _ = self.data.split(split)
-        # KTO's files without "-2", of an earlier version, may hold a question with another answer to itself.
+        # For KTO "-2": files of an earlier version may hold a question with another answer to itself.
         version = "-2" if store.num_numbers > len(store) else ""
         file = folder / REFERENCE / f"{store.fingerprint}-{split}{version}.f32"
         stored = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
@@ -219,7 +215,8 @@ class PreferenceTask(SampleTask):
         _, plan = self.data.split(split)
         assert plan.members is not None
         rank_mesh = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
-        _, rows = np.unique(plan.members[::2], return_index=True)  # members alternate in a row; each pair once
+        # A row is two members. Of the rows with the same two, which weights make, the first one.
+        _, rows = np.unique(plan.members[::2], return_index=True)
         shares = sampler.sequential(len(rows), mesh.micro_rows(self.cfg), rank_mesh.data_rank, rank_mesh.data_ranks)
         own_rows = [rows[share].tolist() for share in shares]
         batches = language_batches.load_batches(self.cfg, self.data, split, own_rows)
@@ -229,8 +226,6 @@ class PreferenceTask(SampleTask):
 
     def _size_of_data(self) -> str:
         return tr("{pairs} preference pairs", pairs=f"{len(self.data.train) // 2:,}")
-
-    # Steps
 
     def count_losses(self, batch: Batch) -> int:
         """Return the number of pairs, 0 for the filler row of an empty micro-batch."""
@@ -248,16 +243,15 @@ class PreferenceTask(SampleTask):
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count_losses(batch)
-        columns = values, tokens, reference  # in each chosen and rejected answers alternate
-        chosen = Answers(*(column[0:end:2] for column in columns))
-        rejected = Answers(*(column[1:end:2] for column in columns))
+        # Chosen and rejected answers alternate.
+        chosen = Answers(values[0:end:2], tokens[0:end:2], reference[0:end:2])
+        rejected = Answers(values[1:end:2], tokens[1:end:2], reference[1:end:2])
         pairs: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
         margins = pairs.chosen_rewards - pairs.rejected_rewards
-        logps = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
-        kl = (logps[0] + logps[1] - chosen.reference - rejected.reference) / 2
-        in_order = (margins > 0).float()
-        # In the order of FIGURES.
-        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *logps, kl)
+        chosen_logps, rejected_logps = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
+        kl = (chosen_logps + rejected_logps - chosen.reference - rejected.reference) / 2
+        rewards = pairs.chosen_rewards, pairs.rejected_rewards
+        figures = (*rewards, margins, (margins > 0).float(), chosen_logps, rejected_logps, kl)  # in FIGURES' order
         # Without pairs the loss is 0, but has gradients, for which other ranks wait.
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
@@ -273,18 +267,17 @@ class PreferenceTask(SampleTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the means of the loss and of each figure over the pairs of all ranks' batches. A collective."""
-        sums = torch.zeros(2 + len(self.names), dtype=torch.float64)  # number of pairs, sum of losses, of each figure
+        # This rank's number of pairs, sum of their losses, and sum of each figure, in the order of `names`.
+        sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
             for batch, (loss_sum, figure_sums) in stages.measure_each(engine, batches, self._pairs):
-                num_pairs = loss_sum.new_tensor(self.count_losses(batch))
                 if self._is_leader:  # the other ranks of its model computed the same pairs, which must count once
+                    num_pairs = loss_sum.new_tensor(self.count_losses(batch))
                     sums += torch.stack((num_pairs, loss_sum, *figure_sums.values())).cpu()
-        pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
-        loss, *means = (total / pairs for total in totals)
+        num_pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
+        mean_loss, *means = (total / num_pairs for total in totals)
         figures = {f"eval_{name}": mean for name, mean in zip(self.names, means, strict=True)}
-        return {schema.EVAL_LOSS: loss, PAIRS: int(pairs), **figures}
-
-    # End
+        return {schema.EVAL_LOSS: mean_loss, PAIRS: int(num_pairs), **figures}
 
     def _result(self, **values: str) -> str:
         return tr("Validation loss {first} -> {last}, reward accuracy {before} -> {after}.", **values)
@@ -323,10 +316,13 @@ class KtoTask(PreferenceTask):
         return losses.sum() if len(is_good) else 0 * ratios.sum()
 
     def _ratios(self, engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the answers' log-probabilities minus the reference's, and without that, [answers] each."""
+        """Return the answers' log-probabilities minus the reference's, and without that, [answers] each. An empty
+        micro-batch gives the filler's ratio, 0 with gradients, for which other ranks wait.
+        """
         reference = self._reference(engine, batch)
         values, _ = answer_log_probabilities(engine, batch)
-        return values - reference if len(reference) else 0 * values, values
+        ratios = values - reference if len(reference) else 0 * values
+        return ratios, values
 
     def _losses(
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
@@ -345,9 +341,9 @@ class KtoTask(PreferenceTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the means of loss and figures over all ranks' answers, with K (`kl`) over these. A collective."""
-        # Of each batch: ratios, log-probabilities, whether answers are good. First empty ones, for a rank without any.
+        # Of each batch: ratios, log-probabilities, whether answers are good. An empty part, for a rank without batches.
         parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
-        sums = torch.zeros(2, dtype=torch.float64)  # of mismatched answers' ratios, and their number
+        mismatched_sums = torch.zeros(2, dtype=torch.float64)  # sum of mismatched answers' ratios, and their number
 
         def measure(model: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
             """Return ratios and log-probabilities of a micro-batch's answers, and the sum of the mismatched ones'."""
@@ -357,21 +353,20 @@ class KtoTask(PreferenceTask):
         with probe.evaluating(engine):
             for batch, (ratios, values, mismatched) in stages.measure_each(engine, batches, measure):
                 count = self.count_losses(batch)
-                parts.append(
-                    (ratios[:count].cpu(), values[:count].cpu(), _every_second_row(batch, 0)["value"][:count] > 0)
-                )
+                is_good = _every_second_row(batch, 0)["value"][:count] > 0
+                parts.append((ratios[:count].cpu(), values[:count].cpu(), is_good))
                 # On every rank, not the leader alone: what all ranks of a model add to both cancels in the quotient.
-                sums += torch.stack((mismatched.cpu(), torch.tensor(float(count))))
-        divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
+                mismatched_sums += torch.stack((mismatched.cpu(), torch.tensor(float(count))))
+        divergence = _mean_at_least_zero(process_group.sum_over_ranks(mismatched_sums, engine.device)).cpu()
         ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
         loss_and_count = torch.stack((losses.sum(), torch.tensor(float(len(losses)))))
         totals = torch.cat((loss_and_count, *figures.values())).double()
         own_totals = totals if self._is_leader else torch.zeros_like(totals)
         all_totals = process_group.sum_over_ranks(own_totals, engine.device).view(-1, 2)  # sum and count of each
-        loss, *rest = (all_totals[:, 0] / all_totals[:, 1]).tolist()
-        # NaN, of no answers: without a good one, or without a bad one.
-        row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
+        loss, *means = (all_totals[:, 0] / all_totals[:, 1]).tolist()
+        # Some means are NaN where there are no good answers, or no bad ones.
+        row = {f"eval_{name}": mean for name, mean in zip(self.names, means, strict=True) if not math.isnan(mean)}
         return {schema.EVAL_LOSS: loss, SAMPLES: int(all_totals[0, 1]), **row}
 
     def _size_of_data(self) -> str:

@@ -32,8 +32,6 @@ class SampleTask(language.LanguageTask):
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Do nothing: the model answers no questions."""
 
-    # Dry run
-
     def _with_any_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch with zeros in the columns of samples that the run's micro-batches have."""
         zeros = torch.zeros(int(samples_in_rows(batch).sum()))
@@ -47,8 +45,6 @@ class SampleTask(language.LanguageTask):
             self._evaluate(run.engine, islice(language_batches.evaluation_batches(run.cfg, self.data, run.ranks), 1))
         super().check_evaluation(run)
 
-    # Steps
-
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate the validation data."""
         with language_batches.evaluation_with_progress(run.cfg, self.data, run.ranks, alive) as batches:
@@ -58,8 +54,6 @@ class SampleTask(language.LanguageTask):
         """Return the figures over all ranks' batches. A collective."""
         raise NotImplementedError
 
-    # End
-
     def _baselines(self) -> dict[str, float]:
         return {}
 
@@ -67,7 +61,7 @@ class SampleTask(language.LanguageTask):
         if "last_eval_loss" not in summary:
             return []
         losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
-        [(_, name)] = self.reported
+        [(_, name)] = self.reported  # such a task reports one figure
         before, after = summary[f"first_{name}"], summary[f"last_{name}"]
         return [self._result(**losses, before=f"{before:.1%}", after=f"{after:.1%}")]
 
