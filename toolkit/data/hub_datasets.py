@@ -31,7 +31,7 @@ def _download(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def _asking_hub(source: SourceConfig) -> Iterator[None]:
-    """Turn what the body raises while it asks for a dataset into a DataError; raise one for `split`: train[:10%]."""
+    """Turn what the body raises while it asks for a dataset into a DataError; raise one for split=train[:10%]."""
     if "[" in source.split:
         raise DataError(
             "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "

@@ -48,7 +48,7 @@ class PairReader(RowReader):
         super().__init__(self.row_format, columns)
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return a row's [chosen, rejected]; RowError unless both end with an answer, after the same messages."""
+        """Return a row's [chosen, rejected] conversation; RowError unless they differ in a last answer alone."""
         chosen, rejected = map(_without_loss_flags, self._read_pair(as_object(row)))
         for conversation, name in zip((chosen, rejected), _ANSWERS, strict=True):
             if conversation.messages[-1]["role"] != "assistant":

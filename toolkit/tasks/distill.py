@@ -110,7 +110,7 @@ class DistillTask(language.LanguageTask):
         super().settle(cfg)
         marks = "".join(str(int(source.general)) for source in cfg.data.sources)
         self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
-        if language_data.has_targets(cfg) and not self.data.targets:  # on-policy tasks have set others
+        if language_data.has_targets(cfg) and not self.data.targets:  # a second call keeps stored scores
             self.data = replace(self.data, targets=self._token_targets())
 
     def _token_targets(self) -> dict[str, targets.TokenTargets]:

@@ -73,7 +73,7 @@ def adapt(
 def build_model(
     cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig, source: run_dir.RunSource
 ) -> torch.nn.Module:
-    """Load and adapt the model, for a pipeline this rank's stage; ModelError or ConfigError if it cannot be used so."""
+    """Load and adapt the model, or a pipeline's stage of it; an error for what it does not support. A collective."""
     accelerator.set_tf32(cfg.precision.tf32)
     model = _load_model(cfg, data, ds)
     record_of(model).without_liger = apply_liger(model, cfg.kernels)
