@@ -30,7 +30,7 @@ def test_each_rank_reads_its_experts_and_the_rest(name: str, tmp_path: Path) -> 
     whole = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     for rank in range(2):
-        keep = partial(experts.keep, rank=rank, ranks=2, group="group")
+        keep = partial(experts.keep_own_experts, rank=rank, ranks=2, group="group")
         model = load_model(folder, dtype=torch.bfloat16, needed_rows=keep)
         divided = 0
         for key, value in model.state_dict().items():

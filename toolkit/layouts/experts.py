@@ -23,15 +23,15 @@ from toolkit.models.experts import SORTED, Groups, compute_experts, count_choice
 
 
 def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
-    """Leave of each layer's experts those of this rank, in an empty model; return by name of every parameter and stored
-    buffer which of its rows this rank has. ModelError if there are no experts, or not so many. A collective.
+    """Keep of each layer's experts in an empty model those of this rank; return name -> rows that this rank has, of
+    every parameter and stored buffer. ModelError if `ranks` do not divide the experts. A collective.
     """
     check_divides(model, ranks)
     from deepspeed.utils import groups  # seconds, which those who divide nothing need not wait
 
     groups._create_expert_and_data_parallel(ranks)
-    group = f"ep_size_{ranks}"
-    return keep(model, groups._get_expert_parallel_rank(group), ranks, group)
+    group = f"ep_size_{ranks}"  # the name that DeepSpeed (0.19.8, utils/groups.py) gives it
+    return keep_own_experts(model, groups._get_expert_parallel_rank(group), ranks, group)
 
 
 def check_divides(model: PreTrainedModel, ranks: int) -> None:
@@ -51,7 +51,7 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
         )
 
 
-def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
+def keep_own_experts(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
     """Keep in each layer only the experts of rank `rank` of `ranks`, which are DeepSpeed's group `group`, and let the
     layer compute by `compute_elsewhere`. Return the same as `divide`.
     """
@@ -123,8 +123,10 @@ def split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         experts = [parameter for parameter in group["params"] if is_expert_part(parameter)]
         others = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
-        divided += [group | {"params": others}] if others else []
-        divided += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
+        if others:
+            divided.append(group | {"params": others})
+        if experts:
+            divided.append(group | {"params": experts, "moe": True, "name": experts[0].group_name})
     return divided
 
 

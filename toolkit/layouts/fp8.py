@@ -27,7 +27,7 @@ from toolkit.plan.outline import is_routed
 
 MULTIPLE = 16
 """What the sizes of the matrices must be divisible by (torch 2.13, `torch._scaled_mm` on GPUs)."""
-_LEAST = 1e-12
+_LEAST = 1e-12  # in place of 0 where the largest number is 0
 _ROUTERS, _INDEXER = {"gate", "router"}, "indexer"
 """Names of modules whose outputs choose: experts, or the tokens that are attended to (GLM-MoE-DSA, DeepSeek-V3.2)."""
 
@@ -54,9 +54,10 @@ def _product(
     tensorwise takes a wider range; `by_column`: unless tensorwise, whether each column of `right` has its own scale.
     """
     by_row = fp8 is not Fp8.tensorwise
+    by_column = by_column and by_row
     dtype = torch.float8_e5m2 if gradient and not by_row else torch.float8_e4m3fn
-    first, undo_first = _scaled(left, -1 if by_row else None, dtype, by_row)
-    second, undo_second = _scaled(right, 0 if by_row and by_column else None, torch.float8_e4m3fn, by_row)
+    first, undo_first = _scaled(left, -1 if by_row else None, dtype, power=by_row)
+    second, undo_second = _scaled(right, 0 if by_column else None, torch.float8_e4m3fn, power=by_row)
     if by_row and not by_column:  # the kernel takes a factor for each column all the same
         undo_second = undo_second.expand(1, right.shape[1]).contiguous()
     # The kernels want rows on the left and columns on the right, each in one piece.
@@ -143,20 +144,21 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
     left: Counter[str] = Counter()
     count = 0
     for name, layer in model.get_submodule(structure.decoder_layers_name(model)).named_modules():
+        path = name.split(".")
         if type(layer) is not nn.Linear:
             continue
         if ".lora_" in name:
             left[tr("LoRA's matrices")] += 1
-        elif is_routed(f".{name}.") or _ROUTERS & set(name.split(".")):
+        elif is_routed(f".{name}.") or not _ROUTERS.isdisjoint(path):
             left[tr("routers and experts")] += 1
-        elif _INDEXER in name.split("."):
+        elif _INDEXER in path:
             left[tr("indexers of sparse attention")] += 1
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             left[tr("sizes that are no multiples of 16")] += 1
         else:
             _converted(layer, fp8)
             count += 1
-    if stacks := len(experts.expert_matrix_names(model)):
+    if stacks := len(experts.expert_matrix_names(model)):  # parameters, and so no modules of the loop above
         left[tr("routers and experts")] += stacks
     if not count:
         raise ConfigError(tr("precision.fp8: no linear layer of this model can multiply in FP8. Use precision=bf16."))
@@ -173,6 +175,7 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
 
 
 def _converted(layer: nn.Linear, fp8: Fp8) -> nn.Linear:
+    """Return a layer, which has become an `Fp8Linear`."""
     layer.__class__ = Fp8Linear
     assert isinstance(layer, Fp8Linear)
     layer.fp8 = fp8

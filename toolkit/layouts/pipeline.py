@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import schema, tensor_split
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, fine_tuning, head_outputs, loss, probe, structure
+from toolkit.models import adapters, classifier, fine_tuning, head_outputs, loss, probe, structure
 from toolkit.models.record import ModelRecord, record_of, set_record
 from toolkit.models.stages import broadcast_from_last, stage_model, unwrap_model
 from toolkit.plan import division
@@ -152,7 +152,7 @@ class PipelineStage(PipelineModule):
             parameter.model_parallel = not parameter.ds_pipe_replicated
         # Not as submodules: the layers are that already, under their places in the sequence.
         self.__dict__["stage"], self.__dict__["full_model"] = model, full
-        set_record(self, ModelRecord(tuned=tuned))
+        set_record(self, ModelRecord(tuned=tuned))  # for `record_of(engine)`, whose module this is
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
         self.batches: deque[Batch] = deque()
         self.finish: Finish | None = None
@@ -194,11 +194,12 @@ class PipelineStage(PipelineModule):
             described = [
                 (name, process_group.full_shape(name, tensor), tensor.dtype) for name, tensor in parameters.items()
             ]
-            listed = [described]
-            dist.broadcast_object_list(listed, src=source)
-            for name, shape, dtype in listed[0]:
+            received_list = [described]
+            dist.broadcast_object_list(received_list, src=source)  # replaces the list's item by the source's
+            for name, shape, dtype in received_list[0]:
                 value, full = torch.empty(0), torch.empty(0)
-                if rank // per_stage == source // per_stage:  # this rank is of the stage
+                is_of_stage = rank // per_stage == source // per_stage
+                if is_of_stage:
                     full = process_group.gather_parts(name, parameters[name])
                 if rank == source == 0:
                     value = full.to("cpu", copy=True)
@@ -256,13 +257,14 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
     token `[B, S, labels]`, float32 on the CPU. A collective.
     """
     inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    compute = loss.forward_output
-    if probe.is_classifier(unwrap_model(engine.module)):
-        from toolkit.models.classifier import token_scores as compute
+    is_classifier = probe.is_classifier(unwrap_model(engine.module))
+
+    def picked_logits(model: PreTrainedModel, rows: Batch) -> torch.Tensor:
+        logits = classifier.token_scores(model, rows) if is_classifier else loss.forward_output(model, rows)
+        return pick(logits).float().cpu()
+
     with probe.evaluating(engine):
-        picked = engine.module.evaluate_window(
-            engine, [inputs], lambda model, rows: pick(compute(model, rows)).float().cpu()
-        )
+        picked = engine.module.evaluate_window(engine, [inputs], picked_logits)  # [] but on the last stage
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
 

@@ -134,30 +134,28 @@ def part_attention(
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
-    """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
-    `input_ids`, `position_ids`, `segment_ids`, `seen_until` are cut to [B, S / P]; `target_indices`, `targets` and
-    other columns of trained tokens to those whose loss is this rank's, which has the token before. Columns of segments
-    and samples stay. Added are `part` (part, parts), int64 [2], and `row_segments` and `row_ids` of whole rows [B, S],
-    from which ChatGLM-6B makes positions and mask.
+    """Return a batch of rank `part` of P `parts`: its S / P tokens of each row, and the trained tokens whose loss is
+    its. With P = 2 and S = 8, part 0 has the tokens 0 to 3 and the losses of 1 to 4, as a token is predicted at the one
+    before it. With one part the batch stays as it is, and columns of segments and samples always do. Added are `part`
+    (part, parts), int64 [2], and `row_ids` and `row_segments` of whole rows, [B, S], of which ChatGLM-6B makes
+    positions and mask.
     """
     if parts == 1:
         return batch
+    part_batch = {**batch, "part": torch.tensor([part, parts])}
+    part_batch |= {"row_ids": batch["input_ids"], "row_segments": batch["segment_ids"]}
+    part_batch.pop("labels", None)  # `targets` has them
     length = batch["input_ids"].size(1) // parts
-    part_batch = {**batch, "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
-    part_batch["row_segments"] = part_batch["segment_ids"]
-    # A trained token's loss is computed from the token before it, and by the rank that has that one.
-    is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
-    if "taught" in batch:  # the teacher's figures stand in the order of the trained tokens that it scored
-        of_taught = is_own[batch["taught"]]
-        part_batch |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
     for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
         if name in batch:
             part_batch[name] = batch[name].narrow(1, part * length, length).contiguous()
-    of_tokens: Batch = {
-        name: part_batch[name][is_own] for name in ("targets", "sources", "taught") if name in part_batch
-    }
-    part_batch.pop("labels", None)  # `targets` has them
-    return {**part_batch, **of_tokens, "target_indices": before + 1}
+    # Indices of the tokens before trained ones: which are in this part, and those in the part's B x S / P tokens.
+    is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
+    part_batch["target_indices"] = before + 1
+    own_rows = {"targets": is_own, "sources": is_own, "taught": is_own}  # a row for each trained token
+    if "taught" in batch:  # these have a row only for each trained token that the teacher scored
+        own_rows["teacher_ids"] = own_rows["teacher_logs"] = is_own[batch["taught"]]
+    return part_batch | {name: batch[name][is_kept] for name, is_kept in own_rows.items() if name in batch}
 
 
 def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
@@ -197,8 +195,8 @@ def check_sequence_parallel(
     """
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
-    batch = isolation_rows(vocab_size, parts, 8 if shared else 0)
-    if not packed:
+    batch = isolation_rows(vocab_size, times=parts, trunk=8 if shared else 0)
+    if not packed:  # the same ids as rows of one sample each
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
     module: Any = getattr(engine, "module", engine)

@@ -82,17 +82,17 @@ class _SplitDora(DoraLinearLayer):
 
 def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
     """Split what DoRA has beside a split matrix: a number (magnitude) for each of its rows, in each adapter."""
-    magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), tensor_split.split_of(f"{name}.base_layer.weight")
-    if split is None:
+    split = tensor_split.split_of(f"{name}.base_layer.weight")
+    if split is None:  # the matrix is whole on all ranks
         return
+    rank, size = process_group.tensor_rank(), process_group.tensor_group_size()
+    magnitudes = getattr(layer, "lora_magnitude_vector", {})  # {} without DoRA
     for adapter, magnitude in list(magnitudes.items()):
         part: Any = _SplitDora(magnitude.fan_in_fan_out)
-        rank_and_size = process_group.tensor_rank(), process_group.tensor_group_size()
         part.split, part.weight = split, magnitude.weight
-        if split is not tensor_split.Split.columns:
-            own_rows = process_group.take_part(
-                f"{name}.lora_magnitude_vector.{adapter}.weight", magnitude.weight.data, *rank_and_size
-            )
+        if split is not tensor_split.Split.columns:  # with columns each rank has a piece of every row
+            stored_name = f"{name}.lora_magnitude_vector.{adapter}.weight"
+            own_rows = process_group.take_part(stored_name, magnitude.weight.data, rank, size)
             part.weight.data = own_rows.contiguous()
             part.weight.tensor_model_parallel = True
         magnitudes[adapter] = part
@@ -108,7 +108,7 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     from bitsandbytes import functional, nn
 
     split, group = tensor_split.split_of(name), process_group.tensor_group()
-    if split is None:
+    if split is None:  # it is whole on all ranks
         return layer
     weight, rank, size = layer.weight, process_group.tensor_rank(), process_group.tensor_group_size()
     state = copy(weight.quant_state)
@@ -122,7 +122,7 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     part.weight.quant_state.dtype = weight.quant_state.dtype
     part.weight.tensor_model_parallel = True
     bias = layer.bias
-    if split is tensor_split.Split.columns:
+    if split is tensor_split.Split.columns:  # each rank's output is a summand
 
         def add_up(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
             output = layers.RowParallel.apply(group, output, False)
@@ -131,11 +131,16 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
         part.register_forward_hook(add_up)
         part.added_bias = bias
         return part
+    # Rows: each rank's output is a piece, with the bias of its rows.
     if bias is not None:
         own_bias = process_group.take_part(name.removesuffix("weight") + "bias", bias.data, rank, size)
         part.bias = torch.nn.Parameter(own_bias.contiguous(), requires_grad=False)
         part.bias.tensor_model_parallel = True
-    part.register_forward_pre_hook(lambda _, inputs: (layers.ColumnParallel.apply(group, inputs[0]),))
+
+    def sum_input_gradients(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        return (layers.ColumnParallel.apply(group, inputs[0]),)  # the inputs as they are, with gradients summed
+
+    part.register_forward_pre_hook(sum_input_gradients)
     return part
 
 
@@ -187,12 +192,14 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
 
 
 def check_split(model: PreTrainedModel, size: int) -> None:
-    """Raise ConfigError unless a model's layers can be split over `size` ranks."""
+    """Raise ConfigError unless a model's layers can be split over `size` ranks: hand on to `tensor_split.check_split`
+    what that reads of a model's config.
+    """
     config = model.config
-    numbers = {"model_type": config.model_type}
-    if config.model_type in tensor_split.FAMILIES:
+    sizes = {"model_type": config.model_type}
+    if config.model_type in tensor_split.FAMILIES:  # others are rejected by their type, and may lack these keys
         heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
-        numbers |= {"heads": heads, "key_heads": key_heads, "inner": inner}
-    tensor_split.check_split(numbers, size)
+        sizes |= {"heads": heads, "key_heads": getattr(config, "num_key_value_heads", None) or heads}
+        # ChatGLM-6B has its own name of the feed-forward width.
+        sizes["inner"] = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
+    tensor_split.check_split(sizes, size)
