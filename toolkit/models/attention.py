@@ -44,11 +44,11 @@ def varlen_kernel_takes(name: str) -> bool:
     """Whether PyTorch's function for variable lengths has an argument `name` in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return name in _arguments(varlen_attn)
+    return name in _argument_names(varlen_attn)
 
 
 @functools.cache
-def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+def _argument_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -63,19 +63,15 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     `dtype`: precision of training. ModelError if the model does not support it.
     """
     name = attention.value
-    # The state of such layers would run on from one sample of a row to the next.
+    # The state of layers of the gated delta rule would run on from one sample of a row to the next.
     if packed and "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         from toolkit.models.delta_layers import pack_delta_layers
 
         pack_delta_layers(model)
     if attention is Attention.auto:
         if not packed:
-            return
-        name = Attention.varlen.value if _has_varlen(dtype in _KERNEL_DTYPES) else Attention.sdpa.value
-        # Some attention is more than PyTorch's function: Gemma 2 soft-caps its scores, gpt-oss has sinks.
-        name = name if model._supports_sdpa else Attention.eager.value
-        if name == Attention.varlen.value and model.config.model_type in _ADD_TO_MASK:
-            name = Attention.sdpa.value
+            return  # transformers' own choice remains
+        name = _fastest_for_packed(model, dtype).value
     try:
         if name == Attention.varlen.value:
             if not model._supports_sdpa:
@@ -91,6 +87,14 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
             model=type(model).__name__,
             reason=str(error).splitlines()[0],
         ) from error
+
+
+def _fastest_for_packed(model: PreTrainedModel, dtype: torch.dtype | None) -> Attention:
+    """Return the fastest attention that a model supports for packed rows here; `dtype`: precision of training."""
+    if not model._supports_sdpa:  # more than PyTorch's function: Gemma 2 soft-caps its scores, gpt-oss has sinks
+        return Attention.eager
+    takes_varlen = model.config.model_type not in _ADD_TO_MASK
+    return Attention.varlen if takes_varlen and _has_varlen(dtype in _KERNEL_DTYPES) else Attention.sdpa
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -113,8 +117,10 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
 
 def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the mask, or what replaces it, as arguments of forward in the form that the model's attention takes."""
-    segments = batch["segment_ids"]
+    """Return the arguments of forward by which a token sees the earlier tokens of its sample alone. Their form depends
+    first on the batch (parts of rows, one sample a row, packed rows), then on the model's attention.
+    """
+    segments = batch["segment_ids"]  # [B, S], 0 for padding
     if "part" in batch:  # parallel.sequence: this rank has a part of each row
         from toolkit.layouts.sequence import part_arguments
 
@@ -123,19 +129,20 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
         return {"attention_mask": segments > 0, "position_ids": None}
     if "cu_seq_lens" not in batch:  # each row has one sample
         mask = segments > 0
-        # transformers hands the tensor on to `training_mask`, which then drops it.
+        # `training_mask`, to which transformers hands this tensor, drops masks with this attribute.
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
+    # Packed rows: bounds of samples for varlen, else a mask.
     if module.config._attn_implementation == Attention.varlen.value:
         from toolkit.models.segment_attention import placeholder_mask, segment_arguments
 
-        arguments, arguments_with_mask = segment_arguments(batch), placeholder_mask(segments)
-        # For models that pass only the mask to their layers: `sample_attention` then finds the segments on it.
-        arguments_with_mask["attention_mask"].segments = arguments  # type: ignore[attr-defined]
-        return arguments_with_mask | arguments
+        bounds, placeholder = segment_arguments(batch), placeholder_mask(segments)
+        # Some models pass only the mask to their layers: there `sample_attention` takes the bounds from it.
+        placeholder["attention_mask"].segments = bounds  # type: ignore[attr-defined]
+        return placeholder | bounds
     # Layers of the gated delta rule take no mask: their kernels begin a new state at each sample's bound.
-    bounds = {"cu_seq_lens_q": batch["cu_seq_lens"]} if record_of(module).has_delta_layers else {}
-    return bounds | {"attention_mask": _block_diagonal_mask(module, batch)}
+    for_delta_layers = {"cu_seq_lens_q": batch["cu_seq_lens"]} if record_of(module).has_delta_layers else {}
+    return for_delta_layers | {"attention_mask": _block_diagonal_mask(module, batch)}
 
 
 def _block_diagonal_mask(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -36,9 +36,9 @@ def check_isolation(
     dtypes = {parameter.dtype for parameter in engine.parameters()}
     is_tf32 = accelerator.uses_tf32(device)
     allowed = _MOST_IN_FLOAT32 if dtypes == {torch.float32} and not is_tf32 else _MOST_CHANGE
-    for trunk in (0, 8) if shared else (0,):
+    for trunk in (0, 8) if shared else (0,):  # tokens of the prefix that samples share
         batch = isolation_rows(vocab_size, trunk=trunk)
-        begin, stop_alone = 12 + trunk, 20 + trunk  # of b in [a b] and [c b], after the trunk; and its end in [b]
+        begin, stop_alone = 12 + trunk, 20 + trunk  # b is at `begin` in [a b] and [c b], at `trunk`:`stop_alone` in [b]
         remedy = "data.share_prefixes=false" if trunk else remedy
         try:
             logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
@@ -67,16 +67,16 @@ def check_isolation(
 
 
 def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
+    """Return the logits of rows in evaluation mode, float32 [B, S, V], of an engine or a model. A collective under
+    ZeRO-3. `batch`: `input_ids`, `position_ids` and what `attention_arguments` reads.
+    """
     inputs = {key: tensor.to(device) for key, tensor in batch.items()}
-    module = getattr(engine, "module", engine)
+    arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"]}
+    # With other `position_ids` for a model that makes its own, or whose first is not 0.
+    arguments |= attention_arguments(getattr(engine, "module", engine), inputs)
     # Eagerly, as torch.compile would specialize graphs on these sizes, which training does not have.
     with evaluating(engine), torch.compiler.set_stance("force_eager"):
-        logits: torch.Tensor = engine(
-            input_ids=inputs["input_ids"],
-            use_cache=False,
-            **{"position_ids": inputs["position_ids"], **attention_arguments(module, inputs)},
-        ).logits
+        logits: torch.Tensor = engine(**arguments, use_cache=False).logits
     return logits.float()
 
 

@@ -115,12 +115,16 @@ def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dro
 
 
 def _check_takes_prefix(model: PreTrainedModel) -> None:
-    """Raise ModelError if some layer has no keys and values, or some of another size."""
+    """Raise ModelError unless all layers have keys and values of one size, before which a prefix can stand."""
     text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    is_latent = getattr(text, "kv_lora_rank", None)
-    has_heads = getattr(text, "num_attention_heads", None) and not getattr(model, "_is_stateful", False)
-    if is_latent or not has_heads or getattr(text, "is_heterogeneous", False) or kinds - _WITH_KEYS:
+    misfits = (
+        getattr(text, "kv_lora_rank", None),  # latent attention (DeepSeek-V3), whose keys are wider than its values
+        not getattr(text, "num_attention_heads", None),  # no attention (Mamba)
+        getattr(model, "_is_stateful", False),  # transformers' mark of models with recurrent layers
+        getattr(text, "is_heterogeneous", False),  # layers of several sizes (Gemma 4)
+        set(getattr(text, "layer_types", None) or ()) - _WITH_KEYS,
+    )
+    if any(misfits):
         raise ModelError(
             "tuning = ptuning_v2 cannot be with {architecture}, whose layers do not all have keys and values of one "
             "size. Use tuning=lora.",
