@@ -72,27 +72,17 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     models = Path(loaded.cfg.prepare.dir) / "models"
     record = json.dumps({"base": str(folder.absolute()), "tokens": ids, "rows": tables.rows}, ensure_ascii=False)
 
-    def build(building: Path, with_weights: bool) -> None:
-        """Write the new directory."""
-        tokenizer.save_pretrained(building)
-        _check_single(building, ids)
-        for file, content in directory.processor_files(folder).items():
-            (building / file).write_bytes(content)
-        if (generation := folder / "generation_config.json").is_file():
-            (building / generation.name).write_bytes(generation.read_bytes())
-        (building / _CONFIG).write_text(json.dumps(tables.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        if with_weights:
-            _write_weights(folder, tables, building)
-        (building / directory.ADDED_TOKENS).write_text(record + "\n", "utf-8")
-
     target = models / name
     if config_only and not target.is_dir():
         target = models / f"{name}-config"
-    is_complete = partial(_is_complete, record=record)
-    with built_once(target, is_complete) as building:
-        if building is not None:
-            build(building, with_weights=not config_only)
-    _report(ids, [token for token in ids if token not in vocabulary], special, tables.rows)
+    with built_once(target, partial(_is_complete, record=record)) as building:
+        if building is not None:  # None: it is there already
+            tokenizer.save_pretrained(building)
+            _check_has_one_id_each(building, ids)
+            _write_config_and_weights(folder, tables, building, with_weights=not config_only)
+            # At last: a directory with this file is complete.
+            (building / directory.ADDED_TOKENS).write_text(record + "\n", "utf-8")
+    _report_tokens(ids, [token for token in ids if token not in vocabulary], special, tables.rows)
     origin = tr("model.add_tokens of {folder}", folder=folder)
     # Reports name the original model, not the copy's hash.
     values = {"model.path": str(target), "model.tokenizer": "", "model.name": model.name or model.hub_id or folder.name}
@@ -105,7 +95,7 @@ def _is_complete(folder: Path, record: str) -> bool:
 
 
 def _check_supported(model: ModelConfig, tokenizer_folder: Path) -> None:
-    """Raise ModelError for models whose vocabulary is fixed."""
+    """Raise ModelError for models to which no tokens can be added: quantized ones, official ChatGLMs, own code."""
     folder, reason = Path(model.path), ""
     config = directory.read_config(model.path, with_weights=False)
     if directory.is_quantized(folder):
@@ -146,11 +136,7 @@ def _tables(folder: Path, num_rows: int) -> _Tables:
     names = _names_of_tables(model)
     config = directory.read_object(folder / _CONFIG)
     if rows[0] < rows[1]:
-        grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": rows[1]})), weights.shapes_of(model)
-        changed = {name for name, shape in grown.items() if shape != old[name]}
-        others = {*changed} - names  # what grows besides the tables, and is not supported
-        if getattr(text_config, "hidden_size_per_layer_input", 0):
-            others.add(tr("embeddings of each layer"))
+        changed, others = _growing_parameters(folder, model, rows[1])
         # Where config.json describes the text model: at its top, or in a section such as text_config.
         sections = [config] if text_config is model.config else []
         sections += [part for key, part in config.items() if getattr(model.config, key, None) is text_config]
@@ -163,10 +149,23 @@ def _tables(folder: Path, num_rows: int) -> _Tables:
                 rows=rows[0],
                 others=", ".join(sorted(others)) or _CONFIG,
             )
-        # Multimodal models may repeat the number at the top.
-        for section in (*sections, *([config] if "vocab_size" in config else [])):
+        if "vocab_size" in config:  # multimodal models may repeat the number at the top
+            sections.append(config)
+        for section in sections:
             section["vocab_size"] = rows[1]
     return _Tables(names, rows, stored_form.TransformersLayout(model, weights.WeightFiles(folder).shapes), config)
+
+
+def _growing_parameters(folder: Path, model: PreTrainedModel, num_rows: int) -> tuple[set[str], set[str]]:
+    """Return what of the model in `folder` grows with a vocabulary of `num_rows`: the names of all such parameters, and
+    of those that are no tables, which cannot be made to grow.
+    """
+    grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": num_rows})), weights.shapes_of(model)
+    changed = {name for name, shape in grown.items() if shape != old[name]}
+    others = changed - _names_of_tables(model)
+    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
+        others.add(tr("embeddings of each layer"))
+    return changed, others
 
 
 def _names_of_tables(model: PreTrainedModel) -> set[str]:
@@ -174,6 +173,17 @@ def _names_of_tables(model: PreTrainedModel) -> set[str]:
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     wanted = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in wanted}
+
+
+def _write_config_and_weights(folder: Path, tables: _Tables, target: Path, with_weights: bool) -> None:
+    """Write into `target` what a model's directory has besides the tokenizer, made of that in `folder`."""
+    for file, content in directory.processor_files(folder).items():
+        (target / file).write_bytes(content)
+    if (generation := folder / "generation_config.json").is_file():
+        (target / generation.name).write_bytes(generation.read_bytes())
+    (target / _CONFIG).write_text(json.dumps(tables.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    if with_weights:
+        _write_weights(folder, tables, target)
 
 
 def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
@@ -211,8 +221,8 @@ def with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([table, mean.expand(rows - len(table), *table.shape[1:])])
 
 
-def _check_single(folder: Path, ids: dict[str, int]) -> None:
-    """Raise ModelError unless the saved tokenizer makes one id of each token, also within a text."""
+def _check_has_one_id_each(folder: Path, ids: dict[str, int]) -> None:
+    """Raise ModelError unless the tokenizer saved in `folder` makes of each token its id in `ids`, also in a text."""
     tokenizer = tokenizer_files.load_tokenizer(folder)
     for token, index in ids.items():
         encoded = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
@@ -226,7 +236,7 @@ def _check_single(folder: Path, ids: dict[str, int]) -> None:
             )
 
 
-def _report(ids: dict[str, int], new: list[str], special: list[str], rows: tuple[int, int]) -> None:
+def _report_tokens(ids: dict[str, int], new: list[str], special: list[str], rows: tuple[int, int]) -> None:
     """Report the tokens of `ids`, token -> id: which were added (`new`), and which are control tokens (`special`); and
     the number of rows of the embeddings before and afterwards (`rows`).
     """

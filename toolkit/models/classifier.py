@@ -61,19 +61,7 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
     """
     config = model.config
     if probe.is_classifier(model):
-        if config.num_labels != len(head.labels):
-            raise ModelError(
-                "the model gives {found} scores for each sequence, and {wanted} are to be trained. Take the language "
-                "model that it was made of.",
-                found=config.num_labels,
-                wanted=len(head.labels),
-            )
-        named = tuple(config.id2label[index] for index in range(config.num_labels))
-        if named != head.labels and set(named) == set(head.labels):
-            raise ModelError(
-                "the scores of the model are of {found}, in this order. Name the labels so: classify.labels=[{found}].",
-                found=",".join(named),
-            )
+        _check_has_scores(config, head.labels)
         _set_labels(config, head)
         config.pad_token_id = head.pad_token_id
         return model
@@ -97,6 +85,25 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
     # Set after the embedding is constructed, where it would become padding_idx, which freezes a row.
     config.pad_token_id = head.pad_token_id
     return scorer.eval()
+
+
+def _check_has_scores(config: Any, labels: tuple[str, ...]) -> None:
+    """Raise ModelError unless a classifier with this config has a score for each label, in their order. A score of
+    another name, such as LABEL_0, gets the label's.
+    """
+    if config.num_labels != len(labels):
+        raise ModelError(
+            "the model gives {found} scores for each sequence, and {wanted} are to be trained. Take the language "
+            "model that it was made of.",
+            found=config.num_labels,
+            wanted=len(labels),
+        )
+    named = tuple(config.id2label[index] for index in range(config.num_labels))
+    if named != labels and set(named) == set(labels):  # the same names in another order
+        raise ModelError(
+            "the scores of the model are of {found}, in this order. Name the labels so: classify.labels=[{found}].",
+            found=",".join(named),
+        )
 
 
 def _set_labels(config: Any, head: Head) -> None:

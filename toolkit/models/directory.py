@@ -176,7 +176,8 @@ def weight_files(folder: Path) -> list[Path]:
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{single}.index.json"
         if not index.is_file():
-            listed += [[folder / single]] if (folder / single).is_file() else []
+            if (folder / single).is_file():
+                listed.append([folder / single])
             continue
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -337,16 +338,18 @@ _REQUIRED_KEYS = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hid
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError if a value of `_SIZES` or `_FRACTIONS` in a config.json is no number, or is out of range."""
+    """Raise ModelError if a config.json or adapter_config.json (`file`, for the message), or a section of it such as
+    text_config, has a value for a key of `_SIZES` or `_FRACTIONS` that is no number, or is out of its range.
+    """
+    limits: dict[str, tuple[float, float]] = {**_SIZES, **_FRACTIONS}
     for section in sections_of(config):
-        for key, (smallest, largest) in {**_SIZES, **_FRACTIONS}.items():
-            value, is_size = section.get(key), key in _SIZES
-            is_wrong_null = key in section and key in _REQUIRED_KEYS  # a missing key takes transformers' default
-            if value is None and not is_wrong_null:
+        for key in (name for name in limits if name in section):
+            value, is_size = section[key], key in _SIZES
+            if value is None and key not in _REQUIRED_KEYS:  # transformers takes its default
                 continue
-            types = int if is_size else (int, float)
-            for number in value if is_size and isinstance(value, list) else [value]:  # a list has one for each layer
-                if isinstance(number, bool) or not isinstance(number, types) or not smallest <= number <= largest:
+            numbers = value if is_size and isinstance(value, list) else [value]  # a list has one for each layer
+            for number in numbers:
+                if not _is_number_within(number, limits[key], is_whole=is_size):
                     raise ModelError(
                         "{file}: {key} = {value} is not {kind} from {least} to {most}. Correct it, or download the "
                         "file again.",
@@ -354,9 +357,15 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
                         key=key,
                         value=repr(number)[:40],
                         kind=tr("a whole number") if is_size else tr("a number"),
-                        least=smallest,
-                        most=f"{largest:,.0f}",
+                        least=limits[key][0],
+                        most=f"{limits[key][1]:,.0f}",
                     )
+
+
+def _is_number_within(value: Any, limits: tuple[float, float], is_whole: bool) -> bool:
+    """Whether a value of a JSON file is a number, a whole one if `is_whole`, from the first limit to the second."""
+    is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+    return is_number and limits[0] <= value <= limits[1]
 
 
 def read_json_or_empty(file: Path) -> dict[str, Any]:

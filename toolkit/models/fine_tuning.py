@@ -20,7 +20,7 @@ from toolkit.models.adapters import (
     method_of,
     read_settings,
 )
-from toolkit.models.base_model import base_of
+from toolkit.models.base_model import BaseModel, base_of
 from toolkit.models.record import record_of, tuning_state
 from toolkit.models.structure import decoder_layers, decoder_layers_name
 from toolkit.models.trainable import untrained_prefixes
@@ -87,23 +87,7 @@ def apply_tuning(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.adapter:
-            folder = Path(config.adapter)
-            adapter_method = method_of(read_settings(folder))
-            if adapter_method is not (TuningMethod.lora if method is TuningMethod.qlora else method):
-                raise ConfigError(
-                    "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
-                    folder=folder,
-                    found=adapter_method.value,
-                    wanted=method.value,
-                )
-            load_adapter(model, folder, base_model, dropout=config.dropout, ds_config=ds_config)
-            if not all(parameter.is_contiguous() for parameter in model.parameters() if parameter.requires_grad):
-                raise ConfigError(
-                    "tuning.adapter = {folder}: with ensure_weight_tying peft gives output layer and embedding one "
-                    "LoRA, which DeepSpeed cannot train. Merge it (toolkit export-model {folder} merge=true "
-                    "output=DIR), and train on DIR.",
-                    folder=folder,
-                )
+            _load_trained_adapter(model, config, base_model, ds_config)
         elif method is TuningMethod.freeze:
             freeze(model, config)
             record_of(model).tuned = AdapterState(method, {}, base_model)
@@ -115,6 +99,30 @@ def apply_tuning(
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
     _check_learns_tokens(model, config)
+
+
+def _load_trained_adapter(
+    model: PreTrainedModel, config: TuningConfig, base: BaseModel, ds_config: dict[str, Any] | None
+) -> None:
+    """Add the adapter of `tuning.adapter`, with which training begins; ConfigError if it cannot be trained so."""
+    folder = Path(config.adapter)
+    adapter_method = method_of(read_settings(folder))
+    # Adapters of LoRA and QLoRA are the same.
+    if adapter_method is not (TuningMethod.lora if config.method is TuningMethod.qlora else config.method):
+        raise ConfigError(
+            "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
+            folder=folder,
+            found=adapter_method.value,
+            wanted=config.method.value,
+        )
+    load_adapter(model, folder, base, dropout=config.dropout, ds_config=ds_config)
+    if not all(parameter.is_contiguous() for parameter in model.parameters() if parameter.requires_grad):
+        raise ConfigError(
+            "tuning.adapter = {folder}: with ensure_weight_tying peft gives output layer and embedding one "
+            "LoRA, which DeepSpeed cannot train. Merge it (toolkit export-model {folder} merge=true "
+            "output=DIR), and train on DIR.",
+            folder=folder,
+        )
 
 
 def _check_learns_tokens(model: PreTrainedModel, config: TuningConfig) -> None:

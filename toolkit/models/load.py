@@ -22,6 +22,7 @@ from toolkit.models.record import record_of
 if TYPE_CHECKING:
     from toolkit.models.classifier import Head
 
+GENERATION_FILE = "generation_config.json"
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 _CONSTRUCTOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """Errors of model constructors for impossible configs or a missing package; RuntimeErrors may be the machine's."""
@@ -79,21 +80,28 @@ def _build_empty(
     """Build the model of a config.json that `directory.read_config` returned, with empty parameters; with `ds_config`
     partitioned over ranks. `changed`: see `load_empty`.
     """
-    architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
-    if architecture is None:
-        model_config, trusted = change_config(transformers_config(folder), changed or {}), directory.is_trusted(folder)
-        try:
-            model = weights.build_empty(
-                lambda: model_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
-                ds_config,
-            )
-        except _CONSTRUCTOR_ERRORS as error:  # from keys that `check_sizes` does not check
-            if trusted and not isinstance(error, ValueError):
-                raise  # the folder's own code: its author needs the traceback
-            raise _loading_error(folder, error) from error
-        if generation_file.is_file() and model.can_generate():
-            model.generation_config = read_generation_config(folder)
-        return _prepare_loaded(model, folder)
+    if directory.architecture_of(config) is not None:
+        return _build_official(folder, config, ds_config, changed)
+    model_config, trusted = change_config(transformers_config(folder), changed or {}), directory.is_trusted(folder)
+    try:
+        model = weights.build_empty(
+            lambda: model_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
+            ds_config,
+        )
+    except _CONSTRUCTOR_ERRORS as error:  # from keys that `check_sizes` does not check
+        if trusted and not isinstance(error, ValueError):
+            raise  # the folder's own code: its author needs the traceback
+        raise _loading_error(folder, error) from error
+    if (folder / GENERATION_FILE).is_file() and model.can_generate():
+        model.generation_config = read_generation_config(folder)
+    return _prepare_loaded(model, folder)
+
+
+def _build_official(
+    folder: Path, config: dict[str, Any], ds_config: dict[str, Any] | None, changed: Mapping[str, Any] | None
+) -> PreTrainedModel:
+    """Build the model of an official ChatGLM directory; arguments as `_build_empty`."""
+    generation_file = folder / GENERATION_FILE
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
     kind, model_config = official_class(folder, config, generation)
     change_config(model_config, changed or {})
@@ -108,8 +116,8 @@ def _build_empty(
 
 def read_generation_config(folder: Path) -> GenerationConfig:
     """Read a directory's generation_config.json; ModelError if transformers rejects it."""
-    file = folder / "generation_config.json"
-    directory.read_object(file)
+    file = folder / GENERATION_FILE
+    directory.read_object(file)  # raises ModelError for what is no JSON object, with its place
     with reading(file, ModelError):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
@@ -294,7 +302,7 @@ def transformers_config(folder: Path) -> Any:
         with directory.lock_module_cache() if trusted else nullcontext():
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
             class_reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
-            if class_reference:
+            if class_reference:  # the directory's own class, which transformers has not registered
                 get_class_from_dynamic_module(class_reference, folder, local_files_only=True)
                 return config
     except Exception as error:  # whatever a damaged or absurd config.json makes the library raise
@@ -369,7 +377,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedM
         )
     except Exception as error:
         if directory.is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
-            raise
+            raise  # the folder's own code: its author needs the traceback
         raise _loading_error(folder, error) from error
     _check_report(folder, model, report)
     if not directory.is_trusted(folder):
