@@ -12,7 +12,7 @@ import transformers
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fine_tuning import apply_tuning
-from toolkit.models.outline import _LENGTH, _saved, outline, saved_by_layer
+from toolkit.models.outline import _LENGTH, _saved_bytes, outline, saved_by_layer
 from toolkit.plan.activations import Rows, activation_bytes, layer_activation_bytes
 from toolkit.plan.flops import formula
 from toolkit.plan.model_config import published_models, shapes_of_config
@@ -127,7 +127,7 @@ def test_a_hybrid_keeps_the_mean_of_its_layers(tmp_path: Path) -> None:
         )
         assert config.layer_types == [*["linear_attention"] * 3, "full_attention"] * (layers // 4)
         config.save_pretrained(tmp_path)
-        kept.append(_saved(tmp_path, 0, torch.bfloat16, trains=True))
+        kept.append(_saved_bytes(tmp_path, 0, torch.bfloat16, trains=True))
     assert saved_by_layer(tmp_path, torch.bfloat16) == (kept[1] - kept[0]) // (4 * _LENGTH)
 
 

@@ -43,32 +43,30 @@ class _Fused(torch.autograd.Function):
 
 
 def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int:
-    """Return the bytes per token that one layer saves for the backward pass, if it is trained (`trains`), or if only
-    parameters before it are. Of layers of different sizes (Gemma 4) the mean, with what comes after them.
+    """Return the bytes per token that one layer of the model in `folder` saves for the backward pass, the mean over its
+    layers. `trains`: whether layers are trained, or only parameters before them.
     """
     text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    if text.is_heterogeneous:
-        whole_model = _saved(folder, 0, dtype, trains)
-        return whole_model // (text.num_hidden_layers * _LENGTH)
-    # In a hybrid the mean of layers with attention and of those without. All layers of a kind save as much as its last.
-    kinds = getattr(text, "layer_types", None) or ["full_attention"]
-    numbers: dict[str, list[int]] = {}  # kind -> its layers
-    for number, kind in enumerate(kinds):
-        numbers.setdefault(kind if kind in WITHOUT_ATTENTION else "attention", []).append(number)
+    if text.is_heterogeneous:  # layers of different sizes (Gemma 4): the whole model counts, with its output layer
+        return _saved_bytes(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"]
+    # In a hybrid a layer of each kind is measured, its last: all layers with attention count as one kind.
+    kinds = [kind if kind in WITHOUT_ATTENTION else "attention" for kind in layer_types]
+    last_of_kind = {kind: number for number, kind in enumerate(kinds)}
     try:
-        total = sum(len(alike) * _saved_by_layers(folder, dtype, trains, alike[-1]) for alike in numbers.values())
+        saved_by_kind = {kind: _saved_by_like(folder, dtype, trains, number) for kind, number in last_of_kind.items()}
     except LookupError:  # Zamba2 needs a layer of each kind
-        total = len(kinds) * _saved_by_layers(folder, dtype, trains, -1)
-    # `_saved_by_layers` measures _LAYERS layers and _LENGTH tokens.
-    return total // (len(kinds) * _LAYERS * _LENGTH)
+        saved_by_kind = dict.fromkeys(kinds, _saved_by_like(folder, dtype, trains, -1))
+    # `_saved_by_like` measures _LAYERS layers and _LENGTH tokens.
+    return sum(saved_by_kind[kind] for kind in kinds) // (len(kinds) * _LAYERS * _LENGTH)
 
 
-def _saved_by_layers(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
-    """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens: what a model of `_LAYERS`
-    more layers saves more, so that embedding and output layer do not count.
+def _saved_by_like(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
+    """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens: a model of twice as many
+    layers less one of `_LAYERS`, so that embedding and output layer do not count.
     """
-    deep, shallow = _saved(folder, 2 * _LAYERS, dtype, trains, number), _saved(folder, _LAYERS, dtype, trains, number)
-    return deep - shallow
+    deep = _saved_bytes(folder, 2 * _LAYERS, dtype, trains, number)
+    return deep - _saved_bytes(folder, _LAYERS, dtype, trains, number)
 
 
 def outline(folder: Path) -> dict[str, Any]:
@@ -123,7 +121,7 @@ def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
     return parameter.T.shape if is_turned else parameter.shape
 
 
-def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: int = -1) -> int:
+def _saved_bytes(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: int = -1) -> int:
     """Return the bytes that a forward pass over `_LENGTH` tokens saves, of a model with `layers` layers that are all
     like the layer `number` of the one in `folder`; with 0 of that model itself. `trains`: whether all parameters are
     trained, or the embedding alone.

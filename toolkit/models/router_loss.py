@@ -17,7 +17,7 @@ section 2.2, where the last tokens are dropped; here those with the smallest wei
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,16 @@ from toolkit.messages import ConfigError
 from toolkit.models import experts
 from toolkit.models.structure import routers_in
 from toolkit.sample_types import Batch
+
+
+class _Observation(NamedTuple):
+    """What a router did in a micro-batch."""
+
+    loss: torch.Tensor
+    load: torch.Tensor
+    """Each expert's tokens, [E]."""
+    dropped: torch.Tensor
+    """Number of choices that the capacity dropped."""
 
 
 class Routers:
@@ -49,10 +59,10 @@ class Routers:
         numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
         self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
         """Each router's layer number as text, or its name if a layer has several routers."""
-        self._observed: dict[int, tuple[torch.Tensor, ...]] = {}
-        """Router -> in this micro-batch its loss, each expert's tokens [E], and with a capacity the dropped choices."""
+        self._observed: dict[int, _Observation] = {}
+        """Number of a router -> what it did in this micro-batch."""
         self._sizes: dict[int, int] = {}
-        """Router -> number of its experts, E."""
+        """Number of a router -> number of its experts, E."""
         self._sum: torch.Tensor | None = None
         """What `collect` returns, of the micro-batches so far."""
         self._samples: torch.Tensor | None = None
@@ -109,37 +119,34 @@ class Routers:
         return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
 
     def _close_micro_batch(self) -> None:
-        """Add the losses, loads and drops that the routers noted in the last micro-batch, if there are any, to the
-        sums. A filler adds zeros.
-        """
-        if self._observed:
-            self._sizes = {number: len(self._observed[number][1]) for number in sorted(self._observed)}
-            observed = [self._observed[number] for number in self._sizes]
-            mean_loss, loads = torch.stack([loss for loss, *_ in observed]).mean(), [load for _, load, *_ in observed]
-            dropped = [torch.stack([drops for _, _, drops in observed]).sum()[None]] if self.capacity else []
-            sums = torch.cat((mean_loss[None], *loads, *dropped))
-            if self._is_filler:
-                sums.zero_()
-            self._sum = sums if self._sum is None else self._sum + sums
-            self._observed = {}
+        """Add what was observed in the last micro-batch, if anything was, to the sums. A filler adds zeros."""
+        if not self._observed:
+            return
+        observed = [self._observed[number] for number in sorted(self._observed)]
+        self._sizes = {number: len(self._observed[number].load) for number in sorted(self._observed)}
+        mean_loss = torch.stack([entry.loss for entry in observed]).mean()
+        parts = [mean_loss[None], *(entry.load for entry in observed)]
+        if self.capacity:
+            parts.append(torch.stack([entry.dropped for entry in observed]).sum()[None])
+        sums = torch.cat(parts)
+        if self._is_filler:
+            sums.zero_()
+        self._sum = sums if self._sum is None else self._sum + sums
+        self._observed = {}
 
     def _observe(
         self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        """Note loss, load and drops of a router in `_observed`; return its output with changed weights, through which
-        the loss gets its gradient and dropped choices weigh nothing, or None to leave it as it is. A hook after a
-        router's forward pass. `output`: logits [tokens, E], weights and numbers of the chosen experts [tokens, K] each,
-        and whatever else the router returns.
+        """Note loss, load and drops of the router `number` in `_observed`: a hook after its forward pass.
+
+        `output`: logits [tokens, E], weights and numbers of the chosen experts [tokens, K] each, and whatever else the
+        router returns. Returns the output with changed weights, through which the loss gets its gradient and dropped
+        choices weigh nothing; None, if neither is needed, leaves it as it is.
         """
-        if self._samples is None or not router.training:
+        if self._samples is None or not router.training:  # not between `begin` and `collect`, or an evaluation
             return None
-        if not isinstance(output, tuple) or len(output) < 3:
-            if self.coefficient or self.capacity:
-                raise ConfigError(
-                    "model.{key}: the routers of this model give no more than their logits, so what they choose cannot "
-                    "be seen. Set model.{key}=0.",
-                    key="router_loss" if self.coefficient else "expert_capacity",
-                )
+        if not isinstance(output, tuple) or len(output) < 3:  # it returns logits alone
+            self._check_needs_no_choices()
             return None
         logits, weights, chosen, *remaining = output
         # Learned tokens may stand in front of each row (tuning=prompt), on all ranks that have a part of it.
@@ -147,18 +154,28 @@ class Routers:
         learned = logits.flatten(0, -2).size(0) // rows - size
         samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
         load = expert_loads(chosen, samples, logits.size(-1))
-        loss = balance_loss(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
-        self._observed[number] = loss.detach(), load  # twice the same where the layer is computed again
+        loss = dropped = load.new_zeros(())
+        if self.coefficient:
+            loss = balance_loss(logits, load, samples, self._parts)
         if self.capacity:
             is_kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
-            dropped = ((~is_kept).sum(-1).flatten() * samples).sum().float()  # number of choices
-            self._observed[number] += (dropped,)
+            dropped = ((~is_kept).sum(-1).flatten() * samples).sum().float()
             weights, chosen = weights * is_kept, torch.where(is_kept, chosen, ~chosen)
-        elif not loss.requires_grad:
-            return None
+        # Where the layer is computed again in the backward pass, the same once more.
+        self._observed[number] = _Observation(loss.detach(), load, dropped)
         if loss.requires_grad:
             weights = _WithLoss.apply(weights, loss, self._factor)
-        return (logits, weights, chosen, *remaining)
+        is_changed = bool(self.capacity) or loss.requires_grad
+        return (logits, weights, chosen, *remaining) if is_changed else None
+
+    def _check_needs_no_choices(self) -> None:
+        """Raise ConfigError if a loss or a capacity is asked for, which need what the routers choose."""
+        if self.coefficient or self.capacity:
+            raise ConfigError(
+                "model.{key}: the routers of this model give no more than their logits, so what they choose cannot "
+                "be seen. Set model.{key}=0.",
+                key="router_loss" if self.coefficient else "expert_capacity",
+            )
 
 
 def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
