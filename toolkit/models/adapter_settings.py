@@ -74,7 +74,7 @@ def misplaced_by_peft(model: PreTrainedModel, names: Collection[str]) -> set[str
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     for name in names:
         config, stored = LoraConfig(target_modules=[name]), f"{name}.lora_A.weight"
-        read_as = rename_source_key(stored, renamings, [])[0]
+        read_as, _ = rename_source_key(stored, renamings, [])
         if not stored.endswith(read_as):  # a prefix that is only left out is put back by peft
             misplaced.add(name)
         try:
@@ -90,31 +90,36 @@ def with_matched_modules(settings: dict[str, Any], modules: Iterable[str]) -> di
     """Return an adapter's settings in which the regular expressions of `_EXPRESSIONS` are replaced by the names of the
     `modules` that they match. ModelError if one cannot be matched, or if that of `target_modules` matches nothing.
     """
-    names = [name for name in modules if name]
+    names = [name for name in modules if name]  # the model itself has the name ""
     for key in _EXPRESSIONS:
         expression = settings.get(key)
-        if not isinstance(expression, str) or expression == ALL_LINEAR:
+        if not isinstance(expression, str) or expression == ALL_LINEAR:  # not set, a list, or peft's own word
             continue
-        matched, reason = _match_in_child(expression, names)
-        if reason or (not matched and key == "target_modules"):
-            raise ModelError(
-                "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
-                "names, or of ends of names, such as {example}.",
-                key=key,
-                value=repr(expression)[:200],
-                reason=reason or tr("it matches no module of the model"),
-                example='["q_proj", "v_proj"]',
-            )
+        matched = _match_in_child(key, expression, names)
+        if not matched and key == "target_modules":
+            raise _unusable(key, expression, tr("it matches no module of the model"))
         settings = settings | {key: matched}
     return settings
 
 
-def _match_in_child(expression: str, names: list[str]) -> tuple[list[str], str]:
-    """Return those of `names` that a regular expression matches, in a subprocess with a time limit; or no names and the
-    reason, else "", if it is too long, invalid or too slow.
+def _unusable(key: str, expression: str, reason: str) -> ModelError:
+    """Return the error for a setting that is an expression which cannot be used."""
+    return ModelError(
+        "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+        "names, or of ends of names, such as {example}.",
+        key=key,
+        value=repr(expression)[:200],
+        reason=reason,
+        example='["q_proj", "v_proj"]',
+    )
+
+
+def _match_in_child(key: str, expression: str, names: list[str]) -> list[str]:
+    """Return those of `names` that a regular expression, the setting `key`, matches, in a subprocess with a time limit.
+    ModelError if it is too long, invalid or too slow.
     """
     if len(expression) > _LONGEST:
-        return [], tr("it has more than {count} characters", count=f"{_LONGEST:,}")
+        raise _unusable(key, expression, tr("it has more than {count} characters", count=f"{_LONGEST:,}"))
     try:
         completed = children.run(
             [sys.executable, "-I", "-S", "-c", _MATCH],
@@ -124,7 +129,10 @@ def _match_in_child(expression: str, names: list[str]) -> tuple[list[str], str]:
             timeout=_MATCHING_S,
         )
     except subprocess.TimeoutExpired:
-        return [], tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        raise _unusable(key, expression, reason) from None
     if completed.returncode:
-        return [], completed.stderr.strip() or tr("it matches no module of the model")
-    return json.loads(completed.stdout), ""
+        reason = completed.stderr.strip() or tr("it matches no module of the model")
+        raise _unusable(key, expression, reason)
+    matched: list[str] = json.loads(completed.stdout)
+    return matched

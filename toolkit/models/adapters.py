@@ -140,8 +140,8 @@ def base_of_adapter(folder: Path, override: str = "") -> Path:
     """
     configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
     # Both files are written with the same path: if peft's has another one, somebody has edited it.
-    is_edited = base is None or configured != base.path
-    return find_base(folder, override or (configured if is_edited else ""))
+    edited = configured if base is None or configured != base.path else ""
+    return find_base(folder, override or edited)
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:
@@ -187,7 +187,8 @@ def attach_adapter(
             supported = {name: value for name, value in settings.items() if name in names}
             supported = adapter_settings.with_matched_modules(supported, [name for name, _ in model.named_modules()])
             starts_from_weights = lora_init.is_from_weights(settings)
-            supported |= {"init_lora_weights": True} if starts_from_weights else {}
+            if starts_from_weights:
+                supported["init_lora_weights"] = True  # peft itself would change the base; see `lora_init`
             lora.inject_lora(model, LoraConfig(**supported | {"inference_mode": False}), ds_config)
             if starts_from_weights:
                 lora_init.attach(model, settings["init_lora_weights"].lower(), compute=not is_resumed)
@@ -228,22 +229,25 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
     """
     state = model.state_dict(keep_vars=True)
     names = {name: in_file for name, in_file in stored_names(model).items() if not name.endswith(lora_init.BUFFERS)}
-    wrong = []
+    misshaped = []
     for name, stored_name in names.items():
-        parameter, value = state[name], values.get(stored_name)
+        if stored_name not in values:  # `check_fit` rejects that
+            continue
+        parameter, value = state[name], values[stored_name]
         expected = process_group.full_shape(name, parameter)
-        if value is not None and value.shape != in_stored_shape(name, torch.empty(expected, device="meta")).shape:
-            wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
-        elif value is not None:
-            value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
-            parameter.data.copy_(value)
-    check_fit({*names.values()}, values, folder, wrong)
+        if value.shape != in_stored_shape(name, torch.empty(expected, device="meta")).shape:
+            misshaped.append(f"{stored_name} {tuple(value.shape)} != {expected}")
+            continue
+        own_part = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
+        parameter.data.copy_(own_part)
+    check_fit({*names.values()}, values, folder, misshaped)
 
 
-def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, wrong: Sequence[str] = ()) -> None:
-    """Raise ModelError if the names of `values`, the tensors of the adapter in `folder`, are not `names`, or if `wrong`
-    names any that differ otherwise. peft (0.21) stores the base layer of a classifier's head too, which is ignored.
+def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, misshaped: Sequence[str] = ()) -> None:
+    """Raise ModelError if the tensors of the adapter in `folder`, `values` by name, have other names than `names`, or
+    if there are descriptions of `misshaped` ones.
     """
+    # peft (0.21) stores the base layer of a classifier's head too, which is ignored.
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
-    if mismatches := clauses([*misnamed, *wrong][:5]):
+    if mismatches := clauses([*misnamed, *misshaped][:5]):
         raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=folder, names=mismatches)

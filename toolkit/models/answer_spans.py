@@ -52,58 +52,42 @@ class Template:
         """
         listed = list(tools) if tools else None
         template = self.text if listed is None else self.tokenizer.get_chat_template(tools=listed)
-        text: str = _rendered(
-            lambda conversation: compiled(template).render(
-                messages=conversation,
-                tools=listed,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **mode,
-                **self.tokens,
-            ),
-            messages,
-            min(RENDERING_S, max(_MIN_RENDERING_S, self.deadline - time.monotonic())),
-        )
+
+        def render(conversation: Sequence[Message]) -> str:
+            options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **mode, **self.tokens}
+            return compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
+
+        seconds = min(RENDERING_S, max(_MIN_RENDERING_S, self.deadline - time.monotonic()))
+        text: str = _rendered(render, messages, seconds)
         return text
 
     def render_marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return a conversation's text and the spans that the template marks."""
+        """Return a conversation's text, and the spans of its characters that the template puts between
+        {% generation %} and {% endgeneration %}: answers, by transformers' own rendering. See `_rendered` for errors.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         bound_templates()
         listed = list(tools) if tools else None
-        texts, marks = _rendered(
-            lambda conversation: render_jinja_template(
-                conversations=[conversation],
-                tools=listed,
-                chat_template=self.tokenizer.get_chat_template(tools=listed),
-                return_assistant_tokens_mask=True,
-                **self.tokens,
-            ),
-            messages,
-        )
-        return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
+
+        def render(conversation: Sequence[Message]) -> Any:
+            options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self.tokens}
+            options["chat_template"] = self.tokenizer.get_chat_template(tools=listed)
+            return render_jinja_template(conversations=[conversation], tools=listed, **options)
+
+        [text], [marks] = _rendered(render, messages)  # lists, as it renders several conversations
+        return text, [(int(begin), int(end)) for begin, end in marks]
 
 
 def _rendered(
     render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = RENDERING_S
 ) -> Any:
-    """Return `render(messages)`, a template's rendering; if it fails, that of the messages with their calls in other
-    forms. RowError if all fail, ModelError if that takes more than `seconds` together.
+    """Return `render(messages)`, a template's rendering, if need be with calls in another form. RowError if the
+    template rejects every form, ModelError if that takes more than `seconds` together.
     """
     try:
         with time_limit(seconds):
-            try:
-                return render(messages)
-            except _FAILURES:
-                if not any(message.get("tool_calls") for message in messages):
-                    raise
-                from toolkit.models.served_turns import with_ids, with_text_arguments
-
-                for form in (with_text_arguments, with_ids):
-                    with suppress(*_FAILURES):
-                        return render(form(messages))
-                raise
+            return _rendered_in_some_form(render, messages)
     except TooSlow:
         # No RowError, which skips the row: the next one would take as long.
         raise ModelError(
@@ -114,6 +98,23 @@ def _rendered(
     except Exception as error:  # a template is a program, in which anything may go wrong
         failure = tr("the chat template rejects the conversation: {reason}", reason=reason_of(error))
     raise RowError(failure) from None
+
+
+def _rendered_in_some_form(render: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> Any:
+    """Return `render(messages)`; if that fails, the rendering with the arguments of calls as JSON text; if that fails
+    too, with ids for calls. The error of the first if all fail, or if there are no calls.
+    """
+    try:
+        return render(messages)
+    except _FAILURES:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        from toolkit.models.served_turns import with_ids, with_text_arguments
+
+        for in_other_form in (with_text_arguments, with_ids):
+            with suppress(*_FAILURES):
+                return render(in_other_form(messages))
+        raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +173,7 @@ class AnswerFinder:
         the conversation's text if it is known, else "".
         """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        # Openings are of answers alone; with `no_thinking` a prompt holds what the conversation's text lacks.
         if self.openings is None or self.traits.no_thinking or not set(trained_indices) <= set(answers):
             return self.by_comparison(messages, tools, trained_indices)
         text = rendered or self.template.render(messages, tools, add_generation_prompt=False)
@@ -199,12 +201,13 @@ class AnswerFinder:
         for index in trained_indices:
             span = self._span_by_comparison(messages, tools, index, rendered)
             if span is None:
-                if trained_indices != [len(messages) - 1] or not (self.traits.earlier_end or self.traits.no_thinking):
-                    return None
-                from toolkit.models import served_turns
+                # Such templates leave a part of the last answer's prompt out where they write the answer.
+                is_last_alone = trained_indices == [len(messages) - 1]
+                if is_last_alone and (self.traits.earlier_end or self.traits.no_thinking):
+                    from toolkit.models import served_turns
 
-                # The template leaves a part of the last answer's prompt out where it writes the answer.
-                return served_turns.after_prompt(self.template, self.traits, messages, tools, rendered)
+                    return served_turns.after_prompt(self.template, self.traits, messages, tools, rendered)
+                return None
             spans.append(span)
         return rendered, spans
 
@@ -291,19 +294,17 @@ class AnswerFinder:
             for index in trained_indices
         }
         groups: list[tuple[list[int], str]] = []
-        while trained_indices:
-            last = trained_indices[-1]
+        remaining = trained_indices
+        while remaining:  # the last answer, with those before it that its text has as generation would produce them
+            last = remaining[-1]
             # Whether its text begins with its prompt. Else `served_turns.after_prompt` gives it a text of its own.
             has_prompt = self.traits.no_thinking is None
             if self.traits.earlier_end and has_prompt:
                 has_prompt = self.prompt_length(messages[:last], tools, texts[last], for_answer=True) is not None
-            separate = merged if has_prompt else {*trained_indices}
-            included = [
-                index
-                for index in trained_indices
-                if index == last or (index not in separate and self.answer_end(texts[last], texts[index]) is not None)
-            ]
-            trained_indices = [index for index in trained_indices if index not in included]
+            candidates = [index for index in remaining[:-1] if has_prompt and index not in merged]
+            included = [index for index in candidates if self.answer_end(texts[last], texts[index]) is not None]
+            included.append(last)
+            remaining = [index for index in remaining if index not in included]
             groups.insert(0, (included, texts[last]))
         return groups
 
@@ -341,16 +342,18 @@ class Openings:
         return [(begin, end.start() if end else len(text)) for begin, end in zip(begins, ends, strict=True)]
 
     def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
-        """Return the form of each message: (features of the one before it, its own, those of the one after it, all
-        parts of features in later messages, whether there are tools). `reasoning_key`: as in `TemplateTraits`.
+        """Return the forms that occur in a conversation: of each message a tuple of the features of the message before
+        it, of its own, of those of the message after it (None where there is no such message), of what occurs in later
+        messages, and of whether there are tools. `reasoning_key`: as in `TemplateTraits`.
         """
-        features = [self._features_of(message, reasoning_key) for message in messages]
+        features = [None, *(self._features_of(message, reasoning_key) for message in messages), None]
         forms: set[Any] = set()
-        following, later = None, frozenset[Any]()
-        pairs = [*zip([None, *features], features, strict=False)]
-        for previous, current in reversed(pairs):
-            forms.add((previous, current, following, later, bool(tools)))
-            following, later = current, later.union(*current)  # the parts of its features, whichever message has them
+        later = frozenset[Any]()  # parts of the features of later messages, whichever has them
+        for index in range(len(messages), 0, -1):
+            before, own_features, after = features[index - 1 : index + 2]
+            assert own_features is not None
+            forms.add((before, own_features, after, later, bool(tools)))
+            later = later.union(*own_features)
         return forms
 
     def trust(self, forms: set[Any]) -> None:

@@ -65,7 +65,7 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
         return []
     if fingerprint := getattr(parameter, "fingerprint", None):  # taken before it was quantized
         return list(fingerprint)
-    part, count = process_group.part_of(parameter)
+    part, count = process_group.part_of(parameter)  # which of how many parts of divided experts this rank has
     with weights.full_params([parameter]):
         flat = parameter.detach().flatten()
         size = flat.numel()
@@ -117,9 +117,10 @@ def find_base(folder: Path, override: str = "") -> Path:
     """
     base = read_base(folder)
     path = override or ("" if base is None else base.path)
-    # A checkpoint or export is in its run's directory, or some levels below it.
-    in_run = [] if override else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
-    for candidate in [*([Path(path)] if path else []), *in_run]:
+    candidates = [Path(path)] if path else []
+    if not override:  # a checkpoint or export is in its run's directory, or some levels below it
+        candidates += [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
     raise BaseMissing(

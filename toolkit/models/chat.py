@@ -55,11 +55,11 @@ def fit_tokenizer(texts: Callable[[], Iterable[str]], vocab_size: int, folder: P
         )
     digest = hashlib.sha256(f"{FIT_VERSION} {vocab_size} {SPECIAL_TOKENS} {_CHAT_TEMPLATE}".encode())
     for encoded in map(str.encode, texts()):
-        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(len(encoded).to_bytes(8, "little"))  # so that texts divided otherwise have another digest
         digest.update(encoded)
     target = folder / "tokenizers" / digest.hexdigest()[:32]
     with built_once(target, lambda built: (built / "tokenizer.json").is_file()) as building:
-        if building is not None:
+        if building is not None:  # None: it is in the cache
             # Byte-level BPE needs no unknown token: any text can be written in bytes.
             backend = Tokenizer(models.BPE())
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -109,7 +109,8 @@ class Examination:
         longer = self.render(PROBE[:3], None, add_generation_prompt=False)
         # Else answers do not follow their prompt, or are written in another way once a question follows.
         is_usual = reply.startswith(prompt) and longer.startswith(reply)
-        if not is_usual or (self.traits.reasoning_key is None and "<think>" in self.template.text):
+        has_thought_in_content = self.traits.reasoning_key is None and "<think>" in self.template.text  # SmolLM3's
+        if not is_usual or has_thought_in_content:
             from toolkit.models import served_turns
 
             served_turns.examine(self)
@@ -233,23 +234,27 @@ class Examination:
         added_token = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
         answer, ends, marks = PROBE[1]["content"], set[str](), set[str]()
 
-        def tokens_before(role: str) -> list[str]:
-            """Return the added tokens between an answer and the content of the role's turn after it; put the first into
-            `ends` if it stands in place of the end token.
-            """
+        def after_answer(role: str) -> str:
+            """Return what is written between an answer and the content of the role's turn after it."""
             rendered = self.render([*PROBE[:2], {"role": role, "content": "Two?"}], None, add_generation_prompt=False)
-            between = rendered.partition(answer)[2].partition("Two?")[0]
-            if (mark := added_token.match(between)) and mark[0] != self.template.end:
-                ends.add(mark[0])
-            return added_token.findall(between)
+            return rendered.partition(answer)[2].partition("Two?")[0]
+
+        def ends_of(between: str) -> set[str]:
+            """Return the token that follows the answer at once, if it is not the end token."""
+            token = added_token.match(between)
+            return {token[0]} - {self.template.end} if token else set()
 
         with suppress(RowError):
-            before_question = tokens_before("user")
+            to_question = after_answer("user")
+            ends |= ends_of(to_question)
+            before_question = added_token.findall(to_question)
             marks.update(before_question)
             opening = self.render(PROBE[:1], None, True).removeprefix(self.render(PROBE[:1], None, False))
             marks.update(added_token.findall(opening)[:1])  # not <think> after <|assistant|>
+            to_result = after_answer("tool")
+            ends |= ends_of(to_result)
             # Of a result's turn that begins otherwise than a question's, the first token that differs.
-            token_pairs = zip(tokens_before("tool"), before_question, strict=False)
+            token_pairs = zip(added_token.findall(to_result), before_question, strict=False)
             marks.update([token for token, of_question in token_pairs if token != of_question][:1])
         return frozenset(marks), frozenset(ends)
 
@@ -366,7 +371,7 @@ class TemplateChatEncoder:
                 spans.append(trained)
         try:
             encoded = self.span_tokenizer.encode_many(texts, spans)
-        except BaseException as error:
+        except BaseException as error:  # a panic of the Rust library is no Exception
             if not is_failure(error):
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
@@ -478,12 +483,13 @@ class TemplateChatEncoder:
         for number, message in enumerate(messages, start=1):
             calls, features = message.get("tool_calls") or [], set[str]()
             if message["role"] == "tool":
-                features.add("tool")
+                features = {"tool"}
             elif calls:
-                features.update(["tool_calls", "text" if message["content"] else "", "parallel" if calls[1:] else ""])
-            lost = max(features & self.traits.missing, default="")  # one of them
-            has_reasoning = message.get("reasoning_content") and _is_trained(message)
-            if self.traits.reasoning_key is None and self.traits.thought is None and has_reasoning:
+                features = {"tool_calls"} | ({"text"} if message["content"] else set())
+                features |= {"parallel"} if len(calls) > 1 else set()
+            lost = max(features & self.traits.missing, default="")  # the error names one of them
+            writes_reasoning = self.traits.reasoning_key is not None or self.traits.thought is not None
+            if message.get("reasoning_content") and _is_trained(message) and not writes_reasoning:
                 lost = "reasoning"
             if lost:
                 from toolkit.models.template_errors import lost_part
@@ -508,12 +514,13 @@ class TemplateChatEncoder:
             )
         if not self.train_thinking and message["role"] == "assistant":
             start = self._content_start(messages, tools, index, text, span, block[0] if block else "")
-            if thought and start == begin:
+            if thought and start == begin:  # the content was not found: what follows the reasoning is trained
                 start = text.index(thought, begin) + len(thought)
-            if thought or "</think>" in text[begin:start]:
+            if thought or "</think>" in text[begin:start]:  # else what precedes the content is no reasoning
                 begin = start
         if self.traits.ends and self.template.end not in text[begin:stop]:
-            stop += len(next((end for end in self.traits.ends if text.startswith(end, stop)), ""))
+            following = [end for end in self.traits.ends if text.startswith(end, stop)]
+            stop += len(following[0]) if following else 0
         return begin, stop
 
     def _content_start(
@@ -537,8 +544,8 @@ class TemplateChatEncoder:
 
 
 def prepared(messages: Sequence[Message], traits: TemplateTraits, shield: Shield) -> Sequence[Message]:
-    """Return messages as the template gets them: control strings broken up, calls and results with ids if it needs
-    these, and the reasoning where it expects that: in the content, or under its key.
+    """Return messages as the template gets them. In this order: calls and results get ids if it needs these, reasoning
+    is moved into the content or out of it, its key becomes the template's, and control strings are broken up.
     """
     key = traits.reasoning_key
     if traits.matches_ids or traits.moves_thought:
