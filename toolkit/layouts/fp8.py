@@ -107,11 +107,7 @@ class Fp8Linear(nn.Linear):
 
 
 def check_device(fp8: Fp8) -> None:
-    """Try a small layer on this rank's device, before a model is read. A collective.
-
-    Raises:
-        ConfigError: a rank's device has no such products; on all ranks.
-    """
+    """Try a small layer on every rank's device, before a model is read; ConfigError if one cannot. A collective."""
     if fp8 is Fp8.none:
         return
     reason, device = "", torch.device(get_accelerator().current_device_name())
@@ -133,11 +129,8 @@ def check_device(fp8: Fp8) -> None:
 
 def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
     """Let the linear layers of a model's decoder multiply in FP8, and say how many do, and what does not: LoRA's
-    additions, routers, experts, indexers, and sizes that do not divide. Names, parameters and hooks stay.
-    `compiles`: whether torch.compile will make one kernel of scaling and rounding.
-
-    Raises:
-        ConfigError: no layer can.
+    additions, routers, experts, indexers, and sizes that do not divide. Names, parameters and hooks stay. ConfigError
+    if no layer can. `compiles`: whether torch.compile will make one kernel of scaling and rounding.
     """
     if fp8 is Fp8.none:
         return

@@ -230,9 +230,7 @@ class PipelineStage(PipelineModule):
     def evaluate_window(
         self, engine: PipelineEngine, micro_batches: Sequence[Batch], measure: Callable[[PreTrainedModel, Batch], Found]
     ) -> list[Found]:
-        """Run micro-batches forward, as many on each rank; return what `measure` made, [] but on the last stage. A
-        collective.
-        """
+        """Run micro-batches forward, as many on each rank; return `measure` of each on the last stage. A collective."""
         measurements: list[Found] = []
 
         def keep(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -245,9 +243,7 @@ class PipelineStage(PipelineModule):
         return measurements
 
     def _hand_over(self, micro_batches: Sequence[Batch], finish: Finish) -> Any:
-        """Set what `forward` takes; return the (input, labels) that the engine wants to see on its first and last
-        stage.
-        """
+        """Set what `forward` takes; return the (input, labels) that the engine wants on its first and last stage."""
         self.batches, self.finish = deque(micro_batches), finish
         return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])
 

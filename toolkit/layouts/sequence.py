@@ -67,9 +67,7 @@ def check_splits(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
 
 
 def part_arguments(module: Any, batch: Batch) -> dict[str, Any]:
-    """Return forward's arguments that hide padding and other samples from this rank's part of rows; with
-    `position_ids` for a model that has its own.
-    """
+    """Return forward's arguments that hide padding and other samples from this rank's part of rows."""
     if module.config._attn_implementation != SEQUENCE:
         raise RuntimeError("a model that does not attend over parts of rows got one")
     if getattr(module, "builds_positions", False):
@@ -173,9 +171,7 @@ def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
 
 
 def sum_over_parts(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what the ranks of a group found in their parts of rows; its gradient is that of each summand. A
-    collective.
-    """
+    """Return the sum of the values that ranks have of parts of rows; its gradient is each summand's. A collective."""
     others = values.detach().clone()
     dist.all_reduce(others, group=_group)
     return values + (others - values.detach())

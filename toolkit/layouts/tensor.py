@@ -192,9 +192,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
 
 
 def check_split(model: PreTrainedModel, size: int) -> None:
-    """Raise ConfigError unless a model's layers can be split over `size` ranks: hand on to `tensor_split.check_split`
-    what that reads of a model's config.
-    """
+    """Raise ConfigError unless `size` ranks divide what is split of a model: heads, and the feed-forward width."""
     config = model.config
     sizes = {"model_type": config.model_type}
     if config.model_type in tensor_split.FAMILIES:  # others are rejected by their type, and may lack these keys

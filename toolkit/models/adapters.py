@@ -59,9 +59,7 @@ class AdapterState:
 
 
 def second_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return second name -> first name of trained parameters that two modules share (peft's `ensure_weight_tying`).
-    They are saved under the first name.
-    """
+    """Return second name -> first name, under which it is saved, of trained parameters that two modules share."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     under_all_names = model.named_parameters(remove_duplicate=False)
     trained = [(name, first_names[id(parameter)]) for name, parameter in under_all_names if parameter.requires_grad]
@@ -135,9 +133,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def base_of_adapter(folder: Path, override: str = "") -> Path:
-    """Return the directory of the model that the adapter in `folder` was trained on: `override` if that is not "", else
-    what its files name; see `find_base`.
-    """
+    """Return the directory of an adapter's base: `override`, or if that is "", what its files name; see `find_base`."""
     configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
     # Both files are written with the same path: if peft's has another one, somebody has edited it.
     edited = configured if base is None or configured != base.path else ""

@@ -71,7 +71,6 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     models = Path(loaded.cfg.prepare.dir) / "models"
     record = json.dumps({"base": str(folder.absolute()), "tokens": ids, "rows": tables.rows}, ensure_ascii=False)
-
     target = models / name
     if config_only and not target.is_dir():
         target = models / f"{name}-config"

@@ -255,9 +255,7 @@ class AnswerFinder:
         return None
 
     def _answer_begin(self, message: Message, text: str) -> int | None:
-        """Return the index of an answer in the text that ends with it, if `frame` is around it, else None; this saves a
-        rendering.
-        """
+        """Return where an answer begins in a text that ends with it and its `frame`, else None; saves a rendering."""
         if not self.traits.frame or message["role"] != "assistant" or message.get("tool_calls"):
             return None
         opening, ending = self.traits.frame

@@ -98,9 +98,7 @@ def _fastest_for_packed(model: PreTrainedModel, dtype: torch.dtype | None) -> At
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Return the number of a sample's first position: 0, or in RoBERTa and its kind the one after the padding row of
-    the position embeddings.
-    """
+    """Return the number of a sample's first position: 0, or in RoBERTa and its kind the one after the padding row."""
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
     rows = [getattr(table, "padding_idx", None) for table in tables]
     return max((row + 1 for row in rows if row is not None), default=0)

@@ -58,9 +58,7 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
-    """Return eight evenly spaced values of a parameter; [] of one on the meta device. A collective for partitioned
-    parameters and divided experts.
-    """
+    """Return eight evenly spaced values of a parameter, [] on the meta device. A collective if ranks have its parts."""
     if parameter.is_meta:
         return []
     if fingerprint := getattr(parameter, "fingerprint", None):  # taken before it was quantized
@@ -133,9 +131,7 @@ def find_base(folder: Path, override: str = "") -> Path:
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return the fingerprints of the base model's frozen parameters in memory, by name, without quantised and divided
-    ones. A collective under ZeRO-3.
-    """
+    """Return fingerprints of the base model's frozen, not quantised parameters, by name. A collective under ZeRO-3."""
     recorded, numbers = tuning_state(model).base.numbers, {}
     for name, parameter in model.named_parameters():
         # Its name in the base, without peft's wrappers.

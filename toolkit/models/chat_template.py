@@ -175,12 +175,9 @@ class Examination:
         self.note(rewrites_reasoning=rewrites_reasoning, rewrites=any(divided))
 
     def _examine_surroundings(self, text: str, spans: list[Span], opening: str) -> None:
-        """Determine `lead` and `frame`: what the template writes before and after the contents of answers.
-
-        Args:
-            text: the rendering of the probe.
-            spans: where its answers are, as generation would write them: the content, and what is around it.
-            opening: the end of the prompt for the first answer, after the question.
+        """Determine `lead` and `frame`: what the template writes before and after the contents of answers. `text`: the
+        rendering of the probe; `spans`: where its answers are, as generation would write them: the content, and what is
+        around it; `opening`: the end of the prompt for the first answer, after the question.
         """
         prompt = text[: spans[0][0]]
         contents = [message["content"] for message in PROBE if message["role"] == "assistant"]

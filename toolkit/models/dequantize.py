@@ -191,7 +191,7 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
         # NVFP4's scales were multiplied by a factor of the whole matrix before they were rounded to FP8.
         return values * _spread(scales, values.shape) / tensors.get(".weight_global_scale", torch.ones(1)).float()
     outputs, inputs = (int(size) for size in tensors[".weight_shape"])
-    bits = -(-packed.shape[1] * 32 // inputs)
+    bits = -(-packed.shape[1] * 32 // inputs)  # rounded up, as the last int32 of a row may be partly unused
     half = 2 ** (bits - 1)
     zeros = torch.tensor(half)
     if ".weight_zero_point" in tensors:  # packed along the outputs
@@ -205,7 +205,8 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     groups = settings.get("config_groups")
     of_weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
     block = next((each["block_structure"] for each in of_weights if each.get("block_structure")), None)
-    block = [int(size) for size in block.split("x")] if isinstance(block, str) else block  # or a list already
+    if isinstance(block, str):  # "128x128", else [128, 128]
+        block = [int(size) for size in block.split("x")]
     zeros = tensors.get(".weight_zero_point")
     values = codes.float() if zeros is None else codes.float() - _spread(zeros, codes.shape, block)
     return values * _spread(scales, codes.shape, block)
@@ -214,13 +215,9 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
 def _decode_affine(
     codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return float32 (code - zero) x scale, [outputs, inputs], for integer codes of that shape.
-
-    Args:
-        codes: [outputs, inputs].
-        zeros: of each group, [outputs, groups], or one for all.
-        scales: of each group, [outputs, groups].
-        group: the group of each input, [inputs] (GPTQ's act-order); None: groups are consecutive and equally long.
+    """Return float32 (code - zero) x scale for integer `codes` [outputs, inputs]. `zeros`: of each group, [outputs,
+    groups], or one for all; `scales`: of each group, [outputs, groups]; `group`: the group of each input, [inputs]
+    (GPTQ's act-order), None where groups are consecutive and equally long.
     """
     inputs, groups = codes.shape[1], scales.shape[1]
     if group is not None and not (group < 0).any():  # compressed-tensors' way to say that there is none
@@ -238,7 +235,7 @@ def _spread(scales: torch.Tensor, shape: torch.Size, block: Any = None) -> torch
     ValueError if the shapes do not fit.
     """
     scales = _power_of_2(scales) if scales.dtype == torch.uint8 else scales.float()
-    if scales.numel() == 1 or scales.ndim == 1:  # one for all; several in one dimension do not fit
+    if scales.numel() == 1 or scales.ndim == 1:  # one scale for all; torch raises if there are several in one dimension
         return scales.reshape(())
     for dim in (-2, -1):
         size, count = shape[dim], scales.shape[dim]

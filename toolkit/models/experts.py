@@ -171,13 +171,9 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
 def _sorted_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum of the outputs of each token's experts, [T, H].
-
-    Args:
-        self: the module of a layer's experts, or of this rank's experts.
-        hidden_states: [T, H].
-        top_k_index: the chosen among all experts, [T, K]; ~n for a dropped choice of expert n.
-        top_k_weights: [T, K], 0 for a dropped choice.
+    """Return the weighted sum of the outputs of each token's experts, [T, H]. `self`: the module of a layer's experts,
+    or of this rank's; `hidden_states`: [T, H]; `top_k_index`: the chosen among all experts, [T, K], ~n for a dropped
+    choice of expert n; `top_k_weights`: [T, K], 0 for a dropped choice.
     """
     choices, num_local = top_k_index.size(-1), self.num_experts
     compute_elsewhere = getattr(self, "compute_elsewhere", None)  # with parallel.expert; see layouts/experts.py
@@ -224,17 +220,10 @@ def compute_experts(self: Any, rows: torch.Tensor, groups: Groups, expert: torch
 
 
 def _expert_products(self: Any, name: str, rows: torch.Tensor, groups: Groups, expert: torch.Tensor) -> torch.Tensor:
-    """Return the product of each row with its expert's matrix, plus LoRA and bias.
-
-    Args:
-        self: the module of a layer's experts, as transformers hands it to a function of its interface.
-        name: attribute of the matrices [E, O, I], or [E, I, O] where they are transposed.
-        rows: [N, I], sorted by their experts.
-        groups: how many rows each expert has.
-        expert: the expert of each row [N].
-
-    Returns:
-        [N, O].
+    """Return the product of each row with its expert's matrix, plus LoRA and bias, [N, O]. `self`: the module of a
+    layer's experts, as transformers hands it to a function of its interface; `name`: attribute of the matrices [E, O,
+    I], or [E, I, O] where they are transposed; `rows`: [N, I], sorted by their experts; `groups`: how many rows each
+    expert has; `expert`: the expert of each row [N].
     """
     matrices, transposed = getattr(self, name), self.is_transposed
     if hasattr(matrices, "quant_state"):

@@ -34,10 +34,10 @@ def tile_mlp(model: nn.Module, pieces: int) -> None:
             model=type(model).__name__,
         )
     for layer in mlps:
-        layer.forward = partial(_forward, layer, layer.forward, pieces)
+        layer.forward = partial(_tiled_forward, layer, layer.forward, pieces)
 
 
-def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
+def _tiled_forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
     """Stand in for the forward pass of a feed-forward layer, `mlp_forward`: [..., H] to [..., H]."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if trained and not states.requires_grad:  # else autograd would not call `_Tiled.backward`

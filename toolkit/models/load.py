@@ -274,9 +274,7 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
 
 
 def _prepare_loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Record what exports need of a model's directory, and undo what hinders training. Return the model in evaluation
-    mode, as transformers does.
-    """
+    """Record what exports need of a model's directory, undo what hinders training, and return it to evaluate."""
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
@@ -333,9 +331,7 @@ def registered_class(config: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return transformers' auto class that builds the model of a config: of a language model, a sequence classifier, or
-    a multimodal model.
-    """
+    """Return transformers' auto class of a config: of a language model, a sequence classifier or a multimodal model."""
     if probe.describes_classifier(config.to_dict()):
         return transformers.AutoModelForSequenceClassification
     is_wrapper = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

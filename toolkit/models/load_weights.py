@@ -73,19 +73,24 @@ def read_weights(
     groups = weights.names_by_target(files, layout, rows)
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
+
+    def read(name: str, targets: tuple[str, ...]) -> None:
+        """Write the stored tensor `name` into the parameters that it fills."""
+        index = layout.index(name)
+        with files.open(name) as stored:
+            for target, part in zip(targets, layout.split(name, stored), strict=True):
+                if is_partitioned:  # into the gathered parameter, else in place of the empty one
+                    tensors[target].data[index].copy_(part)
+                else:
+                    _fill_target(model, target, index, part, rows[target], dtype)
+
     with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
         for targets, names in groups.items():  # parameters, and the stored tensors that fill them
             partitioned = [tensors[target] for target in targets if hasattr(tensors[target], "ds_shape")]
             with weights.full_params(partitioned, modifier_rank=0):  # all ranks keep what rank 0 writes
                 for name in names:
-                    index = layout.index(name)
-                    if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
-                        with files.open(name) as stored:
-                            for target, part in zip(targets, layout.split(name, stored), strict=True):
-                                if is_partitioned:  # into the gathered parameter, else in place of the empty one
-                                    tensors[target].data[index].copy_(part)
-                                else:
-                                    _fill_target(model, target, index, part, rows[target], dtype)
+                    if (is_rank0 or not partitioned) and _is_within(layout.index(name), rows[targets[0]]):
+                        read(name, targets)
                     advance(num_bytes[name])
             if ready is not None:
                 for target in targets:
@@ -99,7 +104,9 @@ def read_weights(
 
 
 def _is_within(index: Any, rows: slice) -> bool:
-    """Whether an index of a parameter (see `Layout.index`), perhaps of one expert, is in its `rows`."""
+    """Whether the part of a parameter at `index` (see `Layout.index`) is among its `rows`: only a part of one expert,
+    whose index begins with the expert's number, may lie outside.
+    """
     if index is ... or rows == slice(None):
         return True
     number = index[0] if isinstance(index, tuple) else index
@@ -115,10 +122,10 @@ def _fill_target(
         dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
     elif dtype is not None and weights.stays_in_float32(model, name):
         dtype = torch.float32
-    if index is ...:
+    if index is ...:  # the part is the whole parameter
         weights.set_value(model, name, part[rows].to(dtype or part.dtype, copy=True).contiguous())
         return
-    if target.is_meta:
+    if target.is_meta:  # the first of its parts
         weights.set_value(model, name, torch.empty(target.shape, dtype=dtype or part.dtype))
         target = model.get_parameter(name)
     number, *inside = index if isinstance(index, tuple) else (index,)

@@ -171,7 +171,8 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
     chosen = chosen - left_out
     lists, modules = structure.layer_lists(model), [name for name, _ in model.named_modules()]
     layers = {name: linear_layers.layer_of(name, lists) for name in (*chosen, *of_experts)}  # target -> decoder layer
-    reached, total = {*layers.values()} - {""}, sum(name.rpartition(".")[0] in lists for name in modules)
+    reached = {*layers.values()} - {""}  # "": a target outside the decoder layers
+    total = sum(name.rpartition(".")[0] in lists for name in modules)  # items of the lists of decoder layers
     if len(reached) < total:
         say("LoRA reaches {count} of {total} layers (tuning.target_modules).", count=len(reached), total=total)
     # adapter_config.json has short names where they select just these layers: the patterns, or else ends of names.

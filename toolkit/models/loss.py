@@ -27,12 +27,9 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     """Run forward and return the sum of the trained tokens' cross entropies, a float32 scalar of this rank.
 
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
-    (transformers#34191).
-
-    Args:
-        engine: a DeepSpeed engine or a model.
-        batch: `input_ids`, `labels` (-100 where untrained), `position_ids` and `segment_ids`, each `[B, S]`, on any
-            device; if it is packed also what `attention.attention_arguments` reads.
+    (transformers#34191). `engine`: a DeepSpeed engine or a model; `batch`: on any device `input_ids`, `labels` (-100
+    where untrained), `position_ids`, `segment_ids`, each `[B, S]`; if packed also what `attention.attention_arguments`
+    reads.
     """
     return loss_head(engine).loss_sum(engine, on_device(engine, batch))
 
@@ -115,9 +112,9 @@ class LossHead:
 
     def _sum_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum [1, 1, 1] of the losses of states [T, H]."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # the kernels below compute gradients next to the sum
             return _each_loss(states, layer, targets).sum()[None, None, None]
-        if self.kernel is not LossKernel.liger or not len(states):
+        if self.kernel is not LossKernel.liger or not len(states):  # Liger's fails without tokens
             return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 

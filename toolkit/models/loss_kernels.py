@@ -128,17 +128,13 @@ class LossGradients:
 def chunked_losses(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return each token's cross entropy, float32 [T], of states [T, H], weight [V, H], bias [V]; differentiable in all
-    but the targets.
-    """
+    """Return each token's cross entropy, float32 [T], of states [T, H]; differentiable in all but the targets."""
     losses: torch.Tensor = _ChunkedLosses.apply(hidden, weight, bias, targets)
     return losses
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Each token's loss. The backward pass, in which alone the outer gradients are known, computes the logits of each
-    chunk again.
-    """
+    """Each token's loss. The backward pass, which alone knows the outer gradients, computes the logits again."""
 
     @staticmethod
     def forward(

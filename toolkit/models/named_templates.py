@@ -43,10 +43,8 @@ TEMPLATES = {
 
 
 def use_template(tokenizer: Any, name: str) -> None:
-    """Replace a tokenizer's chat template by a named one, with its end token, or by that of a Jinja file.
-
-    Raises:
-        ModelError: the file cannot be read, or the vocabulary lacks control tokens of the named template.
+    """Replace a tokenizer's chat template by a named one, with its end token, or by that of a Jinja file. ModelError if
+    the file cannot be read, or if the vocabulary lacks control tokens of the named template.
     """
     file = files.chat_template_file(name)
     with reading(str(file), ModelError, tr("Correct model.chat_template.")):

@@ -75,7 +75,7 @@ def _stored_tensor(
 
 def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
     """Record the official directory of a model in `ModelRecord.origin`, unless `load_origin` has done so."""
-    if record_of(model).origin is not None:  # ChatGLM-6B looks official in either layout
+    if record_of(model).origin is not None:  # a saved ChatGLM-6B: its directory has the official keys, too
         return
     computed = {}
     for name in files:

@@ -15,9 +15,7 @@ _OLD_ROPE: dict[str, dict[str, str]] = {
     "modernbert-decoder": {"rope_theta": "global_rope_theta", "sliding": "local_rope_theta"},
     "olmo3": {"rope_theta": "rope_theta"},
 }
-"""Model type -> key of rope_parameters -> its name in transformers 4 (4.57). `sliding`: the rotary base of layers with
-a sliding window.
-"""
+"""Model type -> key of rope_parameters -> its name in transformers 4.57. `sliding`: base of sliding-window layers."""
 _OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
 """Model type -> value of layer_types -> its name in transformers 4; transformers 5 reads both."""
 
@@ -48,7 +46,8 @@ def _is_tagged(value: Any) -> bool:
 
 def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, Any]:
     """Return the keys and values that transformers 4 reads in place of `rope`, a section's rope_parameters; {} if it
-    knows none. `names`: what `_OLD_ROPE` has for the model type, None without an entry.
+    knows none. `names`: what `_OLD_ROPE` has for the model type, None without an entry. GPT-NeoX: {"rope_theta": 1e4,
+    "partial_rotary_factor": 0.25} -> {"rotary_emb_base": 1e4, "rotary_pct": 0.25}.
     """
     if names is None:  # the same names, where all layers have the same parameters
         has_kinds = any(isinstance(value, dict) for value in rope.values())
@@ -62,9 +61,7 @@ def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, A
 
 
 def add_to_tokenizer(folder: Path) -> None:
-    """Rewrite a saved tokenizer_config.json for transformers 4 too: 4.57 knows neither TokenizersBackend nor a list of
-    extra_special_tokens, which 5 writes.
-    """
+    """Rewrite a saved tokenizer_config.json so that transformers 4 (4.57) reads it, too."""
     file = folder / "tokenizer_config.json"
     values = json_object(file, ModelError)
     if values.get("tokenizer_class") == "TokenizersBackend":

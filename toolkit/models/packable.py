@@ -58,6 +58,7 @@ def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: boo
     if window and config.get("use_sliding_window", True):
         if window >= max_length:  # the window holds any sample
             layer_types.discard("sliding_attention")
+        # Without a list of types the window is that of all layers.
         elif not config.get("layer_types") or "sliding_attention" in layer_types:
             return tr(
                 "its attention reaches back {window} tokens only, less than data.max_length = {length}",
@@ -68,7 +69,7 @@ def _reason_not_to_mix(model: ModelConfig, max_length: int, *, takes_bounds: boo
         from toolkit.plan.kernels import kernels_of, missing
 
         kernels = kernels_of(config)
-        if kernels and kernels.packs and not missing(kernels):
+        if kernels and kernels.packs and not missing(kernels):  # installed kernels that take samples' bounds
             layer_types.discard("linear_attention")
     if mixing := sorted(layer_types - _PACKABLE):
         return tr("it has layers that mix a whole row: {layers}", layers=", ".join(mixing))

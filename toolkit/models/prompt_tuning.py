@@ -66,12 +66,10 @@ class PrefixEncoder(nn.Module):
     def prepend_prefix(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Let the cache of a forward pass begin with the prefix: a hook before the model's forward pass. `args` and
-        `kwargs` are the arguments of the pass, with `input_ids` [B, S] or `inputs_embeds` [B, S, H].
+        """Let the cache of a forward pass begin with the prefix: a hook before the model's forward pass.
 
-        Returns:
-            No positional arguments, and all by keyword: with a cache that holds P keys and values of each layer before
-            those of the pass, and a mask [B, P + S] that shows them (ChatGLM-6B and parts of rows find them alone).
+        Return no positional arguments, and all by keyword: with a cache that holds P keys and values of each layer
+        before those of the pass, and a mask [B, P + S] that shows them (ChatGLM-6B and parts of rows find them alone).
         """
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -147,11 +145,8 @@ class SoftPrompt(nn.Module):
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Put P filler tokens in front of each row, with mask and positions: a hook before the model's forward pass.
 
-        Later passes of generation, whose cache holds the prompt already, get the mask and the positions alone. `args`,
-        `kwargs`: the arguments of the pass; `input_ids` [B, S].
-
-        Returns:
-            No positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass.
+        Return no positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass. Later passes of
+        generation, whose cache holds the prompt already, get the mask and the positions alone.
         """
         kwargs, first = arguments_by_name(model, args, kwargs), record_of(model).first_position
         ids = kwargs["input_ids"]
@@ -179,17 +174,12 @@ class SoftPrompt(nn.Module):
         return torch.cat((prompt.expand(len(embedded), -1, -1), embedded[:, self.num_tokens :]), dim=1)
 
     def remove_prompt_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Remove the logits at the prompt's positions, which no caller knows of: a hook after the forward pass.
+        """Cut `output.logits` from [B, P + S, V] to [B, S, V], as no caller knows of the prompt: a hook after the
+        forward pass.
 
-        They are there only if the output layer ran on every token of the pass and that was its first. Not so in later
-        passes of generation, nor where it computes losses or logits of chosen tokens alone (`loss`, `logits_to_keep`).
-
-        Args:
-            kwargs: the pass's arguments as `reserve_prompt_tokens` returned them.
-            output: the model's output, with `logits` [B, P + S, V].
-
-        Returns:
-            `output`, its `logits` cut to [B, S, V].
+        The prompt's logits are there only if the output layer ran on every token of the pass and that was its first.
+        Not so in later passes of generation, nor where it computes losses or logits of chosen tokens alone (`loss`,
+        `logits_to_keep`). `kwargs`: the pass's arguments as `reserve_prompt_tokens` returned them.
         """
         # A part of rows has a mask of the whole rows, but positions of its own tokens.
         per_token = kwargs["position_ids"] if kwargs.get("in_parts") else kwargs["attention_mask"]

@@ -179,9 +179,7 @@ class Routers:
 
 
 def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
-    """Return how many tokens each of `size` experts gets, float32; `chosen` [tokens, K]; `samples`: how often each
-    token counts, [tokens].
-    """
+    """Return each expert's tokens, float32 [size]. `chosen`: [tokens, K]; `samples`: how often each token counts."""
     chosen, counts = chosen.flatten(0, -2), samples.float()
     return torch.zeros(size, device=chosen.device).scatter_add_(
         0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))

@@ -90,14 +90,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute a binary operator, unless its result would be too large."""
         if operator == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-            _check(len(left) + len(right))
+            _check_size(len(left) + len(right))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            _check(bits, _MOST_BITS)  # the most that the result can have
+            _check_size(bits, _MOST_BITS)  # the most that the result can have
         elif operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
-                    _check(len(sequence) * times)
+                    _check_size(len(sequence) * times)
         elif operator == "%" and isinstance(left, str):
             _check_call("%", (left, right), {})
         return self.binop_table[operator](left, right)
@@ -137,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for text in parts:
             length += len(text)
             if length > _LARGEST:
-                _check(length)
+                _check_size(length)
             texts.append(text)
         return "".join(texts)
 
@@ -197,10 +197,10 @@ def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> No
     """Raise SecurityError if a filter or method (its object comes first) would make something too large."""
     for value in (*args, *options.values()):
         if isinstance(value, int):  # it may be a width or a count
-            _check(abs(value))
+            _check_size(abs(value))
     if name in _SIZES:
         values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
-        _check(_SIZES[name](values) if values else 0)
+        _check_size(_SIZES[name](values) if values else 0)
 
 
 def _padded_size(values: list[Any]) -> int:
@@ -259,7 +259,7 @@ _SIZES: dict[str, Callable[[list[Any]], int]] = {
 """Method or filter -> about how large its result will be, for those that can make much of little."""
 
 
-def _check(size: int, limit: int = _LARGEST) -> None:
+def _check_size(size: int, limit: int = _LARGEST) -> None:
     """Raise SecurityError if a size is more than `limit`."""
     if size > limit:
         raise SecurityError(

@@ -110,9 +110,7 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
 
 
 def _remove_padding_token(model: PreTrainedModel) -> None:
-    """Remove the padding token from the config, if transformers would set its embedding, which is trained, to 0 at
-    loading. generation_config.json keeps it.
-    """
+    """Remove the config's padding token if transformers would set its trained embedding to 0 at loading."""
     if weights.zeroes_padding_embedding(model):
         model.config.pad_token_id = None
 
@@ -145,9 +143,7 @@ class Origin:
 
 
 def load_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Set `ModelRecord.origin` from the `official/` of a saved model's directory, if there is one; ModelError if it is
-    damaged.
-    """
+    """Set `ModelRecord.origin` from a saved model's `official/`, if there is one; ModelError if it is damaged."""
     record = folder / ORIGIN_DIR / RECORD
     if not record.is_file():
         return

@@ -222,6 +222,7 @@ class SpanTokenizer:
         joined: list[int] = []
         mask: list[bool] = []
         position, remaining = 0, list(reversed(() if is_whole else spans))  # the next one last
+        end = 0  # of the last span, in `joined`
         for piece, ids in pieces:
             piece_end, num_before = position + len(piece), len(joined)
             joined += ids
@@ -248,9 +249,9 @@ class SpanTokenizer:
         """
         opening = next((text for text in self.opening_ids if len(text) == begin and piece.startswith(text)), "")
         start = len(self.opening_ids.get(opening, ()))
-        control = self._closings.search(piece, begin)
         if not start or ids[:start] != self.opening_ids[opening]:
             return None
+        control = self._closings.search(piece, begin)  # the token that ends the answer, or begins the next turn
         if control is None:
             return (start, len(ids)) if stop == len(piece) else None
         is_end, after = control[0] == self.end, control.end()

@@ -44,9 +44,7 @@ def measure_each(
 
 
 def broadcast_from_last(engine: DeepSpeedEngine, compute: Callable[[], Any]) -> Any:
-    """Call `compute` on the last pipeline stage and return its result on every rank; without stages call it on each
-    rank. A collective.
-    """
+    """Return on every rank what `compute` returns on the last pipeline stage, without stages on each. A collective."""
     if not is_pipeline(engine):
         return compute()
     results = [compute() if engine.is_last_stage() else None]

@@ -118,7 +118,7 @@ class TransformersLayout(weights.Layout):
             step = converter.operations[joining[0]]
             axis = int(step.dim) - 1 if is_stacked else int(step.dim)  # an expert's tensor lacks the first dimension
             sizes = [
-                self._size(parts[source][0], axis) if source in parts else 0 for source in converter.source_patterns
+                self._size_of(parts[source][0], axis) if source in parts else 0 for source in converter.source_patterns
             ]
             if len({*sizes}) > 1:
                 from toolkit.models.conversions import UnequalParts
@@ -171,9 +171,9 @@ class TransformersLayout(weights.Layout):
                 return _Target(tuple(self._convert(converter, name, empty)), ..., converter)
             except (ArithmeticError, LookupError, RuntimeError, ValueError):  # its shape does not fit
                 return _Target((parameter,))
-        return self._part(name, parameter, pattern, converter)
+        return self._place_in_joint(name, parameter, pattern, converter)
 
-    def _part(self, name: str, parameter: str, pattern: str, converter: loading.WeightConverter) -> _Target:
+    def _place_in_joint(self, name: str, parameter: str, pattern: str, converter: loading.WeightConverter) -> _Target:
         """Return the part of a joint parameter that a stored tensor is: of experts stacked along the first dimension,
         and of parts (gate, up) concatenated along another.
         """
@@ -201,12 +201,12 @@ class TransformersLayout(weights.Layout):
         index: list[Any] = [number] if is_stacked else []
         if joined:  # expert 3's `up` after its `gate`, I rows each: (3, slice(I, 2 * I))
             axis = joined[0] - is_stacked
-            start = sum(self._size(part, axis) for part in self._before(parameter, converter, name, is_stacked))
-            index += [slice(None)] * (joined[0] - len(index)) + [slice(start, start + self._size(name, axis))]
+            start = sum(self._size_of(part, axis) for part in self._preceding(parameter, converter, name, is_stacked))
+            index += [slice(None)] * (joined[0] - len(index)) + [slice(start, start + self._size_of(name, axis))]
         target = parameter.replace(targets[0], targets[target_number])
         return _Target((target,), tuple(index) if joined else index[0])
 
-    def _before(self, parameter: str, converter: loading.WeightConverter, name: str, is_stacked: bool) -> list[str]:
+    def _preceding(self, parameter: str, converter: loading.WeightConverter, name: str, is_stacked: bool) -> list[str]:
         """Return the parts that are concatenated before one; `is_stacked`: within the same expert."""
         parts = [self._parts[parameter][pattern] for pattern in converter.source_patterns]
         if is_stacked:
@@ -215,7 +215,7 @@ class TransformersLayout(weights.Layout):
         names = [name for names in parts for name in names]
         return names[: names.index(name)]
 
-    def _size(self, name: str, axis: int) -> int:
+    def _size_of(self, name: str, axis: int) -> int:
         """Return a stored tensor's size along an axis, 0 if it has none."""
         shape = self._stored[name]
         return shape[axis] if axis < len(shape) else 0

@@ -133,9 +133,7 @@ def load_chat_encoder(
     chat_template: str = "",
     original_labels: bool = True,
 ) -> AnyChatEncoder:
-    """Return what turns conversations into ids and the mask of trained tokens, for the tokenizer in a directory; see
-    `load_tokenizer` and `chat.chat_encoder`.
-    """
+    """Return the chat encoder of the tokenizer in a directory; see `load_tokenizer` and `chat.chat_encoder`."""
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
@@ -157,9 +155,7 @@ def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> Any
 
 
 def _check_growth(file: Path) -> None:
-    """Raise ModelError for a tokenizer.json whose steps lengthen texts without bound: ten that replace `a` by ten `a`
-    would fill any memory.
-    """
+    """Raise ModelError for a tokenizer.json whose steps lengthen texts without bound: ten could fill any memory."""
     tokenizer = json_object(file, ModelError)
     for part in ("normalizer", "decoder"):
         growth = _growth_factor(tokenizer.get(part))

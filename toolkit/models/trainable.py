@@ -136,9 +136,7 @@ def _constants(model: PreTrainedModel) -> list[str]:
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
-    """Return the names of the modules that are never trained, `*` for the numbers of layers, and how many parameters
-    they have.
-    """
+    """Return the names of modules never trained, `*` for layers' numbers, and how many parameters they have."""
     untrained = untrained_prefixes(model)
     outermost = [name for name in untrained if not any(name != other and name.startswith(other) for other in untrained)]
     sizes = [

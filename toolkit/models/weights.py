@@ -58,9 +58,7 @@ class Layout:
 
 
 def prediction_layer_pattern(config: Any) -> str:
-    """Return a regular expression for names of multi-token prediction layers; transformers (5.23) knows their numbers
-    for published model sizes alone.
-    """
+    """Return a pattern of multi-token prediction layers' names; transformers (5.23) knows those of published sizes."""
     config = config.get_text_config()
     count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
     return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
@@ -153,9 +151,7 @@ class WeightFiles(dict[str, TensorInfo]):
 
 
 def files_of(folder: Path, dtype: torch.dtype | None = None) -> WeightFiles:
-    """Return the metadata of a directory's tensors: of quantized matrices as they are read, in `dtype`, or if that is
-    None in the 16 bits that config.json names.
-    """
+    """Return the metadata of a directory's tensors; of quantized matrices as they are read: in `dtype`, or 16 bits."""
     if not is_quantized(folder):
         return WeightFiles(folder)
     from toolkit.models.dequantize import QuantizedFiles
@@ -321,14 +317,14 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
     """Raise ModelError unless the files' names and shapes are the model's. Buffers and tied copies may be there too."""
     shapes = shapes_of(model)
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    all_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    all_names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     filled = dict.fromkeys(shapes, 0)  # how many numbers of each parameter the files have
     unexpected, mismatched = [], []
     for name, info in files.items():
         targets = layout.parameters(name)
-        if any(target not in shapes for target in targets):
-            if any(target not in extra for target in targets):
+        if not shapes.keys() >= {*targets}:  # a buffer or a tied copy, which need not be there, or no part of the model
+            if not all_names.issuperset(targets):
                 unexpected.append(name)
         elif targets and info.shape != (expected := layout.stored_shape(name, shapes)):
             mismatched.append(f"{name} {info.shape} instead of {expected}")

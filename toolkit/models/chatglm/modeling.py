@@ -52,9 +52,9 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def check_rows(input_ids: torch.Tensor, config: "ChatGLMConfig") -> None:
-    """Make sure that each row `[B, S]` holds <sop>, or nothing but padding: a rank may have no sample left."""
+    """Raise ModelError unless each row of ids `[B, S]` holds <sop>, from which positions are found."""
     has_sop = (input_ids == config.bos_token_id).any(dim=1)
-    is_filler = (input_ids == config.pad_token_id).all(dim=1)
+    is_filler = (input_ids == config.pad_token_id).all(dim=1)  # a row of a rank that has no sample left
     if not (has_sop | is_filler).all():
         raise ModelError(
             "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
@@ -150,9 +150,7 @@ class ChatGLMAttention(nn.Module):
         past_key_values: Cache | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend. `hidden_states` and the result are `[B, S, H]`, `attention_mask` `[B, 1, S, S + past]`; `options` are
-        for attention as it is implemented.
-        """
+        """Return `[B, S, H]` for `[B, S, H]`. `attention_mask`: `[B, 1, S, S + past]`; `options`: of the attention."""
         batch, size, _ = hidden_states.shape
         mixed = self.query_key_value(hidden_states).view(batch, size, -1, 3 * self.head_size).transpose(1, 2)
         query, key, value = mixed.chunk(3, dim=-1)  # [B, N, S, D]

@@ -116,8 +116,8 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
 
 def official_vocabulary(folder: Path) -> Path | None:
     """Return the vocabulary file of the official ChatGLM tokenizer in a directory, None if it has no such tokenizer;
-    ModelError if the file is missing. In a saved model's directory it is the one in `official/`, whose tokenizer never
-    parses control strings.
+    ModelError if the file is missing. The first counts of: in a saved model's directory that in `official/`, whose
+    tokenizer never parses control strings; ice_text.model; tokenizer.model, if any file says that it is a ChatGLM's.
     """
     inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
     if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
@@ -127,14 +127,11 @@ def official_vocabulary(folder: Path) -> Path | None:
     if (folder / "ice_text.model").is_file():
         return folder / "ice_text.model"
     if (folder / "tokenizer.model").is_file():
+        has_official_config = architecture_of(read_json_or_empty(folder / "config.json")) is not None
+        # A vocabulary alone: other families' directories have at least a tokenizer_config.json.
         others = ("tokenizer_config.json", "tokenizer.json", "config.json")
-        if (
-            is_named
-            or (folder / TOKENIZER_CODE).is_file()
-            or architecture_of(read_json_or_empty(folder / "config.json")) is not None
-            # A vocabulary alone: other families' directories have at least a tokenizer_config.json.
-            or not any((folder / name).is_file() for name in others)
-        ):
+        is_alone = not any((folder / name).is_file() for name in others)
+        if is_named or has_official_config or is_alone or (folder / TOKENIZER_CODE).is_file():
             return folder / "tokenizer.model"
     if is_named and not (folder / "tokenizer.json").is_file():
         raise ModelError(

@@ -96,9 +96,7 @@ def tiktoken_bpe(file: Path) -> Tokenizer:
 
 
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
-    """Return each pair of tokens that join to a token, ordered by rank of the joined one, then of the two. `ranks`: of
-    all tokens.
-    """
+    """Return the pairs of tokens that join to a token, ordered by `ranks` of the joined token, then of the two."""
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
