@@ -211,7 +211,7 @@ def load_adapter(
 
 def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors by their names in its file, ModelError without one; nothing in it is executed."""
-    for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
+    for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):  # peft's, its older name, ChatGLM's
         if (folder / name).is_file():
             # ChatGLM-6B's own P-Tuning script saved lm_head too.
             start = prompt_tuning.PREFIX if method_of(read_settings(folder)) is TuningMethod.ptuning_v2 else ""

@@ -102,7 +102,7 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantization_config of a config.json or of its text model's section, {} if there is none."""
     values = (section[key] for section in sections_of(config) for key in QUANTIZATION_KEYS if section.get(key))
     settings: Any = next(values, {})
-    return settings if isinstance(settings, Mapping) else {"quant_method": settings}
+    return settings if isinstance(settings, Mapping) else {"quant_method": settings}  # the method's name alone
 
 
 def is_quantized(folder: Path) -> bool:
@@ -130,8 +130,10 @@ def trust_code(path: str) -> None:
 def has_runnable_code(path: str) -> bool:
     """Whether a directory's code would run if it were trusted; True for a directory without a config.json."""
     file = Path(path) / "config.json"
-    config = read_object(file) if file.is_file() else None
-    return config is None or (architecture_of(config) is None and "auto_map" in config)
+    if not file.is_file():
+        return True
+    config = read_object(file)
+    return architecture_of(config) is None and "auto_map" in config  # official ChatGLMs' code is never run
 
 
 def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:

@@ -97,7 +97,7 @@ class LossGradients:
             group_size = max(size, 2 * weight.size(1) // hidden.element_size())
         for start in range(0, len(hidden), group_size):
             stop = min(start + group_size, len(hidden))
-            # The gradient by the logits of a group; that of a single chunk is not copied.
+            # The gradient by the logits of a group of several chunks, filled below; that of a single one is not copied.
             gradient = hidden.new_empty(stop - start, scores.vocabulary) if stop - start > size else None
             for part_start in range(start, stop, size):
                 part = slice(part_start, min(part_start + size, stop))

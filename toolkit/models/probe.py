@@ -182,7 +182,7 @@ def coarser_precision(measured: Probe, recorded: Probe) -> str:
 def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
     """Return the other precision in which to run a model to measure its rounding; None if nothing is to be measured."""
     kind = coarser_precision(measured, recorded)
-    if kind not in _STEPS:
+    if kind not in _STEPS:  # nf4, whose bounds are the same for all models
         return None
     if kind == "float32":
         return torch.float64
@@ -191,9 +191,8 @@ def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
 
 def rounding_error(measured: Probe, again: Probe, recorded: Probe) -> float:
     """Return the rounding error of logits (see `difference_of`) in the coarser precision of `measured` and `recorded`.
-
-    `again`: of the same weights, in the other precision (`other_precision`).
+    `again`: of the same weights as `measured`, in the other precision (`other_precision`).
     """
-    # The two differ by the rounding of the coarser of them, which is scaled to the precision that is asked for.
+    # `measured` and `again` differ by rounding in the coarser of their precisions: scaled to the one asked for.
     step_between = _STEPS[coarser_precision(measured, again)]
     return difference_of(again, measured) * _STEPS[coarser_precision(measured, recorded)] / step_between

@@ -59,7 +59,7 @@ class PrefixEncoder(nn.Module):
             states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
         states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)  # [2 x L, heads, P, head_size]
         states = states[:, None].expand(-1, batch_size, -1, -1, -1)
-        # Another mask for each row, as in the original.
+        # Each row has a dropout mask of its own, as in the original.
         states = functional.dropout(states, self.dropout, self.training)
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 

@@ -46,11 +46,12 @@ def method_of(folder: Path, config: Mapping[str, Any]) -> str:
 def format_of(settings: Mapping[str, Any]) -> str:
     """Return the packing that a quantization_config names, or its method's default; "" if its method has only one."""
     method = _method(settings)
-    if method == "awq" and settings.get("backend") == "llm-awq":
+    if method == "awq" and settings.get("backend") == "llm-awq":  # a packing of its own, whatever `version` says
         return "llm-awq"
-    keys = ("version", "format") if method == "awq" else ("checkpoint_format", "format")
-    named = next((str(settings[key]).lower() for key in keys if settings.get(key)), "")
-    return named or _FORMATS.get(method, ("",))[0]
+    for key in ("version", "format") if method == "awq" else ("checkpoint_format", "format"):
+        if settings.get(key):
+            return str(settings[key]).lower()
+    return _FORMATS[method][0] if method in _FORMATS else ""
 
 
 def is_readable(settings: Mapping[str, Any]) -> bool:
@@ -104,7 +105,7 @@ def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:
 
 def _method(settings: Mapping[str, Any]) -> str:
     """Return the quant_method of a quantization_config, "?" if it names none; ModelOpt's with its algorithm."""
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):  # of before there was a quant_method
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):  # its older files have no quant_method
         return "bitsandbytes"
     if settings.keys() >= {"bits", "group_size"} and "quant_method" not in settings:
         return "mlx"

@@ -115,6 +115,7 @@ class Routers:
         return {"expert_dropped": float(loads[-1] / loads[:-1].sum())} if self.capacity else {}
 
     def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each router's number with its experts' tokens, of loads one layer after the other."""
         sizes = list(self._sizes.values())
         return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
 

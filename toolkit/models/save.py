@@ -67,8 +67,8 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        writes = model.can_generate()  # a classifier gives scores alone
-        if encoder is not None and writes:
+        generates = model.can_generate()  # a classifier gives scores alone
+        if encoder is not None and generates:
             # So that programs without the chat format stop at the end of answers too (GLM-4#297: they never did).
             end_ids = model.generation_config.eos_token_id
             end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
@@ -88,12 +88,12 @@ def non_weight_files(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None
         model.config.dtype = model.dtype
         model.config.architectures = [type(model).__name__]
         config = deepcopy(model.config)
-        if writes:
+        if generates:
             config.use_cache = True  # off in training; custom generation loops rely on it, `generate` does not
         config.save_pretrained(folder)
         old_names.add_to_config(folder / "config.json")
         try:
-            if writes:
+            if generates:
                 model.generation_config.save_pretrained(folder)
         except ValueError as error:  # transformers loads such a file, but does not write it
             raise ModelError(

@@ -33,9 +33,8 @@ def examine(examination: "Examination") -> None:
     # Qwen3's: "<|im_start|>assistant\n" with reasoning; without, "<think>\n\n</think>\n\n" follows (`no_thought`).
     thinking_opening = openings[-1]
     for mode, opening in zip(MODES[:-1], openings, strict=False):
-        # What the opening of a mode has after that which leaves the reasoning to the model, if it begins with that.
         no_thought = opening.removeprefix(thinking_opening)
-        if not thinking_opening or no_thought in ("", opening):
+        if not thinking_opening or no_thought in ("", opening):  # this mode does not end the reasoning
             continue
         # The template leaves `no_thought` out where it writes an answer.
         if answered.startswith(question + thinking_opening) and not begins_with_prompt:

@@ -105,17 +105,17 @@ class TransformersLayout(weights.Layout):
 
     def conversions(self) -> list[loading.WeightTransform]:
         """Return those conversions of transformers' table that the files need, so that their reverse makes the files'
-        form: also the unequal sizes of parts that one of them concatenates.
+        form. One that concatenates parts of unequal sizes (Olmo Hybrid) becomes `UnequalParts`, which knows the sizes.
         """
         for parts in self._parts.values():
             pattern = next(iter(parts))
             converter, is_stacked = self._converter_of(pattern), "*" in pattern
-            joining = [
-                number for number, step in enumerate(converter.operations) if isinstance(step, loading.Concatenate)
-            ]
-            if not joining or (is_stacked and len(converter.operations) == 1):  # or experts alone, which are alike
+            operations = converter.operations
+            joining = [number for number, step in enumerate(operations) if isinstance(step, loading.Concatenate)]
+            only_joins_experts = is_stacked and len(operations) == 1  # which are of one size
+            if not joining or only_joins_experts:
                 continue
-            step = converter.operations[joining[0]]
+            step = operations[joining[0]]
             axis = int(step.dim) - 1 if is_stacked else int(step.dim)  # an expert's tensor lacks the first dimension
             sizes = [
                 self._size_of(parts[source][0], axis) if source in parts else 0 for source in converter.source_patterns
@@ -124,7 +124,7 @@ class TransformersLayout(weights.Layout):
                 from toolkit.models.conversions import UnequalParts
 
                 if not isinstance(step, UnequalParts):
-                    step = converter.operations[joining[0]] = UnequalParts(step.dim)
+                    step = operations[joining[0]] = UnequalParts(step.dim)
                 step.sizes[sum(sizes)] = sizes  # its reverse finds them by the size of the whole
         return [entry for entry in self._table if entry.was_used()]
 

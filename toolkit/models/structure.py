@@ -30,31 +30,29 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     towers = tower_prefixes(model)  # which may have as many layers
     lengths = {name: len(part) for name, part in lists.items() if not name.startswith(towers)}
-    fitting = [name for name, length in lengths.items() if length == number]
-    inner = tuple(f"{name}." for name in lengths)
-    if fitting:
+    if fitting := [name for name, length in lengths.items() if length == number]:
         return [min(fitting, key=len)]  # of several the outermost, whose name is the shortest
-    return [name for name in lengths if not name.startswith(inner)]
+    inside_lists = tuple(f"{name}." for name in lengths)
+    return [name for name in lengths if not name.startswith(inside_lists)]
 
 
 def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the name prefixes, such as "model.visual.", of modules that process only images and sound: inner models
-    that take no text, with the modules around them up to one that has the embedding of text too, and in a multimodal
-    wrapper everything but its text model. () for a model of text.
+    """Return the name prefixes, such as "model.visual.", of modules that process only images and sound; () for a model
+    of text.
     """
-    modules = dict(model.named_modules())
-    inner = {name: part for name, part in modules.items() if isinstance(part, PreTrainedModel)}
-    parts = [name for name, part in inner.items() if "text" not in part.input_modalities]
-    embedding = model.get_input_embeddings()
-    for number, name in enumerate(parts):  # widen it to the outermost module around it without the embedding of text
-        parents = name.split(".")[:-1]
-        outer = (".".join(parents[:depth]) for depth in range(1, len(parents) + 1))  # the outermost first
-        parts[number] = next((parent for parent in outer if embedding not in modules[parent].modules()), name)
+    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
+    parts = []
+    for name, part in modules.items():  # inner models that take no text
+        if isinstance(part, PreTrainedModel) and "text" not in part.input_modalities:
+            # Each with what is around it: the outermost module that does not hold the embedding of text, too.
+            path = name.split(".")
+            around = [".".join(path[:depth]) for depth in range(1, len(path))]  # the outermost first
+            parts.append(next((outer for outer in around if embedding not in modules[outer].modules()), name))
     parts += [name for name in modules if name.endswith(_PROJECTIONS)]
-    if model.config.get_text_config() is not model.config:  # a multimodal wrapper
+    if model.config.get_text_config() is not model.config:  # a multimodal wrapper: everything but its text model
         text_modules = {model.get_decoder(), model.get_output_embeddings()}
         others = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
-        parts += [name for name, part in model.named_modules() if part in others]
+        parts += [name for name, part in modules.items() if part in others]
     return tuple(f"{name}." for name in dict.fromkeys(parts))
 
 

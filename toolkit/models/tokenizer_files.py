@@ -44,24 +44,28 @@ def load_tokenizer(
     if vocabulary is None:
         tokenizer = _load_by_transformers(folder)
     else:
-        from toolkit.models.chatglm import formats
-
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
-        # A template that `model.chat_template` gave in training is in the export, and is kept. Others stand for the
-        # family's own format: its template, that without `SERVED_TURNS` (`bare`) in exports of earlier versions, the
-        # official file's, or none.
-        bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
-        default_templates = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
         # Exports have the vocabulary in `official/`; ChatGLM-6B's tokenizer is saved in its official layout.
-        is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
-        if is_saved and (saved := directory.saved_template(folder)) not in default_templates:
-            tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
+        if vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm:
+            _restore_template(tokenizer, folder)
     if chat_template:
         from toolkit.models.named_templates import use_template
 
         use_template(tokenizer, chat_template)
     return tokenizer
+
+
+def _restore_template(tokenizer: Any, export: Path) -> None:
+    """Give an official ChatGLM's tokenizer the template in an export, if `model.chat_template` gave it in training."""
+    from toolkit.models.chatglm import formats
+
+    saved = directory.saved_template(export)
+    # Others stand for the family's own format: its template, in exports of earlier versions that without
+    # `SERVED_TURNS` (`bare`), the official file's, or none.
+    bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
+    if saved not in (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None):
+        tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
 
 
 def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:

@@ -225,7 +225,7 @@ def stored_values(
     for targets, names in names_by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
-        if all(layout.index(name) is ... for name in names):
+        if all(layout.index(name) is ... for name in names):  # each tensor fills whole parameters
             for name in names:
                 with files.open(name) as value:
                     yield from zip(targets, layout.split(name, value), strict=True)

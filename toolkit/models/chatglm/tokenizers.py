@@ -194,8 +194,8 @@ class _Chats:
         """
         supported = {"add_generation_prompt", "tokenize", "tools", "return_dict", "return_tensors"}
         supported |= {"padding", "padding_side"}
-        is_plain = options.get("tokenize", True) and not args and set(options) <= supported and self.has_chat_format
-        if not is_plain or not self.has_own_template:
+        asks_for_ids = options.get("tokenize", True) and not args and set(options) <= supported
+        if not (asks_for_ids and self.has_chat_format and self.has_own_template):
             tokenizer_options = {"split_special_tokens": False, **(options.pop("tokenizer_kwargs", None) or {})}
             return super().apply_chat_template(  # type: ignore[misc]
                 conversation, *args, **options, tokenizer_kwargs=tokenizer_options
@@ -226,9 +226,8 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         if family is Family.glm4:
             # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
             official = directory.read_json_or_empty(vocab_file.parent / "tokenizer_config.json").get("chat_template")
-            self.own_template = (
-                formats.SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
-            )
+            if isinstance(official, str):
+                self.own_template = formats.SERVED_TURNS[family] + official
             backend = tiktoken_bpe(vocab_file)
             named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
         else:
