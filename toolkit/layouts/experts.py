@@ -38,7 +38,7 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
     """Raise ModelError unless a model's experts can be divided over so many ranks."""
     numbers = {weight.size(0) for weight in expert_parameters(model).values()}
     reason = ""
-    if not numbers or not model._can_set_experts_implementation():
+    if not numbers or not model._can_set_experts_implementation():  # transformers 5.24, modeling_utils.py
         reason = tr("it has no routed experts that transformers computes by an interface")
     elif uneven := [number for number in numbers if number % ranks]:
         reason = tr("its {count} experts cannot be divided by {ranks}", count=uneven[0], ranks=ranks)
@@ -81,15 +81,15 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, num_experts)
     num_sent, num_received = rows_exchanged(counts.view(ranks, num_experts), received)
-    dropped = len(rows) - sum(num_sent)  # the first ones
-    rows = row_exchange.exchange_rows(rows[dropped:], group, num_sent, num_received)  # [N, H], by rank and expert
+    num_dropped = len(rows) - sum(num_sent)  # of the first rows, as their numbers are the smallest
+    rows = row_exchange.exchange_rows(rows[num_dropped:], group, num_sent, num_received)  # [N, H], by rank and expert
     # `compute_experts` wants them by expert alone: `order` sorts them, its inverse restores the order of the senders.
     expert = torch.arange(num_experts, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(num_received))
     order = expert.argsort(stable=True)
     rows = compute_experts(self, rows[order], Groups(received.sum(0)), expert[order])
     back = row_exchange.exchange_rows(rows[order.argsort()], group, num_received, num_sent)
-    return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
+    return functional.pad(back, (0, 0, num_dropped, 0)) if num_dropped else back
 
 
 def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -223,6 +223,7 @@ class PipelineStage(PipelineModule):
             before_update()
             PipelineEngine._exec_optimizer_step(pipeline, **options)
 
+        # What the engine calls for each instruction of its schedule (0.19.8, runtime/pipe/engine.py).
         engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: update}
         engine.train_batch(self._hand_over(micro_batches, finish))
 
@@ -267,8 +268,7 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
 
 def capture_stages(engine: PipelineEngine, ids: torch.Tensor) -> probe.Probe:
     """Return the probe of a pipeline's model, by which a checkpoint is verified when it is loaded: logits [R, V] at the
-    last of `ids` [R, L]; of a classifier the scores at all tokens, [R, L x labels]. The same on all ranks; a
-    collective.
+    last of `ids` [R, L]; of a classifier the scores at all tokens, [R, L x labels]. A collective: the same on all.
     """
     is_classifier = probe.is_classifier(unwrap_model(engine.module))
 

@@ -193,8 +193,7 @@ class AnswerFinder:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_indices: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
         """Return a conversation's text and the spans of its messages `trained_indices`; None if the template writes
-        turns in another way once others follow. An answer is what the rendering up to it has more than that of its
-        prompt.
+        turns in another way once others follow. An answer is what the rendering up to it has after its prompt.
         """
         rendered = self.template.render(messages, tools, add_generation_prompt=False)
         spans = []

@@ -48,8 +48,8 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     # Without the head of a classifier, which is new.
     parameters = {name: parameter for name, parameter in model.named_parameters() if name != SCORE}
     names = sorted(parameters)
-    indices = torch.linspace(0, len(names) - 1, min(_PARAMETERS, len(names))).round().long().tolist()
     # Evenly spaced from the first to the last name.
+    indices = torch.linspace(0, len(names) - 1, min(_PARAMETERS, len(names))).round().long().tolist()
     numbers = {names[index]: fingerprint_of(parameters[names[index]]) for index in dict.fromkeys(indices)}
     if any(parameter.is_meta for parameter in parameters.values()):  # which another stage holds
         for part in process_group.gather(numbers):

@@ -434,8 +434,7 @@ class TemplateChatEncoder:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
     ) -> tuple[str, list[Span]]:
         """Return a conversation's text, `rendered` if that is not "", and the trained part of each of its trained
-        messages. RowError or ModelError if the template does not write what is to be trained, or not as it would be
-        generated.
+        messages. RowError or ModelError if the template does not write that, or not as it would be generated.
         """
         trained_indices = [index for index, message in enumerate(messages) if _is_trained(message)]
         # Messages with nothing but role and content.
@@ -531,7 +530,7 @@ class TemplateChatEncoder:
         other = {**messages[index], "content": f"{block}\ufdd2"}
         try:
             changed = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
-            # Of a text by `served_turns.after_prompt`, the template writes the end; its start is `shift` longer.
+            # The prompt in a text by `served_turns.after_prompt` is longer, by `shift`, than in the template's own.
             is_own = changed[:begin] == text[:begin]
             shift = 0 if is_own else len(text) - len(self.render(messages, tools, False))
         except RowError:  # gpt-oss' rejects a text with both reasoning and calls

@@ -73,8 +73,7 @@ class ExpertLora(ParamWrapper):
 @contextmanager
 def pretend_full_expert_shapes(model: PreTrainedModel) -> Iterator[None]:
     """Show peft experts in the full shape of the layer, even if they are divided over ranks or packed into 4 bits, so
-    that the random values of LoRA do not depend on the number of ranks. peft reads a parameter's `ds_shape` if it has
-    one.
+    that the random values of LoRA do not depend on the number of ranks. peft reads a parameter's `ds_shape`, if any.
     """
     divided = {
         name: parameter
@@ -114,7 +113,8 @@ def quantize_matrices(layer: Any, name: str, device: torch.device) -> Any:
 
 def use_sorted_experts(model: PreTrainedModel) -> bool:
     """Make a model compute its experts by `_sorted_forward`; return whether transformers supports that for it."""
-    if is_possible := model._can_set_experts_implementation():
+    is_possible = model._can_set_experts_implementation()  # transformers 5.24, modeling_utils.py
+    if is_possible:
         model.set_experts_implementation(SORTED)
     return is_possible
 
@@ -157,9 +157,9 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
         second: Any = layer.lora_B[adapter]
         second.weight = nn.Parameter(second.weight.data.unflatten(1, (-1, layer.num_experts)))
         if base.num_experts < layer.num_experts:  # peft has seen all (`pretend_full_expert_shapes`), this rank has some
+            part = process_group.part_of(base.get_parameter(layer.parameter_name))
             for key, factor in (("lora_A", first), ("lora_B", second)):
                 factor_name = f"{name}.{key}.{adapter}.weight"
-                part = process_group.part_of(base.get_parameter(layer.parameter_name))
                 rank_part = process_group.take_part(factor_name, factor.weight.data, *part)
                 factor.weight = mark_as_divided(nn.Parameter(rank_part.clone()), base.expert_group)
             layer.num_experts = base.num_experts
@@ -245,8 +245,10 @@ def _grouped_products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups
     A matrix without a row takes part too: its gradient is 0, so that all ranks reduce the same gradients.
     """
     if _has_kernel(rows):
-        return functional.grouped_mm(rows, matrices if transposed else matrices.transpose(1, 2), offs=groups.ends)
-    parts = zip(rows.split(groups.sizes), (matrices.transpose(1, 2) if transposed else matrices).unbind(), strict=True)
+        by_input = matrices if transposed else matrices.transpose(1, 2)  # [E, I, O]
+        return functional.grouped_mm(rows, by_input, offs=groups.ends)
+    by_output = matrices.transpose(1, 2) if transposed else matrices  # [E, O, I]
+    parts = zip(rows.split(groups.sizes), by_output.unbind(), strict=True)
     return torch.cat([functional.linear(part, matrix) for part, matrix in parts])
 
 

@@ -23,6 +23,7 @@ _COMPUTED = re.compile(r"(bias|position_ids|position_index|inv_freq|num_batches_
 
 def record(model: PreTrainedModel, files: weights.WeightFiles, names: Iterable[str]) -> None:
     """Record the tensors `names` of a model's files in `ModelRecord.extra_tensors`, except for buffers."""
+    # Layers for prediction may have parameters with such names, such as a router's bias.
     extra_names = [name for name in names if not _COMPUTED.search(name) or is_predicting(name, model.config)]
     tensors = {name: dtype_and_shape(files, name) for name in extra_names}
     if tensors:
@@ -60,7 +61,7 @@ def predicting_keys(config: Mapping[str, Any]) -> list[str]:
     return [key for key, value in config.items() if _COUNT.fullmatch(key) and isinstance(value, int) and value]
 
 
-def count_layers(model: PreTrainedModel) -> None:
+def correct_layer_counts(model: PreTrainedModel) -> None:
     """Set the config's number of layers for multi-token prediction to 0 if the model has none. transformers (5.23)
     skips those of GLM-4.5, DeepSeek-V3 and others at loading, and vLLM and llama.cpp would look for them.
     """

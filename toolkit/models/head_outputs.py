@@ -56,7 +56,7 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """Run a transformers model without its output layer and return the states `[B, S, H]`. The batch of a later
     pipeline stage has `inputs_embeds`; one without `segment_ids` has no padding, as that of a probe.
     """
-    inputs = on_device(model, batch) if "labels" in batch else batch
+    inputs = on_device(model, batch) if "labels" in batch else batch  # a probe's is on the device already
     output = model.base_model(**forward_arguments(model, inputs))
     states: torch.Tensor = output if isinstance(output, torch.Tensor) else output.last_hidden_state
     return states

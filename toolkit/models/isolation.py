@@ -30,8 +30,7 @@ def check_isolation(
 ) -> None:
     """Raise ModelError unless the logits of sample b are the same in the rows [a b], [c b] and [b]. A collective under
     ZeRO-3. `name`: of the model, for messages. `forward`: returns the logits of a batch, in place of calling the
-    engine, as for a pipeline. `shared`: check rows whose samples share a prefix too. `remedy`: setting that the error
-    suggests.
+    engine, as for a pipeline. `shared`: check rows whose samples share a prefix too. `remedy`: setting to suggest.
     """
     dtypes = {parameter.dtype for parameter in engine.parameters()}
     is_tf32 = accelerator.uses_tf32(device)
@@ -67,9 +66,7 @@ def check_isolation(
 
 
 def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the logits of rows in evaluation mode, float32 [B, S, V], of an engine or a model. A collective under
-    ZeRO-3. `batch`: `input_ids`, `position_ids` and what `attention_arguments` reads.
-    """
+    """Return an engine's or a model's logits of rows in evaluation mode, float32 [B, S, V]. A collective (ZeRO-3)."""
     inputs = {key: tensor.to(device) for key, tensor in batch.items()}
     arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"]}
     # With other `position_ids` for a model that makes its own, or whose first is not 0.

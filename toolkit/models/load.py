@@ -207,12 +207,8 @@ def create_model(
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Build the model to train; ModelError if it does not fit `tokenizer`. Random weights are the same on every rank.
-
-    Args:
-        packed: whether rows hold several samples.
-        parts: number of ranks that each row is divided over.
-        head: of a classifier, in place of the output layer.
-        ds_config, needed_rows, ready: see `load_weights.load_model`.
+    `packed`: whether rows hold several samples; `parts`: number of ranks that each row is divided over; `head`: of a
+    classifier, in place of the output layer; `ds_config`, `needed_rows`, `ready`: see `load_weights.load_model`.
     """
     if config.init is Init.random:
         # Not partitioned, even under stage 3: such models are small, and all stages start from the same values.

@@ -91,7 +91,8 @@ def trained_rows(model: PreTrainedModel, save_modules: list[str]) -> dict[str, l
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Disable a model's LoRA matrices and `modules_to_save`, so that it computes what the base model computes.
 
-    Not by peft's `enable_adapters`, which changes requires_grad too, of which DeepSpeed's hooks know nothing.
+    Not by peft's `enable_adapters` (0.21, tuners/tuners_utils.py), which also changes requires_grad, unknown to
+    DeepSpeed's hooks.
     """
     kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
     layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
@@ -115,8 +116,8 @@ def quantize(model: PreTrainedModel) -> None:
 
 def quantize_layer(model: PreTrainedModel, name: str) -> None:
     """Quantize the linear layer that a parameter is in, or the experts that it is, to 4 bits on this rank's device;
-    does nothing if that is done, if values are still missing, or outside the decoder layers. A collective for divided
-    experts.
+    does nothing if that is done, if values are missing, or outside the decoder layers. A collective if experts are
+    divided over ranks.
     """
     if not linear_layers.layer_of(name, structure.layer_lists(model)):
         return

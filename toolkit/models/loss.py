@@ -152,8 +152,7 @@ class LossHead:
 
     def _find_path(self, engine: Any) -> LossPath:
         """Return how losses can be computed, by a forward pass over a few tokens: from the output layer's inputs if the
-        model returns that layer's output unchanged as logits; else from the layer's output for trained tokens, or for
-        all.
+        model returns that layer's output unchanged as logits; else from its output for trained tokens, or for all.
         """
         module, layer = getattr(engine, "module", engine), output_layer(engine)
         if layer is None:

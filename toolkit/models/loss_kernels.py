@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """V."""
-        return (self.states if self.weight is None else self.weight.t()).size(1)
+        return self.states.size(1) if self.weight is None else self.weight.size(0)
 
     def logits(self, part: slice) -> torch.Tensor:
         """Return the logits of a slice of the tokens in float32, as a new tensor."""

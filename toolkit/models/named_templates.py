@@ -63,7 +63,7 @@ def use_template(tokenizer: Any, name: str) -> None:
             )
         if end := TEMPLATES[name].end:
             tokenizer.eos_token = end
-    tokenizer.chat_template, tokenizer.split_special_tokens = text, False
+    tokenizer.chat_template, tokenizer.split_special_tokens = text, False  # its control tokens are tokens in a text
 
 
 def templates_taking(tokenizer: Any, features: Iterable[str]) -> list[str]:

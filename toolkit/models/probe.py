@@ -24,8 +24,7 @@ ROWS, LENGTH = 2, 8
 # random GLMs of 2 to 40 layers and up to 65,024 tokens, weights spread 0.02 to 0.05: float32 up to 3e-5, float16 up to
 # 0.03, bfloat16 up to 0.25; allowed is at least the double. (Spread 0.1, bfloat16 reached 0.67.) Weights that have
 # nothing to do with each other differ by about 6.
-# TF32 has float16's mantissa in products alone; measured 5e-3.
-# What was trained on weights of 4 bits (QLoRA) is put on whole ones: 0.7 to 2.4, measured with NF4 computed on CPUs.
+# TF32, with float16's mantissa in products alone: 5e-3. QLoRA's 4 bits against whole weights: 0.7 to 2.4, on CPUs.
 TOLERANCES = {"float32": 1e-4, "tf32": 0.05, "float16": 0.1, "bfloat16": 0.5, "nf4": 4.0}
 
 # A larger difference is of other weights, or of weights put to other use. Measured with 19 random and briefly trained

@@ -108,7 +108,7 @@ def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dro
     prefix = PrefixEncoder(model.config.get_text_config(), num_tokens, projection, dropout).to(model.dtype)
     model.prefix_encoder = prefix
     model.register_forward_pre_hook(prefix.prepend_prefix, with_kwargs=True)
-    for layer in decoder_layers(model):  # transformers would drop the cache where activations are recomputed
+    for layer in decoder_layers(model):  # transformers (5.24) would drop the cache where activations are recomputed
         layer._can_checkpoint_with_cache = True  # type: ignore[assignment]
 
 

@@ -291,7 +291,7 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
                 value=value,
                 key=conflicting[0],
             )
-    # KTO passes half of a micro-batch at once.
+    # KTO runs forward on halves of the micro-batch that `Routers.begin` is told of.
     if any(unobserved.values()) or cfg.preference.loss is PreferenceLoss.kto:
         return None
     return Routers(routers, coefficient, rate, capacity)

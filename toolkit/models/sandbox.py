@@ -235,13 +235,15 @@ def _longest(values: Iterable[Any]) -> int:
     """Return the largest int, or length of a text, among values and the items in them."""
     longest = 0
     for value in values:
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(items))
+        size = abs(value) if isinstance(value, int) else _length(value)
+        items = value.values() if isinstance(value, dict) else value
+        in_items = _longest(items) if isinstance(value, (dict, list, tuple)) else 0
+        longest = max(longest, size, in_items)
     return longest
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, Sized) else 20
+    return len(value) if isinstance(value, Sized) else 20  # about that of a number's text
 
 
 _SIZES: dict[str, Callable[[list[Any]], int]] = {

@@ -120,7 +120,7 @@ def _correct_prediction_layers(model: PreTrainedModel) -> None:
     if "_predict_layers" in (config := str(model.config)) or "mtp_" in config:
         from toolkit.models import extra_tensors
 
-        extra_tensors.count_layers(model)
+        extra_tensors.correct_layer_counts(model)
 
 
 ORIGIN_DIR = "official"

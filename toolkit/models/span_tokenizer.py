@@ -178,18 +178,15 @@ class SpanTokenizer:
             if not indices:
                 continue
             backend = self.shield.backend if covered_texts else self._backend()
-            in_pieces = self._encode_in_pieces(
-                backend, [texts[index] for index in indices], [spans[index] for index in indices]
-            )
-            for index, ids_and_mask in zip(indices, in_pieces, strict=True):
-                if ids_and_mask is not None:
-                    encoded[index] = ids_and_mask
-            remaining = [index for index in indices if index not in encoded]
-            if remaining:
+            in_pieces = self._encode_in_pieces(backend, [texts[n] for n in indices], [spans[n] for n in indices])
+            pairs = zip(indices, in_pieces, strict=True)
+            encoded |= {index: ids_and_mask for index, ids_and_mask in pairs if ids_and_mask is not None}
+            whole = [index for index in indices if index not in encoded]  # no opening precedes one of their spans
+            if whole:
                 by_offsets = self.whole_texts.encode_by_offsets(
-                    backend, [texts[index] for index in remaining], [spans[index] for index in remaining]
+                    backend, [texts[n] for n in whole], [spans[n] for n in whole]
                 )
-                encoded.update(zip(remaining, by_offsets, strict=True))
+                encoded |= zip(whole, by_offsets, strict=True)
         return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
@@ -227,7 +224,7 @@ class SpanTokenizer:
             piece_end, num_before = position + len(piece), len(joined)
             joined += ids
             mask += [is_whole] * len(ids)
-            if remaining and remaining[-1][0] < piece_end:
+            if remaining and remaining[-1][0] < piece_end:  # the next span begins in this piece
                 begin, stop = remaining.pop()
                 trained = self._trained_ids(piece, ids, begin - position, stop - position)
                 if trained is None:
@@ -235,7 +232,7 @@ class SpanTokenizer:
                 start, end = num_before + trained[0], num_before + trained[1]
                 mask[start:end] = [True] * (end - start)
             position = piece_end
-        if remaining or (is_whole and not text.endswith(self.end)):
+        if remaining or (is_whole and not text.endswith(self.end)):  # a span is left, or the end token is missing
             return None
         if spans and spans[-1][1] == len(text) and not is_whole:  # nothing follows its ids but an end token
             del joined[end:], mask[end:]

@@ -182,6 +182,7 @@ class TransformersLayout(weights.Layout):
         ]
         targets = converter.target_patterns
         if steps == [("ErnieFuseAndSplitTextVisionExperts", None)]:  # the second half of the experts sees images
+            # It stacks experts, and joins gate and up where there are two source patterns.
             steps = [("MergeModulelist", 0), ("Concatenate", 1)][: len(converter.source_patterns)]
         is_stacked = ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step in ("Concatenate", "UnequalParts")]
@@ -248,7 +249,7 @@ def record(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Tra
     """
     layout = TransformersLayout(model, stored)
     if record_of(model).code_files is None:  # transformers does not convert what a directory's own code loads
-        model._weight_conversions = layout.conversions()
+        model._weight_conversions = layout.conversions()  # which `save_pretrained` reverses
         if get_model_conversion_mapping(model, add_legacy=False):
             record_of(model).stored_shapes = {name: [*shape] for name, shape in stored.items()}
     return layout

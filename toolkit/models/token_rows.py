@@ -52,7 +52,7 @@ def _forward(layer: Any, inputs: torch.Tensor, active_adapters: list[str], *args
     is_row = inputs[..., None] == ids  # [B, S, K]
     # Each token's number among the K rows; 0 for a token that has none, whose row `where` drops below.
     rows = layer.trainable_tokens_delta(is_row.byte().argmax(dim=-1), adapter).to(output.dtype)
-    scale = layer._get_embed_scale()  # the factor of embeddings such as Gemma's, None without one
+    scale = layer._get_embed_scale()  # peft's (0.21): the factor of embeddings such as Gemma's, None without one
     rows = rows if scale is None else rows * scale.to(rows.dtype)
     return torch.where(is_row.any(dim=-1, keepdim=True), rows, output)
 

@@ -323,13 +323,12 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         """Run the model; a sequence without <sop> is a ModelError.
 
         Args:
-            input_ids: `[B, S]`.
+            input_ids: `[B, S]`; inputs_embeds: `[B, S, H]` in their place.
             attention_mask: bool `[B, 1, S, S + cached]`, True where attention is *forbidden* (the original's
                 convention); or `[B, S]`, 0 on padding, from which and from <sop> the model builds it; or None.
             position_ids: `[B, 2, S]`, built by the model when None.
             past_key_values: keys and values of earlier tokens; whatever precedes the mask's columns is a prefix.
-            cache: the same, as transformers calls it from 5.24 on.
-            inputs_embeds: `[B, S, H]` in place of ids.
+                transformers calls it cache from 5.24 on.
             labels: `[B, S]`, -100 where untrained, at their own token's position; gives `loss`, their mean.
             use_cache: return the keys and values; by default as in the config.
             logits_to_keep: compute logits of so many last positions, or of these; 0: of all.
@@ -337,7 +336,8 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         """
         past_key_values = cache if past_key_values is None else past_key_values
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
+        is_recomputed = self.training and self.transformer.gradient_checkpointing  # which would fill a cache twice
+        if use_cache and past_key_values is None and not is_recomputed:
             past_key_values = DynamicCache(config=self.config)
         states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, in_parts)
         if not isinstance(logits_to_keep, int):
