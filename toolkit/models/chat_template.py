@@ -481,8 +481,11 @@ class TemplateChatEncoder:
             if message["role"] == "tool":
                 features = {"tool"}
             elif calls:
-                features = {"tool_calls"} | ({"text"} if message["content"] else set())
-                features |= {"parallel"} if len(calls) > 1 else set()
+                features = {"tool_calls"}
+                if message["content"]:
+                    features.add("text")
+                if len(calls) > 1:
+                    features.add("parallel")
             lost = max(features & self.traits.missing, default="")  # the error names one of them
             writes_reasoning = self.traits.reasoning_key is not None or self.traits.thought is not None
             if message.get("reasoning_content") and _is_trained(message) and not writes_reasoning:

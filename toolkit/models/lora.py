@@ -116,8 +116,7 @@ def quantize(model: PreTrainedModel) -> None:
 
 def quantize_layer(model: PreTrainedModel, name: str) -> None:
     """Quantize the linear layer that a parameter is in, or the experts that it is, to 4 bits on this rank's device;
-    does nothing if that is done, if values are missing, or outside the decoder layers. A collective if experts are
-    divided over ranks.
+    does nothing if that is done, if values are missing, or outside the decoder layers. A collective for divided ones.
     """
     if not linear_layers.layer_of(name, structure.layer_lists(model)):
         return

@@ -181,12 +181,12 @@ class SpanTokenizer:
             in_pieces = self._encode_in_pieces(backend, [texts[n] for n in indices], [spans[n] for n in indices])
             pairs = zip(indices, in_pieces, strict=True)
             encoded |= {index: ids_and_mask for index, ids_and_mask in pairs if ids_and_mask is not None}
-            whole = [index for index in indices if index not in encoded]  # no opening precedes one of their spans
-            if whole:
+            undivided = [index for index in indices if index not in encoded]  # no opening precedes one of their spans
+            if undivided:
                 by_offsets = self.whole_texts.encode_by_offsets(
-                    backend, [texts[n] for n in whole], [spans[n] for n in whole]
+                    backend, [texts[n] for n in undivided], [spans[n] for n in undivided]
                 )
-                encoded |= zip(whole, by_offsets, strict=True)
+                encoded |= zip(undivided, by_offsets, strict=True)
         return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:

@@ -37,9 +37,7 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
 
 
 def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the name prefixes, such as "model.visual.", of modules that process only images and sound; () for a model
-    of text.
-    """
+    """Return the name prefixes, such as "model.visual.", of modules that process only images and sound; () without."""
     modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
     parts = []
     for name, part in modules.items():  # inner models that take no text
