@@ -94,6 +94,7 @@ class Files:
 
 class HostCopies:
     """Copies in memory reused by the next save; `complete` makes them, in whatever thread.
+
     GPUs copy to page-locked memory at several times the speed, but the system cannot move or lend it: a rank locks no
     more than its part of a quarter of the host's memory.
     """

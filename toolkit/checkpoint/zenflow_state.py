@@ -18,6 +18,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
+
     The master weights of vectors and chosen columns are outdated, so the model's are saved in their place. They are
     also written over the master's, which nothing reads until ZenFlow does the same, before it chooses columns again.
     """
@@ -64,6 +65,7 @@ def _column_choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -
 
 def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], fragments: Fragments) -> None:
     """Put back what `add_to_fragment` added to the fragments of a rank's `pieces`; `names`: of parameters by their id.
+
     If ranks would choose other columns, or ZenFlow saved none, the next step chooses, and their moments begin again.
     """
     for piece in pieces:

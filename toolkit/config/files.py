@@ -114,6 +114,7 @@ def known_recipes() -> dict[str, Path]:
 
 def language_of(recipe: str) -> str:
     """Return the language of messages that a recipe (name or path), or one that it builds on, sets; "" if none does.
+
     The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
     """
     recipes, seen, waiting = known_recipes(), set[Path](), [recipe]

@@ -20,6 +20,7 @@ DISTRIBUTION = "exacttune"
 
 def _has_fp16(cpuinfo: Path) -> bool:
     """Return whether oneDNN computes in fp16 on these processors, which DeepSpeed asks; true where it is unknown.
+
     oneDNN 3 has it for the instruction sets avx512_core_fp16 and avx2_vnni_2, of which avx_ne_convert is part.
     """
     if platform.machine() != "x86_64" or not cpuinfo.is_file():

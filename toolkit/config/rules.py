@@ -24,6 +24,7 @@ def check_rules(
     problems: Problems | None = None,
 ) -> None:
     """Apply every rule. Errors are added to `problems`, or without it raised as one ConfigError; notices to `loaded`.
+
     `world_size`: number of ranks, None skips rules that need it; `files`: check what this machine has, not for a config
     that is exported for another one; `devices`: check its devices too, not for a config that is checked for other GPUs;
     `custom`: for a program that trains a custom model on its own dataset.

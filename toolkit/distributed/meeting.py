@@ -165,6 +165,7 @@ _LONGEST = 120
 
 def differences(store: Store, rank: int, size: int, key: str, values: Mapping[str, str], timeout: timedelta) -> str:
     """Return a message on the values that differ between ranks, the same on all, or ""; `key`: new in the store.
+
     Rank 0 publishes its values, each other rank what differs from them, then rank 0 the message (`verdict`).
     """
     until = time.monotonic() + timeout.total_seconds()

@@ -11,6 +11,7 @@ from toolkit.distributed.process_group import gather
 
 def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Return the rows of all ranks, those of rank 0 first, on every rank. A collective.
+
     For what is no mean, such as F1 or AUC; of a mean it is enough to sum numerator and denominator (`sum_over_ranks`).
 
     Args:

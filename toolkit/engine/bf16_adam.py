@@ -11,6 +11,7 @@ from toolkit.plan.memory import BF16_CHUNK
 
 class Bf16Adam(torch.optim.Optimizer):
     """PyTorch's Adam and AdamW, computed in float32 from weights, gradients and moments in bf16.
+
     bf16 has 8 bits: rounded to nearest, a weight loses every update below 1/512 to 1/256 of it. What is stored is
     rounded stochastically instead (Zamirai et al. 2020, arXiv 2010.06192): up with a probability equal to the
     remainder, so that the average is exact. Updates are elementwise, so it may get pieces of parameters, as by ZeRO.

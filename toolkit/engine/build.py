@@ -31,6 +31,7 @@ def initialize_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine that trains a model (under ZeRO-3 its weights are partitioned already, see models/load.py). A
     collective; ConfigError if DeepSpeed rejects the settings.
+
     `ds_config` alone decides about partitioning and precision; `optim`, if given, about parameter groups, and about
     optimizers that DeepSpeed does not have by name. `make_schedule` gets the optimizer and returns its learning-rate
     schedule. Without `compiling`, nothing is compiled. The engine's `received_config` is the JSON that DeepSpeed got.

@@ -18,6 +18,7 @@ def reaches_recomputed_layers(
     compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
 ) -> bool:
     """Return whether torch.compile compiles layers that are computed again, at a ZeRO `stage`; warn if it does not.
+
     It traces PyTorch's checkpoint function, but not DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`). DeepSpeed's
     is needed for its own settings, and by ZeRO 3 without DeepCompile, whose hooks that gather the weights end each
     graph.

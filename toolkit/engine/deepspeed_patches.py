@@ -104,6 +104,7 @@ def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch
 
 class UpdateVeto:
     """Asks `may_update` in each `engine.step`, when the gradient norm is known and the weights are still unchanged.
+
     `may_update` gets the global gradient norm before clipping, the same on every rank, and must return the same on all;
     it is not called if DeepSpeed has found an overflow already. A vetoed step is skipped as DeepSpeed (0.19.8) skips
     one whose gradients overflowed: it counts in `skipped_steps`, the schedule does not advance, gradients are dropped.
@@ -208,6 +209,7 @@ class UpdateVeto:
 
 def pass_rate_to_second_optimizers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give the learning rate to DeepSpeed's second optimizers, which would begin or stay at the peak rate (0.19.8).
+
     ZenFlow's gets it too late for its first update. `backup_optimizer`, for sub-groups on the GPU under partial
     offloading, shares all parameter groups but the first, and decays as AdamW even if Adam is asked for (stage3.py).
     """

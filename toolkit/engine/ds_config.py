@@ -138,6 +138,7 @@ def check_ds_config(cfg: schema.RunConfig, world_size: int | None) -> None:
 
 def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
     """Return a run's settings as DeepSpeed's JSON. ConfigError if ds_extra or the batch sizes are wrong.
+
     `total_steps`: optimizer steps of the run. If it is None and `train.max_steps` is 0, a scheduler that depends on it
     is omitted, with a sentence in `missing`.
     """

@@ -780,6 +780,7 @@ def _without_ignored(
     section: dict[str, Any], keys: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """Return a section of a DeepSpeed JSON without the keys that DeepSpeed ignores, and with today's names.
+
     `keys`: those that the section may have, as in `ds_keys.KEYS`; `prefix`: what precedes them, such as "fp16.". Adds
     the lines of renamed keys to `where` (dotted key -> "file:line"), and sentences about what became of keys to `notes`
     (dotted key -> sentence).

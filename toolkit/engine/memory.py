@@ -18,6 +18,7 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all live tensors, as operations create them and as they are freed.
+
     What an operation allocates and frees inside itself is not counted, nor what other threads do; on CPUs the backward
     pass runs in the same thread. An operation that exceeds `limit_bytes` (0: no limit) raises OutOfMemoryError.
     """
@@ -69,6 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 class PeakMemory:
     """A context that measures this rank's peak memory.
+
     On CPUs `limit_bytes` is enforced (0: no limit), and `only_new` skips the tensors that exist when it is entered.
     """
 

@@ -50,6 +50,7 @@ def load_ops(names: Iterable[str]) -> str:
 
 def drop_unreadable_architectures(environ: MutableMapping[str, str]) -> None:
     """Remove TORCH_CUDA_ARCH_LIST where DeepSpeed could not read it: it builds its ops for the GPUs it sees then.
+
     PyTorch also takes variants and names, such as `9.0a`, which images of CUDA set on an H200, and `Hopper`. DeepSpeed
     takes numbers alone, with +PTX, and fails at others with "invalid literal for int()" (0.19.8, op_builder/builder.py,
     compute_capability_args).

@@ -90,6 +90,7 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
 
 def ranks_with_broken_states(engine: deepspeed.DeepSpeedEngine) -> str:
     """Name the ranks whose optimizer states hold NaN or Inf, such as "rank 0, 3"; "" if none does. A collective.
+
     A weight whose Adam state is Inf never changes again; one whose state is NaN becomes NaN at the next step.
     """
     broken = [str(rank) for rank, is_finite in enumerate(gather(has_finite_states(engine))) if not is_finite]

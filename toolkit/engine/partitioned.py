@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, registe
 def _registering_reader(read: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the method by which a module's code reads a parameter: a parameter that a block reads from a layer inside it
     without calling that layer is registered with the block, so that DeepSpeed gathers it in the backward pass too.
+
     DeepSpeed (0.19.8, parameter_offload.py, ZeROOrderedDict) registers it only if it is partitioned when it is read. If
     it was prefetched, as the layer was called in an earlier pass (Gemma 3n's `correction_coefs`, called in evaluation
     alone), it would be partitioned in the backward pass, and perhaps still in flight in the forward pass.

@@ -102,6 +102,7 @@ def _say_parameters(model_outline: Outline, rank_outline: Outline) -> None:
 
 def _check_steps(cfg: schema.RunConfig, world_size: int) -> None:
     """Warn of what is wrong with the number of steps, as far as files show it; ConfigError for too long a warm-up.
+
     Without train.max_steps they are estimated from the data, unless there is so much that no warning can apply.
     """
     size, steps = cfg.batch.global_size, cfg.train.max_steps

@@ -26,6 +26,7 @@ _ANSWER_S = 5
 
 class Nodes:
     """The nodes that ranks are started on: all that the user named, or with `launch.min_nodes` those that answer.
+
     `typed`: arguments of `deepspeed`; `words`: recipe and overrides of the checked `cfg`. LaunchError if there are too
     few nodes, or DeepSpeed's launcher would misread them, or not start.
     """

@@ -93,6 +93,7 @@ def launcher_environment(
     names: Sequence[str], launcher: str, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return how DeepSpeed's launcher hands secrets on to several nodes: (its environment, further options for it).
+
     `names`: the secrets, which are in `environ`; `launcher`: its --launcher, such as pdsh. LaunchError for one with
     which this is not tested.
     """

@@ -207,6 +207,7 @@ def create_model(
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Build the model to train; ModelError if it does not fit `tokenizer`. Random weights are the same on every rank.
+
     `packed`: whether rows hold several samples; `parts`: number of ranks that each row is divided over; `head`: of a
     classifier, in place of the output layer; `ds_config`, `needed_rows`, `ready`: see `load_weights.load_model`.
     """

@@ -114,7 +114,7 @@ class LossHead:
         """Return the sum [1, 1, 1] of the losses of states [T, H]."""
         if not torch.is_grad_enabled():  # the kernels below compute gradients next to the sum
             return _each_loss(states, layer, targets).sum()[None, None, None]
-        if self.kernel is not LossKernel.liger or not len(states):  # Liger's fails without tokens
+        if self.kernel is not LossKernel.liger or not len(states):  # Liger's divides tokens into chunks: it needs some
             return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 

@@ -190,6 +190,7 @@ def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
 
 def rounding_error(measured: Probe, again: Probe, recorded: Probe) -> float:
     """Return the rounding error of logits (see `difference_of`) in the coarser precision of `measured` and `recorded`.
+
     `again`: of the same weights as `measured`, in the other precision (`other_precision`).
     """
     # `measured` and `again` differ by rounding in the coarser of their precisions: scaled to the one asked for.

@@ -115,6 +115,7 @@ def gpu_by_driver(memory_bytes: int, name: str, capability: str = "") -> Gpu:
 
 def find_gpu(name: str) -> Gpu | None:
     """Return a GPU by the name that torch or nvidia-smi gives it, such as "NVIDIA A100-SXM4-80GB"; None if unknown.
+
     Parts of a GPU (MIG, vGPU), notebooks' GPUs and the like are unknown, as they are slower than the GPU of that name;
     so are GPUs with another size of memory.
     """

@@ -87,6 +87,7 @@ def this_machine(nodes: int = 1) -> Machine | None:
 
 def check_precision(card: Gpu | None, precision: PrecisionConfig) -> None:
     """Raise ConfigError if it is known that GPUs lack a run's precision. FP8 is tried on ranks, too (layouts/fp8.py).
+
     PyTorch emulates bf16 on older GPUs (torch 2.13), but Triton's kernels do not.
     """
     if card and card.lacks_bf16 and precision.dtype is Dtype.bf16:

@@ -234,6 +234,7 @@ class Trainer:
 
     def _build_engine(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> BuiltEngine:
         """Build the model and its engine by a config whose micro-batch is known, and the guard of its steps.
+
         ConfigError if the run is too short for its schedule.
         """
         module = self.task.build_model(ds, source)
