@@ -198,7 +198,7 @@ class Trainer:
         run_dir.mark_done(run.folder, summary)
         for hook in run.hooks:
             hook.after_done()
-        if line := recipe_files.notice(run.cfg.data):
+        if line := recipe_files.example_data_notice(run.cfg.data):
             say(line)
 
     def _open_run_dir(self) -> run_dir.RunSource:
