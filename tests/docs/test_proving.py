@@ -94,6 +94,19 @@ def of_plan(record: Any) -> Iterator[list[str]]:
     yield [f"{round(100 * (1 - min(ratios)))} %", f"{round(100 * (max(ratios) - 1))} %"]
 
 
+def of_gpu_first(record: Any) -> Iterator[list[str]]:
+    """Of the record that has the stages of tests."""
+    (stages,) = [row["stages"] for row in record if "tests" in row.get("stages", ())]
+    figures = [stages[name]["figures"] for name in ("kernels", "tests")]
+    yield [f"{sum(len(figure[kind]) for figure in figures)}" for kind in ("passed", "failed")]
+
+
+def of_gpu(record: Any) -> Iterator[list[str]]:
+    parts = [part for row in record for part in row["parts"].values() if "planned_memory_bytes" in part]
+    ratios = [part["planned_memory_bytes"] / part["device_memory_peak_bytes"] for part in parts]
+    yield [f"{100 * (1 - min(ratios)):.1f} %", f"{100 * (max(ratios) - 1):.1f} %"]
+
+
 FIGURES = {
     "2026-11-28-trainer.json": of_trainer,
     "2026-11-29-real-peers.json": of_peers,
@@ -105,7 +118,24 @@ FIGURES = {
     "2026-11-27-versions.json": of_versions,
     "2026-11-27-kills.json": of_kills,
     "2026-11-22-plan.json": of_plan,
+    "2026-11-29-gpu-first.json": of_gpu_first,
+    "2026-11-29-gpu.json": of_gpu,
 }
+
+
+@pytest.mark.parametrize("page", ["docs/planning.md", "docs/planning_zh.md"])
+def test_the_page_of_planning_has_the_figures_of_the_gpu(page: str) -> None:
+    record = json.loads((ROOT / "benchmarks" / "2026-11-29-gpu.json").read_text(encoding="utf-8"))
+    (line,) = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "6B" in line]
+    assert [figure for figures in of_gpu(record) for figure in figures if figure not in line] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_as_many_rows_have_real_weights_as_the_page_says(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    compared = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")]
+    assert sum("Trainer" in cell for cell in compared) == 5
+    assert "five rows that compare with Trainer" in text or "与 Trainer 对比的五行" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
