@@ -29,6 +29,18 @@ def test_what_has_not_run_is_named(page: str, column: int) -> None:
     assert [name for name in names if name not in text] == []
 
 
+@pytest.mark.parametrize("tail", ["", "_zh"])
+def test_what_has_not_run_on_a_gpu_is_counted(tail: str) -> None:
+    """As docs/status.md counts it; the changelog has the others."""
+    status = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
+    [(run, features_there)] = re.findall(r"^(\d+) of (\d+) features have been measured on a GPU", status, re.MULTILINE)
+    limits, changelog = (ROOT / "docs" / f"limits{tail}.md", ROOT / f"CHANGELOG{tail}.md")
+    [row] = [line for line in limits.read_text(encoding="utf-8").splitlines() if "QLoRA" in line]
+    assert {str(int(features_there) - int(run)), features_there} <= set(re.findall(r"\d+", row))
+    [item] = [line for line in changelog.read_text(encoding="utf-8").splitlines() if line.startswith("- **GPU")]
+    assert {run, features_there} <= set(re.findall(r"\d+", item))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_first_pages_link_it(page: str) -> None:
     for first in PAGES[page]:
