@@ -8,8 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks, commands
+from pages import ROOT, blocks, chinese, commands
 from ranks import forked, run
+
+from scripts import record_plans
 
 PAGE = ROOT / "docs" / "first_run.md"
 
@@ -23,7 +25,8 @@ def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(rows), encoding="utf-8")
     lines = [line for _, line in commands(PAGE)]
     (training,) = [line for line in lines if "model=glm_tiny" in line]
-    words = [str(ROOT / "run.py") if word == "run.py" else word for word in shlex.split(training)[3:]]
+    assert training.startswith("toolkit launch --num_gpus 2 ")
+    words = [str(ROOT / "run.py"), *shlex.split(training)[4:]]
     assert run(forked(2, *words, "train.max_steps=2"), cwd=tmp_path).code == 0
     (name,) = re.findall(r"run\.name=(\S+)", training)
     assert (tmp_path / "runs" / name / "DONE").is_file()
@@ -35,6 +38,16 @@ def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
         finished = run(forked(0, "--module", "toolkit", *words[1:], *more), cwd=tmp_path)
         assert finished.code == 0, f"{line}\n{finished.output[-2000:]}"
     assert json.loads((tmp_path / "mine-1" / "config.json").read_text())["model_type"] == "glm"
+
+
+@pytest.mark.parametrize("page", [PAGE, chinese(PAGE)], ids=lambda page: page.name)
+def test_recipes_for_gpus_need_what_the_plan_computes(page: Path) -> None:
+    row = re.compile(r"\| `(\d)(x\d+GB)` \| .* \| `--num_gpus (\d) recipe=(\w+) ?(.*)` \| ([\d.]+) \| ([\d.]+) \|")
+    rows = [found.groups() for line in page.read_text(encoding="utf-8").splitlines() if (found := row.fullmatch(line))]
+    assert len(rows) == 4
+    for number, gpu, ranks, recipe, overrides, device, host in rows:
+        card = record_plans.plan(recipe, number + gpu, overrides)
+        assert (number, device, host) == (ranks, card.device, card.host)
 
 
 @pytest.mark.parametrize(("tail", "minutes"), [("", "minutes"), ("_zh", "分钟")])
