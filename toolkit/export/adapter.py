@@ -31,9 +31,7 @@ from toolkit.models.stages import stage_model, unwrap_model
 
 
 def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
-    """Raise ModelError unless what `export_adapter` will write to `folder` can be read back, by name and shape, without
-    values. For rank 0 only.
-    """
+    """Raise ModelError unless names and shapes that `export_adapter` will write can be read. For rank 0 only."""
     tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
     shapes = {name: full_shape(name, value) for name, value in tensors.items()}
     with write.trial_directory(folder) as described:
@@ -71,29 +69,37 @@ def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Compare an exported adapter with the adapter and base in memory; raises on every rank if they differ. A
-    collective. No model is loaded: equal numbers, settings and base give the logits of the directory's probe.
+    """Compare an exported adapter, its settings and its base with those in memory; rename the directory and raise
+    CheckpointError on every rank if they differ (see `aside_if_wrong`). A collective. No model is loaded: where these
+    are equal, its logits would be those of the directory's probe.
     """
     state, tuned = _adapter_state(engine), tuning_state(engine)
-    base_numbers = gather(base_model.base_numbers(stage_model(engine.module)))
+    fingerprints_by_rank = gather(base_model.base_numbers(stage_model(engine.module)))  # a stage's own in a pipeline
 
-    @aside_if_wrong(folder)
-    def compare() -> None:
-        """Compare on rank 0, and rename the directory if it differs."""
-        values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
-        wrong = sorted({*values} ^ {*state})
-        wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
-        if adapters.read_settings(folder) != tuned.exported.settings:
-            wrong.append(adapters.CONFIG)
-        if base != tuned.base:
-            wrong.append(BASE_FILE)
-        if wrong or base is None:
-            raise write.not_as_trained(folder, wrong)
-        for numbers_of_stage in base_numbers:
-            for name, numbers in numbers_of_stage.items():
-                base_model.check_numbers(base, name, numbers, base.path, folder)
+    def compare_on_rank0() -> None:
+        with aside_if_wrong(folder):
+            base = _check_as_in_memory(folder, state, tuned)
+            for fingerprints in fingerprints_by_rank:
+                for name, numbers in fingerprints.items():
+                    base_model.check_numbers(base, name, numbers, base.path, folder)
 
-    on_rank0(compare)
+    on_rank0(compare_on_rank0)
+
+
+def _check_as_in_memory(
+    folder: Path, state: Mapping[str, torch.Tensor], tuned: adapters.AdapterState
+) -> base_model.BaseModel:
+    """Return the base that an exported adapter names; CheckpointError if it does not hold `state` and `tuned`."""
+    values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
+    wrong = sorted({*values} ^ {*state})
+    wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
+    if adapters.read_settings(folder) != tuned.exported.settings:
+        wrong.append(adapters.CONFIG)
+    if base != tuned.base:
+        wrong.append(BASE_FILE)
+    if wrong or base is None:
+        raise write.not_as_trained(folder, wrong)
+    return base
 
 
 # Out of a checkpoint or a directory
@@ -125,9 +131,9 @@ def _stored_values(
 ) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights of an adapter, under the names and in the shapes that its file has."""
     stored = adapters.stored_names(shell)
-    # Checkpoints also hold buffers, and tied weights under their second name: DeepSpeed takes neither for frozen.
-    frozen = {*shell.state_dict()} - {*stored}
-    values = {name: value for name, value in values.items() if name not in frozen}
+    # Checkpoints also hold buffers of the base and second names of its tied weights, which DeepSpeed takes for trained.
+    of_base = {*shell.state_dict()} - {*stored}
+    values = {name: value for name, value in values.items() if name not in of_base}
     shared = adapters.second_names(shell).items()
     values |= {second: values[first].clone() for second, first in shared if second in stored and first in values}
     if wrong := sorted({*values} ^ {*stored}):
@@ -191,12 +197,11 @@ def export_part(
 
 
 def _check_written_alone(part: TunedPart, options: write.ExportOptions) -> None:
-    """Raise ConfigError for options that an adapter alone cannot be written with: those of a whole model's files. Only
-    a prefix has an official layout of its own.
-    """
+    """Raise ConfigError for options of a whole model's files; only a prefix has an official layout of its own."""
     is_prefix = adapters.method_of(part.settings) is TuningMethod.ptuning_v2
     is_format_of_model = options.format != "hf" and not is_prefix
-    if not (options.dtype or options.max_shard_size != MAX_SHARD_SIZE or is_format_of_model):
+    is_of_model = options.dtype or options.max_shard_size != MAX_SHARD_SIZE or is_format_of_model
+    if not is_of_model:
         return
     if part.can_merge:
         raise ConfigError(tr("format=official, dtype= and max_shard_size= are for whole models: add merge=true."))
@@ -251,7 +256,7 @@ def _write_merged(
         source: the checkpoint or export that holds the adapter, with its probe.
         part: the adapter.
         files: the other files of the export, by name.
-        dtype: of the weights; None takes the base's, which config.json names already.
+        dtype: of the weights; None takes that of the checkpoint's config.json.
     """
     probed = probe.read(source)
     with write.scratch_directory(folder) as scratch:
@@ -260,8 +265,7 @@ def _write_merged(
         stored_form.record(plan.model, weights.files_of(part.base).shapes)
         dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])
         state = assemble.assemble_state(source, plan.model, values, scratch, dtype)
-        # Such as tie_word_embeddings=false: see `plan_merge`.
-        keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())
+        keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())  # see `plan_merge`
         if keys and options.format == "official":
             raise ConfigError(
                 "format=official has no place for what merging adds to the model ({keys}): use format=hf.", keys=keys
@@ -271,7 +275,7 @@ def _write_merged(
         files = {name: files[name] for name in files if name not in (BASE_FILE, adapters.CONFIG)}
         files["config.json"] = assemble.with_config_keys(files["config.json"], plan.config, options.dtype)
         if extra_tensors.FILE in files:
-            from toolkit.export.extra_tensors import with_base
+            from toolkit.export.extra_tensors import as_tensors_of
 
-            files = with_base(files, part.base)
+            files = as_tensors_of(part.base, files)
         write.write_folder(plan.model, files, folder, options.format, probed, state, options.max_shard_size)

@@ -38,12 +38,12 @@ def assemble_state(
     state: dict[str, torch.Tensor] = {}
     for stored_name, value in values:
         name = stored_name if stored_name in names else tied.get(stored_name, stored_name)
-        if name not in state:
+        if name not in state:  # a tied weight may come twice
             is_cast = dtype is not None and value.is_floating_point()
             weight = value.to(buffer_dtypes.get(name, dtype)) if is_cast else value
             state[name] = weight if scratch is None else _to_mapped_file(weight, scratch / f"{len(state)}.pt")
             del weight
-        del value
+        del value  # before the next one is read
         weights.return_memory()
     if wrong := _state_differences(model, state):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))

@@ -19,11 +19,14 @@ _MOST_EVALUATIONS = 20
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the content of the model card: front matter, what was trained on what data, losses, versions, settings."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, (kind, _) = config["model"], _task_and_loss(config)  # kind: of the task
+    model, (task_kind, _) = config["model"], _task_and_loss(config)
     base = model["name"] or model["path"] or "?"
-    keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
-    left_out = "task" if kind == "language" else "", "distill" if kind != "distill" else ""
-    shown = {key: config[key] for key in keys if key in config and key not in left_out}
+    sections = ["task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision"]
+    if task_kind == "language":  # the usual one
+        sections.remove("task")
+    if task_kind != "distill":
+        sections.remove("distill")
+    shown = {name: config[name] for name in sections if name in config}
     front_matter = _front_matter(config, is_adapter)
     lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front_matter), "---", ""]
     lines += [f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in _facts(state, config)), ""]
@@ -86,10 +89,9 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
-        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
+        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # no eval_loss/SOURCE
         lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
-        lines += [
-            f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"
-            for row in state.evaluations[-_MOST_EVALUATIONS:]
-        ]
+        for row in state.evaluations[-_MOST_EVALUATIONS:]:
+            cells = [f"{row[name]:.4g}" if name in row else "" for name in names]
+            lines.append(f"| {int(row['step'])} | {' | '.join(cells)} |")
     return lines or [tr("none were logged")]

@@ -24,17 +24,14 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
-    """Return the model of a verified checkpoint on the CPU, in its precision; NotExportable if the checkpoint does not
-    say what its model is.
-    """
+    """Return a verified checkpoint's model on the CPU, in its precision; NotExportable if it does not describe it."""
     if (part := _tuned_part(checkpoint)) is not None:
         from toolkit.export.adapter import load_part
 
         return load_part(part)
     model = load_empty(checkpoint / MODEL_DIR)
-    load_weights.assign_state(
-        model, assemble_state(checkpoint, model, fragment_reader.iter_weights(checkpoint), None, None)
-    )
+    values = fragment_reader.iter_weights(checkpoint)
+    load_weights.assign_state(model, assemble_state(checkpoint, model, values, scratch=None, dtype=None))
     return model
 
 
@@ -52,8 +49,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | N
         export_custom_checkpoint(checkpoint, folder, options)
         return
     part = _tuned_part(checkpoint, base)
-    described = [name for name in intact.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
-    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
+    describing = [name for name in intact.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
+    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in describing}
     is_adapter = part is not None and bool(part.settings) and not options.merge
     files[CARD_FILE] = card(intact.read_run_state(checkpoint), is_adapter)
     if part is not None:

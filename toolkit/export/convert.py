@@ -67,7 +67,7 @@ def export_any(
             if adapters.is_adapter(exported):
                 raise ConfigError(tr("text_only=true needs merge=true: an adapter belongs to the whole model."))
             _export_directory(exported, folder, options, family, path)
-    elif checkpoint is None:
+    elif checkpoint is None:  # an adapter: a model directory was written above
         _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
     elif family != "auto":
         raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))

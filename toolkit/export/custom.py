@@ -24,9 +24,7 @@ def is_custom(folder: Path) -> bool:
 
 
 def check_custom_exportable(module: torch.nn.Module, folder: Path) -> None:
-    """Raise ModelError unless `export_custom` can write a model's parameters and stored buffers to `folder`, by name
-    and type, without values. For rank 0 only.
-    """
+    """Raise ModelError unless tensors of these names and types can be written to `folder`. For rank 0 only."""
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     with trial_directory(folder) as trial:
         save_checked(

@@ -62,6 +62,7 @@ def _values(files: QuantizedFiles) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _write_weights(values: Iterable[tuple[str, torch.Tensor]], folder: Path, final: Path, most: int) -> None:
     """Write tensors to files of at most `most` bytes, or of one tensor, with an index. `final`: see `write_shards`."""
+    # How many files there are, which their names say, is known once all are written: they are renamed then.
     shards, total = write_shards(values, folder, final, most, "{}.safetensors")
     files = [*dict.fromkeys(shards.values())]
     names = {file: f"model-{number:05}-of-{len(files):05}.safetensors" for number, file in enumerate(files, 1)}

@@ -20,8 +20,8 @@ _MOST_BYTES = 1 << 30
 """Of one file that they are written to, as this much, and one tensor more, is held in memory."""
 
 
-def with_base(files: Mapping[str, bytes], base: Path) -> dict[str, bytes]:
-    """Return the description of a model with such tensors, which are in `base` now."""
+def as_tensors_of(base: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the `files` that describe a model with such tensors, which are in the directory `base` now."""
     record = json.loads(files[FILE]) | {"folder": str(base.absolute())}
     return {**files, FILE: json.dumps(record).encode()}
 

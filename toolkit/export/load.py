@@ -55,23 +55,9 @@ def load_any(
     precision = Dtype(dtype) if dtype != "auto" else usual_precision(target)
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
-    folder = Path(path or adapter)
-    # A run's directory becomes that of its export or checkpoint, and an adapter in `path` an `adapter` without a path.
-    if path and (folder / "config.yaml").is_file():
-        folder = model_of_run(folder)
-    files.check_directory(folder, ModelError)
-    if path and adapters.is_adapter(folder):
-        if adapter:
-            raise ConfigError(
-                "{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter
-            )
-        path, adapter = "", str(folder)
-    if adapter:
-        folder = adapters.base_of_adapter(Path(adapter), str(folder) if path else "")
-        if not path:  # an adapter can name any model: its user shall see which
-            note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
-            print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
-    elif (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir():
+    folder, adapter = _model_and_adapter(path, adapter)
+    is_checkpoint = (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir()
+    if is_checkpoint and not adapter:
         loaded = _load_from_checkpoint(folder, family, chat_template, precision)
         return loaded._replace(model=loaded.model.to(target))
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
@@ -82,6 +68,27 @@ def load_any(
     if adapter:
         adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)
+
+
+def _model_and_adapter(path: str, adapter: str) -> tuple[Path, str]:
+    """Return the directory of the model, and that of an adapter on it, "" without one. Arguments: `load_any`."""
+    folder = Path(path or adapter)
+    if path and (folder / "config.yaml").is_file():  # a run's directory
+        folder = model_of_run(folder)
+    files.check_directory(folder, ModelError)
+    if path and adapters.is_adapter(folder):
+        if adapter:
+            raise ConfigError(
+                "{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter
+            )
+        path, adapter = "", str(folder)
+    if not adapter:
+        return folder, ""
+    base = adapters.base_of_adapter(Path(adapter), str(folder) if path else "")
+    if not path:  # an adapter can name any model: its user shall see which
+        note = tr("The base model is {base}, which {adapter} names.", base=base, adapter=adapter)
+        print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
+    return base, adapter
 
 
 def _load_from_checkpoint(checkpoint: Path, family: str, chat_template: str, precision: Dtype) -> LoadedModel:

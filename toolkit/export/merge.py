@@ -9,6 +9,7 @@ can do that.
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from toolkit.plan.tuning_targets import SCORE, tuning_of
 TIED = "tie_word_embeddings"
 _UNCHANGED_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
 """`init_lora_weights` with which peft (0.21) leaves the base's weights unchanged."""
-
+_OF_PEFT = (".lora_", ".modules_to_save.", ".token_adapter.")
+"""In the names of parameters that peft adds to a model."""
 _TRIAL_ROWS = 4
 # How far a merged layer's output may be from that with the adapter beside it, in float32: as shares of what the adapter
 # adds, and of the output, whose rounding hides adapters that add hardly anything.
 _SHARE_OF_ADDED, _SHARE_OF_OUTPUT = 1e-3, 1e-5
-
-Change = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+Change = Callable[[torch.Tensor, Tensors], torch.Tensor]
 """Takes a weight of the base and the adapter's tensors (by their names in the model), and returns the merged weight, in
 float32 if it was computed."""
 
@@ -103,12 +105,27 @@ def plan_merge(part: TunedPart) -> MergePlan:
     changes, stored = _changes_by_parameter(empty_model), adapters.stored_names(empty_model)
     # Second name -> first, as in `tied`: the weights that the merged model cannot share any more.
     untied = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
-    if untied and part.values and _stays_tied(part, changes, stored, untied):  # then one of them is enough
-        changes, untied = {name: steps for name, steps in changes.items() if name not in untied}, {}
-    needed = {name for name in changes if name not in base_shapes and name not in untied}  # biases that the base lacks
+    if untied and part.values and _stays_tied(part, changes, stored, untied):
+        # Both change in the same way: the first one's changes are enough.
+        changes = {name: steps for name, steps in changes.items() if name not in untied}
+        untied = {}
+    missing_biases = {name for name in changes if name not in base_shapes and name not in untied}
     config = {TIED: False} if untied else {}
-    config |= dict.fromkeys(_bias_keys(part, empty_model, base_shapes, needed), True) if needed else {}
-    model = part.shaped(load_empty(part.base, config)) if config else part.shaped(load_empty(part.base))
+    if missing_biases:
+        config |= dict.fromkeys(_bias_keys(part, empty_model, base_shapes, missing_biases), True)
+    model = part.shaped(load_empty(part.base, config))
+    shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
+    _check_room(part, model, changes, untied)
+    # The key unties all pairs at once: also those that no change has separated get a weight of their own.
+    copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
+    added = frozenset(shapes.keys() - base_shapes.keys() - copied.keys())
+    return MergePlan(model, stored, changes, copied, added, config)
+
+
+def _check_room(
+    part: TunedPart, model: PreTrainedModel, changes: Mapping[str, list[Change]], untied: Mapping[str, str]
+) -> None:
+    """Raise NotMergeable unless the merged `model` has a parameter for each name in `changes` and `untied`."""
     shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
     if not_untied := sorted(name for name in untied if name in still_tied or name not in shapes):
         raise _not_mergeable(
@@ -129,10 +146,6 @@ def plan_merge(part: TunedPart) -> MergePlan:
                 architecture=type(model).__name__,
             ),
         )
-    # The key unties all pairs at once: also those that no change has separated get a weight of their own.
-    copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
-    added = frozenset(shapes.keys() - base_shapes.keys() - copied.keys())
-    return MergePlan(model, stored, changes, copied, added, config)
 
 
 def part_of_recipe(cfg: RunConfig) -> TunedPart:
@@ -182,86 +195,65 @@ def _not_mergeable(part: TunedPart, reason: str) -> NotMergeable:
 
 def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change]]:
     """Return parameter of the base -> changes that merging makes to it, read off a model on the meta device with the
-    adapter attached. Those that replace a parameter come before those that add to it.
+    adapter attached, in which peft's layers stand around the base's: "q_proj.base_layer.bias" is "q_proj.bias" of the
+    base. Changes that replace a parameter come before those that add to it.
     """
     name_of = {id(parameter): name for name, parameter in empty_model.named_parameters()}  # of shared ones the first
     replaced: dict[str, list[Change]] = {}
     adapted: dict[str, list[Change]] = {}
-    for name, module in empty_model.named_modules():  # peft's layers around the base's, which are their `base_layer`
-        plain = name.replace(".base_layer", "")
-        parameters = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
+    for name, module in empty_model.named_modules():
+        # Name of each parameter in the module -> in the model.
+        names = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
         if isinstance(module, LoraLayer):
-            # Of experts in one tensor each parameter has a layer around the layer of the one before.
-            parameters = {key: value for key, value in parameters.items() if not key.startswith("base_layer.")}
-            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_AddLora(module, parameters))
-            if module.lora_bias.get(lora.ADAPTER):
-                scaling = module.scaling[lora.ADAPTER]
-                bias = parameters[f"lora_B.{lora.ADAPTER}.bias"]
-                adapted.setdefault(f"{plain}.bias", []).append(_AddBias(bias, scaling))
+            for key, change in _lora_changes(module, names):
+                adapted.setdefault(f"{name.replace('.base_layer', '')}.{key}", []).append(change)
         elif isinstance(module, ModulesToSaveWrapper):  # a module trained in full: a copy next to the base's
             prefix = f"modules_to_save.{lora.ADAPTER}."
-            stored = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
-            for key in stored:
-                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_ReplaceBy(parameters.get(key, f"{name}.{key}"))]
+            for key in module.state_dict(keep_vars=True):  # with its stored buffers, which `names` lacks
+                if key.startswith(prefix):
+                    trained = names.get(key, f"{name}.{key}")
+                    replaced[f"{name}.{key.removeprefix(prefix)}"] = [partial(_replace_by, trained)]
         elif isinstance(module, TrainableTokensWrapper):  # rows of an embedding that were trained in full
             rows = module.token_adapter.token_indices[lora.ADAPTER]
-            adapted[f"{name}.weight"] = [
-                _ReplaceRows(parameters[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))
-            ]
-    for name in structure.trained_names(empty_model):  # biases that peft's `bias` trains
-        plain = name.replace(".base_layer", "")
-        if ".lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
-            replaced[plain] = [_ReplaceBy(name)]
+            delta = names[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"]
+            adapted[f"{name}.weight"] = [partial(_replace_rows, delta, list(rows))]
+    for name in structure.trained_names(empty_model):
+        if not any(mark in name for mark in _OF_PEFT):  # a bias of the base, which peft's setting `bias` trains
+            replaced[name.replace(".base_layer", "")] = [partial(_replace_by, name)]
     return replaced | {name: [*replaced.get(name, []), *steps] for name, steps in adapted.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _AddLora:
-    """Adds the product of LoRA's two matrices to a weight."""
-
-    layer: Any
-    """peft's layer, on the meta device."""
-    names: dict[str, str]
-    """Name of each of its parameters in the layer -> in the model."""
-
-    def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the weight with LoRA's product added; see `Change`."""
-        return merge_lora(self.layer, weight, {key: values[name] for key, name in self.names.items()})
+def _lora_changes(layer: LoraLayer, names: Mapping[str, str]) -> list[tuple[str, Change]]:
+    """Return (parameter of the base layer, e.g. "weight"; its change) for what a LoRA layer adds; see `_add_lora`."""
+    # Without the layer below: of experts in one tensor each parameter has a layer around the layer of the one before.
+    own = {key: name for key, name in names.items() if not key.startswith("base_layer.")}
+    changes: list[tuple[str, Change]] = [(parameter_of(layer), partial(_add_lora, layer, own))]
+    if layer.lora_bias.get(lora.ADAPTER):
+        bias = own[f"lora_B.{lora.ADAPTER}.bias"]
+        changes.append(("bias", partial(_add_bias, bias, layer.scaling[lora.ADAPTER])))
+    return changes
 
 
-@dataclass(frozen=True, slots=True)
-class _AddBias:
-    """Adds the bias of LoRA's matrix B, scaled, to a bias."""
-
-    name: str
-    scaling: float
-
-    def __call__(self, bias: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the bias with LoRA's scaled bias added."""
-        return bias.float() + self.scaling * values[self.name].float()
+def _add_lora(layer: Any, names: Mapping[str, str], weight: torch.Tensor, values: Tensors) -> torch.Tensor:
+    """Return a weight with the product of LoRA's matrices added. `layer`: peft's, on the meta device; `names`: those of
+    its parameters, in the layer -> in the model.
+    """
+    return merge_lora(layer, weight, {key: values[name] for key, name in names.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplaceBy:
-    """Replaces a parameter by one that was trained in full."""
-
-    name: str
-
-    def __call__(self, _: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the trained parameter."""
-        return values[self.name]
+def _add_bias(name: str, scaling: float, bias: torch.Tensor, values: Tensors) -> torch.Tensor:
+    """Return a bias with `name`, the bias of LoRA's matrix B, added, times `scaling`."""
+    return bias.float() + scaling * values[name].float()
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplaceRows:
-    """Replaces the rows of some tokens in an embedding matrix by trained ones."""
+def _replace_by(name: str, _: torch.Tensor, values: Tensors) -> torch.Tensor:
+    """Return, in place of a parameter, the one `name` that was trained in full."""
+    return values[name]
 
-    name: str
-    rows: list[int]
 
-    def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the matrix with the trained rows in it."""
-        return weight.float().index_copy(0, torch.tensor(self.rows), values[self.name].float())
+def _replace_rows(name: str, rows: list[int], weight: torch.Tensor, values: Tensors) -> torch.Tensor:
+    """Return an embedding matrix with `name`, the trained rows of some tokens, in it."""
+    return weight.float().index_copy(0, torch.tensor(rows), values[name].float())
 
 
 def parameter_of(layer: Any) -> str:
@@ -279,18 +271,19 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
     """
     # A copy: the plan's layer stays on the meta device. Without its kwargs, which may hold another layer's tensors.
     layer = deepcopy(layer, {id(layer.kwargs): {}}).eval()
-    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _AddBias
+    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)
     base, parameter_name = layer.get_base_layer(), parameter_of(layer)
     weights.set_value(base, parameter_name, weight.float())
     for name, value in trained.items():
-        is_bias = name.startswith("lora_B.") and name.endswith(".bias")
+        is_bias = name.startswith("lora_B.") and name.endswith(".bias")  # which `_add_bias` adds
         weights.set_value(layer, name, torch.zeros(value.shape) if is_bias else value.float())
     with torch.no_grad():
         trial = _trial_input(layer, base)
-        outputs = None if trial is None else (layer(trial), base(trial))
+        if trial is not None:
+            expected, without_lora = layer(trial), base(trial)
         layer.merge(safe_merge=True)
-        if outputs is not None:
-            _check_same_output(base(trial), *outputs)
+        if trial is not None:
+            _check_same_output(base(trial), expected, without_lora)
     merged: torch.Tensor = base.get_parameter(parameter_name).detach()
     return merged
 
@@ -303,7 +296,7 @@ def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
     """Return random inputs (token ids, or features [rows, in]) to compare a layer's outputs before and after merging;
     None for experts in one tensor, whose weight peft changes in training, too. Sets the bias of `base` to 0.
     """
-    if hasattr(layer, "parameter_name"):
+    if hasattr(layer, "parameter_name"):  # experts in one tensor (peft 0.21, tuners/lora/layer.py)
         return None
     if isinstance(bias := getattr(base, "bias", None), torch.Tensor):
         weights.set_value(base, "bias", torch.zeros(bias.shape))
@@ -313,11 +306,11 @@ def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
     return torch.randn(_TRIAL_ROWS, layer.in_features, generator=draw)
 
 
-def _check_same_output(merged: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
-    """Raise _MergeDiffersError unless the outputs of the merged layer are those `expected`, of the layer with LoRA
-    beside it; `without`: those of the base layer alone, by which what LoRA adds is known.
+def _check_same_output(merged: torch.Tensor, expected: torch.Tensor, without_lora: torch.Tensor) -> None:
+    """Raise _MergeDiffersError unless the outputs `merged` of the merged layer are those `expected`, of the layer with
+    LoRA beside it. `without_lora`: those of the base layer alone.
     """
-    added = float((expected - without).abs().max())
+    added = float((expected - without_lora).abs().max())
     difference = float((merged - expected).abs().max())
     if difference > _SHARE_OF_ADDED * added + _SHARE_OF_OUTPUT * float(expected.abs().max()):
         raise _MergeDiffersError(f"{difference / added:.2g}" if added else f"{difference:.2g}")
@@ -331,11 +324,11 @@ def _stays_tied(
         return False
     values = _adapter_values(part, stored)
     base = dict(stream_parameters(part.base, {*untied.values()})[1])
-
-    def merged(name: str, value: torch.Tensor) -> torch.Tensor:
-        return _apply_changes(name, value, changes, values)
-
-    return all(torch.equal(merged(second, base[first]), merged(first, base[first])) for second, first in untied.items())
+    for second, first in untied.items():
+        merged = [_apply_changes(name, base[first], changes, values) for name in (second, first)]
+        if not torch.equal(*merged):
+            return False
+    return True
 
 
 def _adapter_values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -347,9 +340,7 @@ def _adapter_values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.
 def _apply_changes(
     name: str, value: torch.Tensor, changes: dict[str, list[Change]], values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter's value after all its changes; `values`: the adapter's tensors. CheckpointError if NaN or Inf,
-    or if the merged layer gives other outputs.
-    """
+    """Return a parameter's value after its changes; CheckpointError if it is not finite, or outputs would differ."""
     try:
         for change in changes.get(name, []):
             value = change(value, values)
@@ -368,48 +359,48 @@ def _apply_changes(
 def _bias_keys(
     part: TunedPart, empty_model: PreTrainedModel, base_shapes: weights.Shapes, needed: set[str]
 ) -> list[str]:
-    """Return the keys of the base's config which, set to true, give its model some of the biases `needed`; found by
-    trying them on the meta device.
+    """Return the keys of the base's config (such as "attention_bias") which, set to true, give its model some of the
+    biases `needed`; found by trying them on the meta device.
     """
     config, keys = empty_model.config.get_text_config().to_dict(), []
     for key in [key for key, value in config.items() if "bias" in key and value is False]:
-        if needed & (weights.shapes_of(part.shaped(load_empty(part.base, {key: True}))).keys() - base_shapes.keys()):
+        with_biases = part.shaped(load_empty(part.base, {key: True}))
+        if needed & (weights.shapes_of(with_biases).keys() - base_shapes.keys()):
             keys.append(key)
     return keys
 
 
 def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch.Tensor]]]:
     """Return the plan of a merge, and an iterator of the merged model's (name, value), streamed from the base's files
-    in their precision, or in float32 where changed. Iterating raises CheckpointError for values that are NaN or Inf, or
-    not of this model.
+    in their precision, or in float32 where changed. Iterating raises CheckpointError for values not finite or foreign.
     """
-    plan, trained = None, part.values
     if part.settings:
         plan = plan_merge(part)
         trained = _adapter_values(part, plan.stored)
+        model, values = stream_parameters(part.base)
+        if not plan.config:  # no new keys: the model as its directory has it, with its origin (`ModelRecord.origin`)
+            plan = replace(plan, model=part.shaped(model))
+        return plan, _merged(part, plan, values, trained)
+    # No adapter: trained parameters of the model itself take the place of the base's.
     model, values = stream_parameters(part.base)
-    # Without new keys: the model as its directory has it, with its origin (`ModelRecord.origin`).
-    if plan is None or not plan.config:
-        model = part.shaped(model)
-    if plan is None:  # no adapter: trained parameters of the model itself take the place of the base's
-        own_names = {*trained} - {*weights.tied_parameter_names(model)}
-        plan = MergePlan(model, {}, {name: [_ReplaceBy(name)] for name in own_names})
-    elif not plan.config:
-        plan = replace(plan, model=model)
-    return plan, _merged(part, plan, values, trained)
+    model = part.shaped(model)
+    own_names = {*part.values} - {*weights.tied_parameter_names(model)}
+    plan = MergePlan(model, {}, {name: [partial(_replace_by, name)] for name in own_names})
+    return plan, _merged(part, plan, values, part.values)
 
 
 def _merged(
     part: TunedPart, plan: MergePlan, values: Iterator[tuple[str, torch.Tensor]], trained: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each parameter of the merged model, from the base's `values` and the `trained` ones;
-    CheckpointError if a changed parameter does not occur.
-    """
+    """Yield (name, value) of the merged model's parameters; CheckpointError if a changed one does not occur."""
     shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
-    for name, value in values if part.head is None else _with_room_for_head(values, shapes):
+    if part.head is not None:
+        values = _with_room_for_head(values, shapes)
+    for name, value in values:
         if part.identity is not None and name in part.identity.numbers:
             base_model.check_numbers(part.identity, name, base_model.fingerprint_of(value), part.base, part.source)
-        for target in (name, *(second for second, first in plan.copied.items() if first == name)):
+        untied_names = [second for second, first in plan.copied.items() if first == name]  # they begin with its value
+        for target in (name, *untied_names):
             unused.discard(target)
             yield target, _apply_changes(target, value, plan.changes, trained)
     for name in plan.added:

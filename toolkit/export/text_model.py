@@ -21,7 +21,8 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """
     text = deepcopy(model.config.get_text_config())
     causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if text.model_type == model.config.model_type or causal_lm_class is None:
+    is_multimodal = text.model_type != model.config.model_type
+    if not is_multimodal or causal_lm_class is None:
         raise ModelError(
             "text_only=true: {folder} holds a {architecture}, out of which transformers makes no text model. Leave it "
             "out.",

@@ -63,8 +63,7 @@ def verify_logits(folder: Path) -> str:
 
 
 def verify_model(folder: Path) -> str:
-    """Run the model of a directory once, on the CPU, a layer in memory at a time, and return the comparison with its
-    probe as text.
+    """Run a directory's model once on the CPU, a layer in memory at a time; return the comparison with its probe.
 
     Raises:
         ProofDiffers: the logits differ by more than rounding was measured to, but by less than damage does.
@@ -127,19 +126,21 @@ def _difference_bounds(
     model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe, difference: float
 ) -> tuple[float, float]:
     """Return up to which difference logits count as equal, and from which on the weights as wrong (see `probe.WRONG`):
-    the usual bounds, or those measured by running the model once more in another precision. That is done for a `folder`
-    in half precision or TF32, where its bounds are often narrower, and for any model whose difference is beyond the
-    usual ones, as with very sharp attention; never with experts, whose choice may flip.
+    the usual bounds, or those measured by running the model once more in another precision.
     """
     kind = probe.coarser_precision(captured, saved)  # such as float16 or tf32
     usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
+    # Of a directory in half precision or TF32 the measured bounds are often narrower than the usual ones. Other models
+    # are measured if their difference is beyond the usual one, as with very sharp attention.
     is_always_measured = folder is not None and kind != "float32"
-    other = probe.other_precision(captured, saved)
-    is_settled = not difference or (difference <= usual[0] and not is_always_measured)
-    if is_settled or other is None or any(_OF_EXPERTS.search(name) for name, _ in model.named_parameters()):
+    if not difference or (difference <= usual[0] and not is_always_measured):
         return usual
-    in_other = probe.capture(streamed_model(folder, other) if folder else model.to(other), saved.ids)
-    rounding = probe.rounding_error(captured, in_other, saved)
+    other = probe.other_precision(captured, saved)
+    has_experts = any(_OF_EXPERTS.search(name) for name, _ in model.named_parameters())
+    if other is None or has_experts:  # in another precision a router may choose other experts, which is no rounding
+        return usual
+    model_in_other = streamed_model(folder, other) if folder else model.to(other)
+    rounding = probe.rounding_error(captured, probe.capture(model_in_other, saved.ids), saved)
     if not math.isfinite(rounding):
         return usual
     rounding *= probe.TIMES_IN_FLOAT32 if kind == "float32" else 1.0

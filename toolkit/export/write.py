@@ -92,7 +92,7 @@ def write_folder(
         CheckpointError: it cannot be written, or what is read back is something else.
     """
     with atomic_directory(folder) as temporary:
-        # It writes a config.json, too; that of `files` takes its place: with old names, and with the cache on.
+        # It also writes a config.json. That of `files`, which has more keys, takes its place below.
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
         files = {name: content for name, content in files.items() if name != stored_form.FILE}
         if EXTRA_TENSORS in files and format == "hf":
@@ -132,9 +132,7 @@ def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list
 
 @contextmanager
 def scratch_directory(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to an export's `folder`, whose parent directories are made. Its name is unique:
-    other files next to the export are the user's.
-    """
+    """Yield a temporary directory next to `folder`, under a name of its own; make the parent directories."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         yield Path(scratch)
