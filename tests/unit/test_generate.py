@@ -202,6 +202,8 @@ def test_shards_give_the_answers_of_one_process(
             raise KeyboardInterrupt
         write_as_it_is(self, window)
 
+    of_another_output = tmp_path / "out-3.other.1-of-2"
+    of_another_output.touch()
     for shards in (2, 3, 12):
         output = f"output={tmp_path}/out-{shards}"
         with monkeypatch.context() as stopped:
@@ -222,7 +224,7 @@ def test_shards_give_the_answers_of_one_process(
             unloaded.setattr(answer_files, "answer_rows", None)
             ask(random_model, *drawn, output)
         assert (tmp_path / f"out-{shards}").read_bytes() == whole
-    assert not list(tmp_path.glob("*-of-*"))
+    assert list(tmp_path.glob("*-of-*")) == [of_another_output]
     for wrong in ("shard=0/2", "shard=3/2", "shard=x"):
         ask(random_model, *drawn, f"output={tmp_path}/no", wrong, code=2)
         assert "must be i/n" in capsys.readouterr().err

@@ -61,9 +61,7 @@ def question_source(path: str, row_format: schema.RowFormat, columns: str) -> sc
 
 
 def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Iterator[RowQuestion]:
-    """Yield every row of a source in order, unusable ones too. Rows need no answer; DataError if a row's `check` is
-    wrong, or runs code without `allow_code`.
-    """
+    """Yield a question for every row of a source; DataError if a row's `check` is wrong or not allowed."""
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
     files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in data_paths.files_of(source)]
@@ -72,22 +70,27 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         reader = formats.RowReader(file.row_format, file.columns, answered=False)
         for offset, row in readers.rows_of(block):
-            where, values = f"{file.path}:{block.first + offset}", None
-            try:
-                values = rows.parse_row(row)
-                question = _question_of_row(where, reader.read(values))
-            except RowError as error:
-                question = RowQuestion(where=where, error=str(error))
-            if isinstance(values, Mapping) and values.get("check") is not None:
-                try:
-                    question = replace(question, check=checks.read_check(values["check"], allow_code))
-                except RowError as error:
-                    raise DataError("{file}: {reason}.", file=where, reason=error) from None
-            yield question
+            yield _question_of_row(row, f"{file.path}:{block.first + offset}", reader, allow_code)
 
 
-def _question_of_row(where: str, conversation: formats.Conversation) -> RowQuestion:
-    """Return a row as a question: its messages up to the last one of the assistant, which becomes the reference."""
+def _question_of_row(row: Any, where: str, reader: formats.RowReader, allow_code: bool) -> RowQuestion:
+    """Return a row of a file as a question, with an `error` if it is unusable; DataError if its check is wrong."""
+    values = None
+    try:
+        values = rows.parse_row(row)
+        question = _question_of(reader.read(values), where)
+    except RowError as error:
+        question = RowQuestion(where=where, error=str(error))
+    if not isinstance(values, Mapping) or values.get("check") is None:
+        return question
+    try:
+        return replace(question, check=checks.read_check(values["check"], allow_code))
+    except RowError as error:
+        raise DataError("{file}: {reason}.", file=where, reason=error) from None
+
+
+def _question_of(conversation: formats.Conversation, where: str) -> RowQuestion:
+    """Return a conversation as a question: its messages up to the assistant's last one, which becomes the reference."""
     messages: list[Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
@@ -159,9 +162,7 @@ class AnswerFile:
                 self.record.unlink()
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
-        """Lock the file, cut it after its last complete window, and return its number of lines; ConfigError if another
-        process writes it, or it was started with other settings.
-        """
+        """Lock the file, cut it after the last complete window, return its lines; ConfigError if it is not ours."""
         if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
@@ -172,7 +173,7 @@ class AnswerFile:
                 changed = sorted(
                     name for name in recorded.keys() | settings if recorded.get(name) != settings.get(name)
                 )
-            except (FileNotFoundError, ValueError, AttributeError):
+            except (FileNotFoundError, ValueError, AttributeError):  # no record, or a damaged one
                 changed = [self.record.name]
             if changed:
                 raise ConfigError(
@@ -183,8 +184,9 @@ class AnswerFile:
                 )
         else:
             self.record.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        self.file.seek(0)  # to count the bytes of the lines that stay
-        self.file.truncate(sum(map(len, islice(self.file, num_lines))))
+        self.file.seek(0)
+        kept_bytes = sum(map(len, islice(self.file, num_lines)))
+        self.file.truncate(kept_bytes)
         return num_lines
 
     @contextlib.contextmanager
@@ -214,38 +216,37 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
     """Join the shards i/n of `output`, if there are any, and return whether there were. Windows of each are taken in
     turn, which is the order of the questions. ConfigError if a shard is missing or has other settings.
     """
-    if output.exists():
+    # The numbers of shards in names of `shard_of`, such as OUTPUT.1-of-4.
+    shard_name = re.compile(rf"{re.escape(output.name)}\.\d+-of-(\d+)")
+    matches = [shard_name.fullmatch(path.name) for path in output.parent.glob("*-of-*")]
+    counts = {int(match[1]) for match in matches if match}
+    if output.exists() or not counts:
         return False
-    # By n in the names of `shard_of`, such as OUTPUT.1-of-4.
-    matches = [re.fullmatch(r".*\.\d+-of-(\d+)", path.name) for path in output.parent.glob("*-of-*")]
-    for shards in sorted({int(match[1]) for match in matches if match and match[0].startswith(f"{output.name}.")}):
-        files = [shard_of(output, number + 1, shards) for number in range(shards)]
-        for number, path in enumerate(files, start=1):
-            if not path.exists():
-                raise ConfigError(
-                    "{file} is missing: run the same command with shard={number}/{shards} first.",
-                    file=path,
-                    number=number,
-                    shards=shards,
-                )
-            if json.loads(path.with_name(f"{path.name}.part.json").read_text(encoding="utf-8")) != settings:
-                raise ConfigError(
-                    "{file} is a shard of other settings. Move it away, or name another output.", file=path
-                )
-        with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(path.open("rb")) for path in files]
-            lines: list[bytes] = []
-            for file in cycle(opened):
-                next_lines = list(islice(file, window))
-                if not next_lines:
-                    break
-                lines += next_lines
-        write_atomically(output, b"".join(lines))
-        for path in files:
-            path.unlink()
-            path.with_name(f"{path.name}.part.json").unlink()
-        return True
-    return False
+    shards = min(counts)
+    files = [shard_of(output, number + 1, shards) for number in range(shards)]
+    for number, path in enumerate(files, start=1):
+        if not path.exists():
+            raise ConfigError(
+                "{file} is missing: run the same command with shard={number}/{shards} first.",
+                file=path,
+                number=number,
+                shards=shards,
+            )
+        if json.loads(path.with_name(f"{path.name}.part.json").read_text(encoding="utf-8")) != settings:
+            raise ConfigError("{file} is a shard of other settings. Move it away, or name another output.", file=path)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(path.open("rb")) for path in files]
+        lines: list[bytes] = []
+        for file in cycle(opened):
+            next_lines = list(islice(file, window))
+            if not next_lines:
+                break
+            lines += next_lines
+    write_atomically(output, b"".join(lines))
+    for path in files:
+        path.unlink()
+        path.with_name(f"{path.name}.part.json").unlink()
+    return True
 
 
 def answer_rows(
@@ -259,45 +260,58 @@ def answer_rows(
     done: int,
     shard: tuple[int, int] = (1, 1),
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time; of `shard`
-    i/n every n-th window, from the i-th on, whose answers are those that one process gives.
+    """Yield the rows of a window of `batch_size * BATCHES_IN_WINDOW` questions at a time, after asking the model; of
+    `shard` i/n every n-th window, from the i-th on, whose answers are those that one process gives.
     Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
     length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
     seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
     """
-    size, (shard_number, shards) = batch_size * BATCHES_IN_WINDOW, shard
+    window_size = batch_size * BATCHES_IN_WINDOW
+    shard_number, shards = shard
     remaining = iter(questions)
     for number in count():
-        window = list(islice(remaining, size))
+        window = list(islice(remaining, window_size))
         if not window:
             return
         is_of_shard = number % shards == shard_number - 1
-        windows_before = number // shards  # of this shard
-        if not is_of_shard or windows_before < done // size:
-            continue  # it is another shard's, or done
-        results = [_row_of_question(question, system) for question in window]
-        prompts: dict[int, list[int]] = {}
-        for index, question in enumerate(window):
-            try:
-                prompts[index] = _prompt_of_question(question, model, encoder, sampling, system)
-            except (RowError, ModelError) as error:
-                results[index]["error"] = str(error)
-        # The longest first, so that a lack of memory shows at once.
-        order = sorted(prompts, key=lambda index: -len(prompts[index]))
-        for begin in range(0, len(order), batch_size):
-            batch = order[begin : begin + batch_size]
-            seeded = replace(sampling, seed=sampling.seed + number * size + begin)
-            answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
-            for index, ids in zip(batch, answers, strict=True):
-                results[index] |= {
-                    "answer": decode_answer(encoder, ids),
-                    "prompt_tokens": len(prompts[index]),
-                    "tokens": len(ids),
-                    "finish": finish_of(ids, sampling),
-                }
-        if rank() == 0:
-            _add_verdicts(window, results)
-        yield results
+        is_done = number // shards < done // window_size  # windows of this shard: before this one, and done
+        if is_of_shard and not is_done:
+            seeded = replace(sampling, seed=sampling.seed + number * window_size)
+            yield _answer_window(window, model, encoder, seeded, batch_size, system)
+
+
+def _answer_window(
+    window: Sequence[RowQuestion],
+    model: PreTrainedModel,
+    encoder: chat.AnyChatEncoder,
+    sampling: Sampling,
+    batch_size: int,
+    system: str,
+) -> list[dict[str, Any]]:
+    """Return the rows of a window, see `answer_rows`; each batch adds its place to the seed of `sampling`."""
+    results = [_row_of_question(question, system) for question in window]
+    prompts: dict[int, list[int]] = {}
+    for index, question in enumerate(window):
+        try:
+            prompts[index] = _prompt_of_question(question, model, encoder, sampling, system)
+        except (RowError, ModelError) as error:
+            results[index]["error"] = str(error)
+    # The longest first, so that a lack of memory shows at once.
+    order = sorted(prompts, key=lambda index: -len(prompts[index]))
+    for begin in range(0, len(order), batch_size):
+        batch = order[begin : begin + batch_size]
+        seeded = replace(sampling, seed=sampling.seed + begin)
+        answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
+        for index, ids in zip(batch, answers, strict=True):
+            results[index] |= {
+                "answer": decode_answer(encoder, ids),
+                "prompt_tokens": len(prompts[index]),
+                "tokens": len(ids),
+                "finish": finish_of(ids, sampling),
+            }
+    if rank() == 0:
+        _add_verdicts(window, results)
+    return results
 
 
 def _row_of_question(question: RowQuestion, system: str) -> dict[str, Any]:
@@ -332,7 +346,9 @@ def _add_verdicts(questions: Sequence[RowQuestion], rows: Sequence[dict[str, Any
     for question, row in zip(questions, rows, strict=True):
         if question.check:
             reason = checks.why_failed(question.check, row["answer"]) if "answer" in row else row["error"]
-            row |= {"passed": not reason} | ({"failed": reason} if reason else {})
+            row["passed"] = not reason
+            if reason:
+                row["failed"] = reason
 
 
 def count_passed(output: Path) -> tuple[int, int]:
@@ -345,9 +361,7 @@ def count_passed(output: Path) -> tuple[int, int]:
 def _with_file_identities(
     settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]
 ) -> dict[str, Any]:
-    """Return settings with hashes of the question files, and sizes and times of the weight files, in the form in which
-    JSON is read back. Answers can be resumed if all are equal.
-    """
+    """Return settings as JSON reads them, with hashes of question files, sizes and times of weight files."""
     weights = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
         for folder in models
@@ -416,22 +430,33 @@ def answer_source(
     # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
     answer_file = AnswerFile(output, settings, options.window) if rank() == 0 else contextlib.nullcontext()
     with answer_file as file:
-        incomplete = _write_answers(source, file, *load(), options, num_rows)
-        if not file:
+        asked, cut, failed = _write_answers(source, file, *load(), options, num_rows)
+        if not file:  # rank 0 reports
             return
         file.finish(is_shard)
     _report_written(output, num_rows)
-    _report_incomplete(*incomplete)
+    _report_incomplete(asked, cut, failed)
 
 
 def _count_answers(source: schema.SourceConfig, options: AnswerOptions) -> int:
-    """Return how many answers a source asks for; ConfigError or DataError if something is wrong with it."""
+    """Return how many answers a source asks for; ConfigError or DataError if something is wrong with it. Warn if the
+    code of answers will be run with the network in reach.
+    """
     if options.samples > 1 and not options.sampling.temperature:
         raise ConfigError(
             "samples = {samples} needs temperature: the likeliest tokens are the same each time.",
             samples=options.samples,
         )
-    return options.samples * _count_questions(source, options.allow_code)
+    num_questions, runs_code = 0, False
+    for question in read_questions(source, options.allow_code):
+        num_questions += 1
+        runs_code = runs_code or "python" in question.check
+    if runs_code:
+        from toolkit.evaluate import code_run
+
+        if not code_run.has_no_network():
+            warn("check.python: this system allows no namespaces: the code of answers can reach the network.")
+    return options.samples * num_questions
 
 
 def _write_answers(
@@ -460,7 +485,7 @@ def _write_answers(
         shard=options.shard,
     )
     failed = cut = 0
-    is_quiet = file is None or options.shard[0] > 1
+    is_quiet = file is None or options.shard[0] > 1  # of several shards the first shows its progress
     with tqdm(total=num_rows, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
         for rows in windows:
             failed += sum("error" in row for row in rows)
@@ -469,20 +494,6 @@ def _write_answers(
                 file.write(rows)
             bar.update(len(rows))
     return num_rows - done, cut, failed
-
-
-def _count_questions(source: schema.SourceConfig, allow_code: bool) -> int:
-    """Return the number of a source's rows; warn if the code of answers will be run with the network in reach."""
-    count, runs_code = 0, False
-    for question in read_questions(source, allow_code):
-        count += 1
-        runs_code = runs_code or "python" in question.check
-    if runs_code:
-        from toolkit.evaluate import code_run
-
-        if not code_run.has_no_network():
-            warn("check.python: this system allows no namespaces: the code of answers can reach the network.")
-    return count
 
 
 def _report_written(output: Path, rows: int) -> None:

@@ -57,8 +57,10 @@ class ChatSession:
             if line.strip():
                 self._answer(line.strip())
         except (ConfigError, ModelError, RowError) as error:
+            if not self.is_terminal and isinstance(error, RowError):  # no ToolkitError: it would show a traceback
+                raise ModelError(str(error)) from None
             if not self.is_terminal:
-                raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
+                raise
             _print_notice(str(error))
         return True
 
@@ -139,9 +141,7 @@ class ChatSession:
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def _prompt(self, question: str) -> list[int]:
-        """Return the prompt, after dropping the oldest turns if the context window is full; ModelError if even the
-        question does not fit.
-        """
+        """Return the prompt, without the oldest turns where they do not fit; ModelError if the question does not."""
         dropped = 0
         while True:
             messages = [*self.history[dropped:], {"role": "user", "content": question}]

@@ -36,9 +36,8 @@ def read_check(value: object, allow_code: bool = False) -> Check:
     for kind, expected in value.items():
         if kind not in _KINDS:
             raise RowError("check has no '{kind}'; known are {known}", kind=kind, known=", ".join(_KINDS))
-        if not isinstance(expected, _TYPES[kind]) or (
-            isinstance(expected, list) and not all(type(text) is str for text in expected)
-        ):
+        has_other_items = isinstance(expected, list) and not all(type(text) is str for text in expected)
+        if has_other_items or not isinstance(expected, _TYPES[kind]):
             raise RowError("check.{kind} = {value} has a wrong type", kind=kind, value=shortened(expected, 60))
     if "regex" in value:
         try:
@@ -65,7 +64,7 @@ def why_failed(check: Check, answer: str) -> str:
     """Return why an answer does not pass a check of `read_check`, "" if it does."""
     for kind, expected in check.items():
         try:
-            with time_limit(TIME_LIMIT_S if kind != "python" else 0):
+            with time_limit(TIME_LIMIT_S if kind != "python" else 0):  # 0: none, as code_run.py has its own
                 reason = _KINDS[kind](expected, answer)
         except TooSlow:
             reason = tr("no result within {seconds} s", seconds=f"{TIME_LIMIT_S:g}")

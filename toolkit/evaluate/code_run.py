@@ -50,8 +50,10 @@ def why_failed(program: str, seconds: float = TIME_LIMIT_S) -> str:
                 process.wait()
             output.seek(0)
             lines = output.read(_FILE_BYTES).decode("utf-8", "replace").split("\n")
+    if code == 0:
+        return ""
     last = next((line for line in reversed(lines) if line.strip()), "")
-    return "" if code == 0 else printable(shortened(last, 200)) or tr("exit code {code}", code=code)
+    return printable(shortened(last, 200)) or tr("exit code {code}", code=code)
 
 
 def has_no_network() -> bool:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -72,14 +73,12 @@ class CompletionClient:
                 return self.ask(prompt, seed, left / (tries - number))  # equal shares of the time that is left
             except _WRONG as error:
                 reason = _reason(error)
-            if number < tries - 1:
+            if number < tries - 1:  # pauses of 1, 2, 4, … seconds between tries
                 time.sleep(max(0.0, min(_FIRST_PAUSE_S * 2**number, until - time.monotonic())))
         return reason
 
     def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> list[int]:
-        """Return the token ids of an answer. Raise one of `_WRONG` if the server gives none that can be used within
-        `limit_s` seconds.
-        """
+        """Return the ids of an answer; one of `_WRONG` is raised if none that can be used comes within `limit_s`."""
         config, protocol = self.config, self.protocol
         body = {
             "model": protocol.model,
@@ -102,7 +101,7 @@ class CompletionClient:
         `token_ids`, else those of its text. ValueError if the answer cannot be used.
         """
         tokenizer, most = self.encoder.tokenizer, self.config.max_new_tokens
-        text, ids, is_ended = choice["text"], choice.get("token_ids"), choice["finish_reason"] == "stop"
+        text, ids = choice["text"], choice.get("token_ids")
         if not text.encode().strip():  # a lone surrogate has no UTF-8
             raise ValueError(tr("it is empty"))
         if ids is None:
@@ -113,7 +112,7 @@ class CompletionClient:
             raise ValueError(tr("it has {count} tokens", count=len(ids)))
         end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
         stop = ids[end : end + 1]
-        if is_ended and not stop:  # a server leaves the end token out of the text
+        if choice["finish_reason"] == "stop" and not stop:  # a server leaves the end token out of the text
             stop = [self.encoder.stop_ids[0]]
         return (ids[:end] + stop)[:most]
 
@@ -180,8 +179,6 @@ def _reason(error: Exception) -> str:
     """Return why a request failed, in a line."""
     detail = ""
     if isinstance(error, HTTPError):
-        try:
+        with suppress(*_WRONG):  # the body may be anything
             detail = f" {json.loads(error.read(_LEAST_BYTES))['error']['message']}"
-        except _WRONG:
-            detail = ""
     return f"{type(error).__name__}: {error}{detail}".splitlines()[0][:300]

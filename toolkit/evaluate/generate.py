@@ -62,10 +62,10 @@ def generate(
     if first := record_of(model).first_position:  # transformers (5.23) would count from 0, as its forward does not
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     drawn: dict[str, Any] = {}
-    if sampling.temperature > 0:  # not for greedy decoding, at which transformers would warn
+    if sampling.temperature > 0:  # with greedy decoding transformers would warn of these
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     original_config = model.generation_config
-    # Replaced, as transformers takes values that a passed config omits from the model's.
+    # Replaced: what a passed config omits transformers would take from the model's.
     model.generation_config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=bool(drawn),
@@ -85,9 +85,9 @@ def generate(
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:
         model.generation_config = original_config
-    stops = set(encoder.stop_ids)
-    answers = output[:, longest:].tolist()
-    return [row[: len(until_stop(row, stops)) + (1 if keeps_end else 0)] for row in answers]
+    stops, num_ends = set(encoder.stop_ids), 1 if keeps_end else 0
+    answers = output[:, longest:].tolist()  # behind the end token all is padding
+    return [row[: len(until_stop(row, stops)) + num_ends] for row in answers]
 
 
 def answer(
@@ -99,9 +99,7 @@ def answer(
     *,
     in_step: bool,
 ) -> str:
-    """Return the model's greedy answer to a question. `in_step`: see `generate`; the answers of ranks may differ in
-    length, as GPUs may round differently.
-    """
+    """Return the greedy answer to a question; ranks may differ by rounding. `in_step`: see `generate`."""
     prompt = encoder.prompt([{"role": "user", "content": question}])
     [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device, in_step=in_step)
     return decode_answer(encoder, ids)

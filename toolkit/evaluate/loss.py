@@ -42,8 +42,7 @@ def evaluate_loss(
         measure: returns the losses of a micro-batch's tokens as `token_losses` does.
 
     Returns:
-        `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
-        `eval_loss/SOURCE`.
+        `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`; of several sources `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)  # of each source: losses, tokens
     with probe.evaluating(model):
@@ -58,7 +57,7 @@ def evaluate_loss(
                 sums[number, 1] += is_of_source.sum()
     totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
     by_name: dict[str, torch.Tensor] = {}
-    for name, total in zip(names, totals, strict=True):
+    for name, total in zip(names, totals, strict=True):  # several sources may have the same name
         by_name[name] = by_name.get(name, 0) + total
     total_loss, tokens = totals.sum(dim=0).tolist()
     loss = total_loss / tokens

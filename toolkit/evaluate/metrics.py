@@ -179,17 +179,16 @@ def score_answers(
     by_source: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(asked):
         by_source[question.source].append(index)
+    compared_sources = sorted(by_source.items()) if len(by_source) > 1 else []
     each = {}
     for metric in metrics:
         name = metric.value
         try:
             scores = score(metric, texts, references, tokenize)
             figures = {f"eval_{name}": scores.value}
-            for source, indices in sorted(by_source.items()) if len(by_source) > 1 else ():
-                part = score(
-                    metric, [texts[index] for index in indices], [references[index] for index in indices], tokenize
-                )
-                figures[f"eval_{name}/{source}"] = part.value
+            for source, indices in compared_sources:
+                texts_of, references_of = [texts[index] for index in indices], [references[index] for index in indices]
+                figures[f"eval_{name}/{source}"] = score(metric, texts_of, references_of, tokenize).value
         except Stopped:
             raise
         except Exception as error:  # a library's fault is no reason to lose the others, let alone a training run

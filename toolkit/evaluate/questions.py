@@ -32,9 +32,7 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: chat.AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Return questions sampled evenly from a split, and how many of the samples have no prompt. `names`: of the
-    sources, by number; `max_samples` 0 takes all.
-    """
+    """Return at most `max_samples` questions (0: all), evenly from a split, and how many samples have no prompt."""
     count = min(max_samples or len(store), len(store))
     sources = store.sources()
     questions = []
@@ -52,11 +50,14 @@ def split_sample(
     last run of trained tokens, after the last of the encoder's `answer_ids` in it.
     """
     # The last run of trained tokens is ids[begin:end].
-    end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
-    begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
+    end = len(trained)
+    while end and not trained[end - 1]:
+        end -= 1
+    begin = end
+    while begin and trained[begin - 1]:
+        begin -= 1
     openers = {int(token) for token in encoder.answer_ids}
-    # Behind the last opener in it, if there is one.
-    begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in openers), begin)
+    begin = max((index + 1 for index in range(begin, end) if ids[index] in openers), default=begin)
     prompt = list(ids[:begin])
     # The first token of a sample is never trained; alone it is the beginning of a plain text.
     if len(prompt) < 2 or set(prompt) <= set(encoder.tokenizer.all_special_ids):
@@ -120,7 +121,8 @@ def generate_all(
                 seeded = replace(sampling, seed=sampling.seed + number)
                 asked = [prompts[index] for index in batch]
                 answers = generate(model, encoder, asked, seeded, device, in_step=in_step, **options(batch))
-                answered |= dict(zip(batch, answers, strict=True)) if has_batch else {}
+                if has_batch:
+                    answered |= dict(zip(batch, answers, strict=True))
             except Stopped:
                 raise
             except Exception as error:  # most likely out of memory; a training run must go on

@@ -36,14 +36,18 @@ class Reward:
     allow_code: bool = False
     """Whether a function may be imported."""
 
+    @property
+    def is_function(self) -> bool:
+        """Whether the kind is module:function; a directory's name may hold a colon too."""
+        return ":" in self.kind and not Path(self.kind).exists()
+
     def check(self) -> None:
         """Raise ConfigError if this reward cannot be computed."""
-        is_function = ":" in self.kind and not Path(self.kind).exists()
-        if is_function and not self.allow_code:
+        if self.is_function and not self.allow_code:
             raise ConfigError(
                 "reward = {kind} runs code of this machine. If you trust it, add allow_code=true.", kind=self.kind
             )
-        if not is_function and self.kind not in RULES and not (Path(self.kind) / "config.json").is_file():
+        if not self.is_function and self.kind not in RULES and not (Path(self.kind) / "config.json").is_file():
             raise ConfigError(
                 "reward = {kind} is neither {known}, nor the directory of a reward model, nor module:function.",
                 kind=self.kind,
@@ -54,7 +58,7 @@ class Reward:
                 raise ConfigError("{name} has an effect with reward={rule} only. Remove it.", name=name, rule=rule)
         if self.kind == "regex":
             try:
-                re.compile(self.pattern or "(")  # "(" is an error, as "" shall be
+                re.compile(self.pattern or "(")  # an empty pattern, which matches everything, is an error as "(" is
             except re.error as error:
                 reason = error if self.pattern else tr("it is empty")
                 raise ConfigError(
@@ -67,7 +71,7 @@ class Reward:
         """Return a function that computes the rewards of rows with answers; ConfigError if it cannot be imported."""
         if self.kind in RULES:
             return lambda rows: [self._rule_reward(row) for row in rows]
-        if ":" in self.kind and not Path(self.kind).exists():
+        if self.is_function:
             module, _, name = self.kind.partition(":")
             try:
                 function = getattr(import_module(module), name)
@@ -151,9 +155,7 @@ def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]
 
 
 def best_answers(rows: Sequence[Row], least: float) -> tuple[list[Row], dict[str, Any]]:
-    """Return each prompt's conversation with its best answer, if its reward is at least `least`, and figures of all
-    rows. `rows`: of `with_rewards`. Empty answers are skipped.
-    """
+    """Return each prompt's conversation with its best answer of a reward from `least` on; figures of all rows."""
     prompts, conversations = _by_prompt(rows), []
     for samples in prompts.values():
         best = max((row for row in samples if row["answer"]), key=lambda row: row["reward"], default=None)

@@ -8,12 +8,11 @@ from toolkit.models.directory import Architecture, architecture_of, read_config,
 
 
 def resolve_servable(path: Path) -> Path:
-    """Return the directory to serve: `path`, or the export in it if it is a run's. ConfigError or ModelError if neither
-    transformers' server nor vLLM could load it.
-    """
+    """Return the directory to serve: `path`, or a run's export; ConfigError or ModelError if no server loads it."""
     files.check_directory(path)
     suggest.check_is_no_folder_of_runs(path)
-    folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
+    is_run = not (path / "config.json").is_file() and (path / "export").is_dir()
+    folder = (path / "export" if is_run else path).resolve()
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "

@@ -50,15 +50,12 @@ _MOST_STOPS, _LONGEST_STOP = 4, 256
 """Number and length of strings that end an answer, as each is compared with the whole vocabulary."""
 _REQUEST_ERRORS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """Raised by transformers for a field of an unexpected type or value."""
-
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def server_program(backend: str) -> tuple[str, list[str]]:
-    """Return a server's name, chosen here for `auto`, and the command that starts it, without options; ConfigError if
-    it is not installed.
-    """
+    """Return a server's name (`auto` chooses) and its command without options; ConfigError if not installed."""
     if backend == "sglang":
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError(tr("backend = sglang, but there is no sglang here:  pip install sglang"))
@@ -101,7 +98,8 @@ def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[
         return [*options, "--lora-paths", f"{name}={adapter.resolve()}"]
     if (adapter / "generation_config.json").is_file():
         options += ["--generation-config", str(adapter.resolve())]
-    if not (experts := {parameter.rpartition(".")[2] for parameter in config.get("target_parameters") or ()}):
+    experts = {parameter.rpartition(".")[2] for parameter in config.get("target_parameters") or ()}
+    if not experts:
         return [*options, "--lora-modules", f"{name}={adapter.resolve()}"]
     # Adapters of stacked experts must be declared, or vLLM misreads them (its pull request 42242, in 0.25); if one of
     # the two matrices is missing, vLLM applies neither.
@@ -131,40 +129,53 @@ class BoundedApp:
             return await self.app(scope, receive, send)
         if scope["path"].rstrip("/") in _BLOCKED_PATHS:
             return await _send_error(send, 404, tr("{path} is not available: one model is served.", path=scope["path"]))
-        body, is_complete = bytearray(), False
-        while not is_complete:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            if len(body) <= MAX_REQUEST_BYTES:  # more is read and dropped, as most clients listen after sending all
-                body += message.get("body", b"")
-            is_complete = not message.get("more_body", False)
+        body = await _complete_body(receive)
+        if body is None:
+            return None
         if len(body) > MAX_REQUEST_BYTES:
             return await _send_error(
                 send, 413, tr("the request is larger than {limit} MiB.", limit=MAX_REQUEST_BYTES >> 20)
             )
         if body.lstrip()[:1] not in (b"", b"{"):  # FastAPI would repeat the body in its answer, and fail if it is NaN
             return await _send_error(send, 400, tr("the request must be a JSON object."))
-        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def read() -> dict[str, Any]:
+        async def receive_again() -> dict[str, Any]:
+            """Give the application the request, then what else comes."""
             return messages.pop() if messages else await receive()
 
-        status, error = 0, bytearray()
+        return await self.app(scope, receive_again, _in_openai_form(send))
 
-        async def send_translated(message: dict[str, Any]) -> None:
-            """Pass on the messages of a response; of an error collect the body, and send it in OpenAI's form."""
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            if status < _FIRST_ERROR:
-                return await send(message)
-            error.extend(message.get("body", b""))
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                await _send_error(send, status, _error_message(bytes(error)))
+
+async def _complete_body(receive: Receive) -> bytes | None:
+    """Return a request's body, cut somewhere beyond MAX_REQUEST_BYTES; None if the client has gone."""
+    body, is_complete = bytearray(), False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
             return None
+        if len(body) <= MAX_REQUEST_BYTES:  # more is read and dropped, as most clients listen after sending all
+            body += message.get("body", b"")
+        is_complete = not message.get("more_body", False)
+    return bytes(body)
 
-        return await self.app(scope, read, send_translated)
+
+def _in_openai_form(send: Send) -> Send:
+    """Return a `send` that collects the body of an error, and sends it in OpenAI's form; it passes the rest on."""
+    status, error = 0, bytearray()
+
+    async def send_translated(message: dict[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        if status < _FIRST_ERROR:
+            return await send(message)
+        error.extend(message.get("body", b""))
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await _send_error(send, status, _error_message(bytes(error)))
+        return None
+
+    return send_translated
 
 
 def _error_message(body: bytes) -> str:
@@ -186,9 +197,7 @@ async def _send_error(send: Send, status: int, sentence: str) -> None:
 
 
 def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
-    """Return what is wrong with the fields of a request, else "". `reserved`: names that `chat_template_kwargs` may not
-    have.
-    """
+    """Return what is wrong with a request, else "". `reserved`: names not allowed in `chat_template_kwargs`."""
     for name, (kind, least, greatest) in _RANGES.items():
         value = body.get(name)
         is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)  # JSON may write 1.0 as 1
@@ -271,13 +280,13 @@ def _install_limits() -> None:
     from transformers.cli.serving import chat_completion, completion, response, server, systemone, utils
 
     reserved = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    build = server.build_server
+    build_server = server.build_server
 
     def reject_if(sentence: str) -> None:
         if sentence:
             raise HTTPException(status_code=400, detail=sentence)
 
-    def guard(handler: Any) -> None:
+    def guard_handler(handler: Any) -> None:
         """Let a class of handlers answer requests that are wrong with status 400, not with a traceback."""
         handle = handler.handle_request
 
@@ -294,7 +303,7 @@ def _install_limits() -> None:
 
         handler.handle_request = handle_request
 
-    def limit(manager: Any, name: str) -> None:
+    def limit_method(manager: Any, name: str) -> None:
         """Let the method `name` of a class generate no more tokens than the model has positions."""
         generate = getattr(manager, name)
 
@@ -310,17 +319,15 @@ def _install_limits() -> None:
         response.ResponseHandler,
         systemone.SystemOneHandler,
     ):
-        guard(handler)
+        guard_handler(handler)
     for manager in (utils.GenerateManager, utils.CBGenerateManager):
-        limit(manager, "generate_streaming")
-        limit(manager, "generate_non_streaming")
-    server.build_server = lambda *arguments, **named: BoundedApp(build(*arguments, **named))
+        limit_method(manager, "generate_streaming")
+        limit_method(manager, "generate_non_streaming")
+    server.build_server = lambda *arguments, **named: BoundedApp(build_server(*arguments, **named))
 
 
 def _sample_by_temperature() -> None:
-    """Make transformers' server sample if a request's temperature is above 0; in 5.23 it samples only if the export's
-    generation_config.json says so.
-    """
+    """Make transformers' server (5.23) sample if a request's temperature is above 0, whatever the export says."""
     from transformers.cli.serving.utils import BaseHandler
 
     build = BaseHandler._build_generation_config
@@ -362,7 +369,7 @@ def _serve_one_model(name: str, folder: str) -> None:
     from transformers.cli.serving.utils import BaseHandler
 
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "toolkit"}
-    by_path = BaseHandler._resolve_model
+    by_path = BaseHandler._resolve_model  # transformers 5.23, cli/serving/utils.py
 
     def by_name(self: BaseHandler, body: dict[str, Any]) -> Any:
         if body.get("model") == name:
