@@ -25,7 +25,6 @@ _SPREAD = 30
 _DIGITS = 5
 """Significant digits of the values in the page."""
 _LONG_NAME, _LABEL_PIXELS = 14, 260
-
 Record = dict[str, Any]
 """A point: x, y, s (its series); low and high where it stands for several rows."""
 
@@ -243,15 +242,16 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption)
     """Return a bar chart: a bar for each record's x; several with the same x are told apart by s, its series."""
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
+    are_few = len(order) < 9  # labels fit side by side
     definition = (
         alt.Chart(alt.InlineData(values=list(records)))
-        .mark_bar(cornerRadiusEnd=2, opacity=0.9, size=36 if len(order) < 9 and len(names) == 1 else alt.Undefined)
+        .mark_bar(cornerRadiusEnd=2, opacity=0.9, size=36 if are_few and len(names) == 1 else alt.Undefined)
         .encode(
             x=alt.X(
                 "x:N",
                 title=axes.x,
                 sort=order,
-                axis=alt.Axis(labelAngle=0 if len(order) < 9 else -45),
+                axis=alt.Axis(labelAngle=0 if are_few else -45),
                 scale=alt.Scale(padding=0.4),
             ),
             xOffset=alt.XOffset("s:N", sort=names) if len(names) > 1 else alt.Undefined,
@@ -269,9 +269,7 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption)
 
 
 def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, caption: Caption) -> Drawing:
-    """Return a histogram of `bins`: (low end, high end, count, text of the tooltip). They are drawn as they are
-    ("binned"), not counted by Vega-Lite.
-    """
+    """Return a histogram of `bins`, which are drawn as they are: (low end, high end, count, text of the tooltip)."""
     values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
         alt.Chart(alt.InlineData(values=values))

@@ -56,8 +56,7 @@ def events_of(run: Run) -> list[Event]:
         if name == "rewinds":
             events.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            # Those with files are events already. Not matched by step: after a rewind this is the first row, and the
-            # bad steps were later ones.
+            # Those with files are events already. They are counted, as after a rewind their rows have other steps.
             unused_files -= count
             if unused_files < 0:  # more are counted than have files: a full disk had no room for them
                 text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -unused_files))
@@ -140,40 +139,37 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
     y = of_units.get(unit, tr("nats per token"))
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
     if len(runs) == 1:
-        (run,) = runs
-        raw, smooth, validation = tr("training"), tr("training, smoothed"), tr("validation")
-        points = _points(run, "loss", raw)
-        smoothed = _smooth(points, smooth)
-        ngrams = _ngram_losses(run)
-        records = [*points, *smoothed, *_validation(run, "eval_loss", validation), *ngrams]
-        colors = {raw: BLUE, smooth: BLUE, validation: ORANGE} | (
-            {"unigram": PURPLE, "bigram": GREEN} if ngrams else {}
-        )
-        looks = Series(
-            colors=colors, faint=[raw] if smoothed else [], dotted=[validation], dashed=["unigram", "bigram"]
-        )
-        note = ""
-        if smoothed:
-            count = 2 * _half_window(len(points)) + 1
-            note = tr("Pale: values as logged. Smoothed: the mean of {count} points, centred.", count=count)
-        if len(points) > 1 and points[1]["x"] - points[0]["x"] > 1:  # with train.log_every
-            note = joined(note, tr("A point of training is the mean of the steps since the one before."))
-        if any("low" in record for record in records):
-            note = joined(note, tr("The band spans the extremes where a point stands for several rows."))
-        events = events_of(run)
-    else:
-        records, colors, events = [], {}, []
-        validations = [f"{run.name} · " + tr("validation") for run in runs]
-        for run, color, validation in zip(runs, _colors(runs).values(), validations, strict=True):
-            points = _points(run, "loss", run.name)
-            training = _smooth(points, run.name) or points  # too few points are not smoothed
-            records += [*training, *_validation(run, "eval_loss", validation)]
-            colors |= {run.name: color, validation: color}
-        looks = Series(colors=colors, dashed=validations, dotted=validations, unlisted=validations)
-        note = tr("Training loss smoothed; dashed: validation.")
-    if not records:
-        return []
-    return [lines(records, axes, looks, Caption("loss", tr("Loss"), note, is_wide=True), events)]
+        return _loss_of_run(runs[0], axes)
+    records, colors = list[Record](), dict[str, str]()
+    validations = [f"{run.name} · " + tr("validation") for run in runs]
+    for run, color, validation in zip(runs, _colors(runs).values(), validations, strict=True):
+        points = _points(run, "loss", run.name)
+        training = _smooth(points, run.name) or points  # too few points are not smoothed
+        records += [*training, *_validation(run, "eval_loss", validation)]
+        colors |= {run.name: color, validation: color}
+    looks = Series(colors=colors, dashed=validations, dotted=validations, unlisted=validations)
+    caption = Caption("loss", tr("Loss"), tr("Training loss smoothed; dashed: validation."), is_wide=True)
+    return [lines(records, axes, looks, caption)] if records else []
+
+
+def _loss_of_run(run: Run, axes: Axes) -> list[Drawing]:
+    """Return the chart of one run's losses; its note says what a point, the band and the smoothed line are."""
+    raw, smooth, validation = tr("training"), tr("training, smoothed"), tr("validation")
+    points, ngrams = _points(run, "loss", raw), _ngram_losses(run)
+    smoothed = _smooth(points, smooth)
+    records = [*points, *smoothed, *_validation(run, "eval_loss", validation), *ngrams]
+    colors = {raw: BLUE, smooth: BLUE, validation: ORANGE, "unigram": PURPLE, "bigram": GREEN}
+    looks = Series(colors=colors, faint=[raw] if smoothed else [], dotted=[validation], dashed=["unigram", "bigram"])
+    note = ""
+    if smoothed:
+        count = 2 * _half_window(len(points)) + 1
+        note = tr("Pale: values as logged. Smoothed: the mean of {count} points, centred.", count=count)
+    if len(points) > 1 and points[1]["x"] - points[0]["x"] > 1:  # with train.log_every
+        note = joined(note, tr("A point of training is the mean of the steps since the one before."))
+    if any("low" in record for record in records):
+        note = joined(note, tr("The band spans the extremes where a point stands for several rows."))
+    caption = Caption("loss", tr("Loss"), note, is_wide=True)
+    return [lines(records, axes, looks, caption, events_of(run))] if records else []
 
 
 def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Draw:
@@ -245,9 +241,7 @@ _MOST_EXPERTS = 1 << 16
 
 
 def _experts(run: Run) -> list[Drawing]:
-    """Return a chart of each expert's tokens, by layer, divided by the mean of the layer; layers whose counts are
-    malformed or all 0 are left out.
-    """
+    """Return a chart of each expert's tokens, by layer, divided by the layer's mean; without malformed layers."""
     loads, shares = run.experts.get("loads"), {}
     for layer, load in loads.items() if isinstance(loads, dict) else ():
         is_valid = isinstance(load, list) and all(type(count) is int and count >= 0 for count in load)
@@ -305,16 +299,17 @@ def _step_parts(run: Run) -> list[Drawing]:
     rank has no times of ranks: its parts are the wait for data and all the rest.
     """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
-    series = [dict(run.history.training.series(figure)) for figure in figures]  # step -> `Figure`
-    names = (tr("waiting for data"), tr("forward pass"), tr("waiting for the slowest rank"))
-    last_name = tr("backward pass, gradient reduction, optimizer") if series[1] else tr("forward, backward, optimizer")
-    steps = [step for step in series[-1] if step in series[0]]
+    # Step -> `Figure`, of the end of each part.
+    wait, median, slowest, whole = (dict(run.history.training.series(figure)) for figure in figures)
+    names = [tr("waiting for data"), tr("forward pass"), tr("waiting for the slowest rank")]
+    names.append(tr("backward pass, gradient reduction, optimizer") if median else tr("forward, backward, optimizer"))
+    steps = [step for step in whole if step in wait]
     if not steps:
         return []
     parts: dict[str, float] = {}  # name -> mean seconds per step
     for step in steps:
-        begin, step_s = 0.0, series[-1][step].mean
-        for name, by_step in zip((*names, last_name), series, strict=True):
+        begin, step_s = 0.0, whole[step].mean
+        for name, by_step in zip(names, (wait, median, slowest, whole), strict=True):
             if step in by_step:
                 end = min(max(begin, by_step[step].mean), step_s)
                 parts[name] = parts.get(name, 0.0) + (end - begin) / len(steps)
@@ -322,7 +317,7 @@ def _step_parts(run: Run) -> list[Drawing]:
     axes = Axes(x=tr("share of a step's time"), y=tr("seconds per step"), series=tr("part"))
     seconds = digits(sum(parts.values()))
     note = tr("Mean over all logged steps; a step takes {seconds} s.", seconds=seconds)
-    if series[1]:
+    if median:
         note = joined(note, tr("Forward pass: of the median rank."))
     return [shares(parts, axes, BLUE, Caption("step-parts", tr("Where a step's time goes"), note))]
 

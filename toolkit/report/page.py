@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,9 +95,7 @@ def short(value: float) -> str:
 
 
 def speed(run: Run) -> float | None:
-    """Return tokens (or samples) per second over all steps that were logged, None where there are none: the mean of the
-    speeds, each weighted by the seconds of its steps.
-    """
+    """Return the mean tokens (or samples) per second, weighted by the seconds of steps; None without any."""
     paces = run.history.training.series("samples_per_s" if run.is_custom else "tokens_per_s")
     step_s = dict(run.history.training.series("step_s"))
     timed = [(pace.mean, step_s[step].mean) for step, pace in paces if step in step_s]
@@ -150,9 +149,7 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def _speed_tile(run: Run, pace: float) -> Tile:
-    """Return the tile of tokens (or samples) per second; on a GPU also the MFU, or where the GPU's peak is not known
-    the share of the matmul speed that was measured.
-    """
+    """Return the tile of tokens (or samples) per second; on a GPU with MFU, or the share of measured matmul."""
     detail = ""
     for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
         if series := run.history.training.series(name):
@@ -220,9 +217,7 @@ def events(run: Run) -> Table | None:
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
-    """Return the settings in which a run differs from its recipe or the defaults, or several runs from each other; None
-    if there are none.
-    """
+    """Return the settings in which a run differs from recipe or defaults, or several runs differ; None if none."""
     if len(runs) > 1:
         rows = [[change.key, *change.values] for change in differences_between(runs)]
         return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
@@ -350,9 +345,7 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (label, command) of each start of a run, once where the command stays the same, and of how to run the same
-    settings again.
-    """
+    """Return (label, command) of each start of a run with another command, and of how to repeat its settings."""
     labelled_commands: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
@@ -363,20 +356,23 @@ def commands(run: Run) -> list[tuple[str, str]]:
             )
     if run.config:
         label = tr("The same settings, whatever the recipe says by now")
-        labelled_commands.append((label, messages.printable(shlex.join(_again_words(run)))))
+        labelled_commands.append((label, messages.printable(shlex.join(_training_words(run)))))
     return labelled_commands
 
 
-def _again_words(run: Run) -> list[str]:
-    """Return the words of a command that trains with a run's settings once more."""
+def _training_words(run: Run) -> list[str]:
+    """Return the words of a command that trains with a run's settings once more, on as many ranks, such as
+    `deepspeed --num_gpus 8 run.py recipe=RUN/config.yaml run.name=NAME`.
+    """
     ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-    is_on_several_nodes = isinstance(hosts, list) and len(set(map(str, hosts))) > 1
-    if is_on_several_nodes and not run.is_custom:
-        start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
-    else:  # `toolkit launch` does not start a user's own program: of several nodes this is one node's form
-        is_launched = isinstance(ranks, int) and ranks > 1
-        start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
-        start.append(str(run.data.get("program") or "run.py"))
+    has_several_nodes = isinstance(hosts, list) and len(set(map(str, hosts))) > 1
+    program = str(run.data.get("program") or "run.py")  # of a custom model the user's own
+    if has_several_nodes and not run.is_custom:  # `toolkit launch` starts no program of a user's
+        start = ["toolkit", "launch", "hostfile=hostfile"]  # the hostfile says on how many ranks
+    elif isinstance(ranks, int) and ranks > 1:
+        start = ["deepspeed", "--num_gpus", str(ranks), program]
+    else:
+        start = ["python", program]
     return [*start, f"recipe={files.quoted(run.folder / 'config.yaml')}", "run.name=NAME"]
 
 
@@ -386,7 +382,7 @@ def lead(run: Run) -> Lead | None:
     if verdict is None:
         return None
     tone = {LEARNED: _GOOD, OVERFIT: _BAD, FLAT: _BAD, DIVERGED: _BAD}.get(verdict.kind, "")
-    return Lead(verdict.text.replace("->", "→"), tone, next_commands(run, verdict, _again_words(run)))
+    return Lead(verdict.text.replace("->", "→"), tone, next_commands(run, verdict, _training_words(run)))
 
 
 def example_data(run: Run) -> str:
@@ -463,13 +459,13 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in dotted_keys.leaves(config):
         if key.startswith("model.published."):  # facts about a model, not settings
             continue
-        sections = value if isinstance(value, list) and all(isinstance(section, dict) for section in value) else []
-        for number, section in enumerate(sections):
+        if not value or not isinstance(value, list) or not all(isinstance(section, dict) for section in value):
+            values[key] = value
+            continue
+        for number, section in enumerate(value):
             for name, setting in dotted_keys.leaves(section):
                 if setting not in (_SOURCE_DEFAULTS.get(name), None):
                     values[f"{key}[{number}].{name}"] = setting
-        if not sections:
-            values[key] = value
     return values
 
 
@@ -480,7 +476,7 @@ def _setting_text(value: object) -> str:
     if isinstance(value, str):
         return value or '""'
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return text.removesuffix("\n").removesuffix("\n...")  # YAML's end of a document, after a lone value
 
 
 PNG_FONTS = (
@@ -532,7 +528,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         head=head(single_run) if single_run else [run.name for run in runs],
         tiles=list(tiles(single_run)) if single_run else [],
         sections=_sections(runs, drawings),
-        drawn=[drawing for of_section in drawings.values() for drawing in of_section],
+        drawn=list(chain(*drawings.values())),
         noscript=tr(
             "The charts need JavaScript; with vl-convert-python they are in {folder} as pictures.", folder=f"{images}/"
         ),
@@ -673,35 +669,32 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
 
 def _answers(runs: Sequence[Run]) -> Section:
     """Return the section of answers to samples: of one run over its evaluations, of several each one's last."""
-    note = ""
     if len(runs) > 1:
-        # Samples are matched by question and reference, not by place: data may have been copied. -> (the first run's
-        # sample, the answers of all runs)
-        asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
-        for run in runs:
-            for sample in run.answers.samples:
-                _, answers = asked.setdefault((sample.prompt, sample.reference), (sample, []))
-                answers += _answers_after(sample, [max(sample.answers)], f"{run.name} · ")
-        samples = [
-            _sample(sample.where, sample.prompt, answers, sample)
-            for sample, answers in asked.values()
-            if len(answers) > 1
-        ]
-    else:
-        evaluated = runs[0].answers
-        samples = [
-            _sample(sample.where, sample.prompt, _answers_after(sample, evaluated.steps), sample)
-            for sample in evaluated.samples
-        ]
-        for row in runs[0].samples[:_MOST_QUESTIONS]:
-            titles = {"before": tr("before training"), "answer": tr("after training")}
-            answers = [_answer(title, str(row[name])) for name, title in titles.items() if name in row]
-            samples.append(_sample(tr("a question of the recipe"), str(row.get("prompt", "")), answers))
-        if evaluated.evaluations > len(evaluated.steps):
-            note = tr(
-                "{shown} of {count} evaluations are shown.", shown=len(evaluated.steps), count=evaluated.evaluations
-            )
+        return Section(id="answers", title=tr("Answers"), samples=_compared_samples(runs))
+    evaluated, note = runs[0].answers, ""
+    samples = [
+        _sample(sample.where, sample.prompt, _answers_after(sample, evaluated.steps), sample)
+        for sample in evaluated.samples
+    ]
+    for row in runs[0].samples[:_MOST_QUESTIONS]:
+        titles = {"before": tr("before training"), "answer": tr("after training")}
+        answers = [_answer(title, str(row[name])) for name, title in titles.items() if name in row]
+        samples.append(_sample(tr("a question of the recipe"), str(row.get("prompt", "")), answers))
+    if evaluated.evaluations > len(evaluated.steps):
+        note = tr("{shown} of {count} evaluations are shown.", shown=len(evaluated.steps), count=evaluated.evaluations)
     return Section(id="answers", title=tr("Answers"), samples=samples, note=note)
+
+
+def _compared_samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the samples that several runs have answered, each with every run's last answer."""
+    # By question and reference, not by place, as data may have been copied: the first run's sample, all runs' answers.
+    asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
+    for run in runs:
+        for sample in run.answers.samples:
+            _, answers = asked.setdefault((sample.prompt, sample.reference), (sample, []))
+            answers += _answers_after(sample, [max(sample.answers)], f"{run.name} · ")
+    of_several = [(sample, answers) for sample, answers in asked.values() if len(answers) > 1]
+    return [_sample(sample.where, sample.prompt, answers, sample) for sample, answers in of_several]
 
 
 def _sample(where: str, prompt: str, answers: list[dict[str, Any]], asked: Sample | None = None) -> dict[str, Any]:
@@ -774,7 +767,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 
 
 def check_output(output: Path) -> bool:
-    """Return whether `output` is an existing report; ConfigError if it is another file, or does not end in .html."""
+    """Return whether `output` is an existing report; ConfigError if it is another file, or not named .html."""
     if output.suffix != ".html":
         raise messages.ConfigError("output = {file} must end in .html.", file=output)
     is_ours = False
@@ -798,10 +791,8 @@ def _check_target(output: Path, images: Path) -> None:
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) -> None:
-    """Write the page and, with `has_pictures`, a PNG file per chart, in English where a Chinese font is missing; remove
-    those left from an earlier report.
-    """
-    drawings, names = draw(runs), set[str]()
+    """Write the page and, with `has_pictures`, a PNG file per chart; remove those of an earlier report."""
+    drawings, written = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()
     if language == "zh" and not has_chinese():  # the letters in pictures would be boxes; the page has a browser's fonts
@@ -810,10 +801,10 @@ def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) 
     try:
         if has_pictures:
             images.mkdir(exist_ok=True)
-        for drawing in (drawing for of_section in drawings.values() for drawing in of_section if has_pictures):
-            names.add(f"{drawing.name}.png")
-            disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
+            for drawing in chain(*drawings.values()):
+                written.add(drawing.name)
+                disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:
         messages.set_language(language)
-    for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts
-        (images / name).unlink(missing_ok=True)
+    for name in NAMES - written:  # of an earlier report with other charts
+        (images / f"{name}.png").unlink(missing_ok=True)

@@ -28,7 +28,6 @@ from toolkit.messages import ConfigError, RunFolderError, parsed_json, printable
 from toolkit.secrets import hide, hide_all
 
 T = TypeVar("T")
-
 LIMIT = 400
 """Fewest groups of a curve, once there are as many rows; it has at most twice as many."""
 MOST_EVENTS = 200
@@ -45,7 +44,8 @@ NAMES = (
 )
 """Figures of a training row that a report shows; `step` is the first."""
 _COLUMN = {name: column for column, name in enumerate(NAMES)}
-_COUNTS = slice(1, 1 + len(COUNTERS))
+_STEP, _COUNTS = 0, slice(1, 1 + len(COUNTERS))
+"""Columns of the step and of COUNTERS."""
 _NONFINITE = ("nan", "inf", "-inf")
 
 
@@ -192,9 +192,7 @@ class History:
             self.evaluations.append(self._newest)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
-        """Add an evaluation's finite numbers, and note whether it is the best; of many rows only every `_stride`th is
-        kept.
-        """
+        """Add an evaluation's finite numbers, of many rows every `_stride`th; note whether it is the best."""
         numbers = {name: number for name, value in row.items() if (number := _finite_number(value)) is not None}
         step = numbers.get("step")
         if step is None:
@@ -214,22 +212,16 @@ class History:
     def _process_waiting(self) -> None:
         """Add the waiting rows that have a finite step to curves, counters and events."""
         rows, self._waiting = self._waiting, []
-        try:
-            values = np.array(rows, dtype=np.float64)
-        except (ValueError, TypeError, OverflowError):  # some value is no number
-            numbers = [[_finite_number(value) for value in row] for row in rows]
-            values = np.array(numbers, dtype=np.float64)  # None becomes nan
-        if len(values):
-            values = values[np.isfinite(values[:, 0])]
+        values = _as_numbers(rows)
         self.unreadable += len(rows) - len(values)
         if not len(values):
             return
         # A run from another run's checkpoint begins after a step and with that run's counts, which are no events of it.
-        if self._last_values[0] and not self.training.rows:
+        if self._last_values[_STEP] and not self.training.rows:
             self._last_values[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
         self._add_events(rows, values)
         # step_s is the mean of the steps since the row before: at least 1, as after a rewind steps go back.
-        steps_of_row = np.maximum(np.diff(values[:, 0], prepend=self._last_values[0]), 1)
+        steps_of_row = np.maximum(np.diff(values[:, _STEP], prepend=self._last_values[_STEP]), 1)
         step_s = np.nan_to_num(values[:, _COLUMN["step_s"]], nan=0.0, posinf=0.0)
         self.seconds += float((step_s * steps_of_row).sum())
         for counter, name, scale in ((self.slowest, "slowest_rank", 1), (self.padding, "padding_fraction", 100)):
@@ -259,7 +251,7 @@ class History:
             before, counts = self._last_values[_COLUMN[name]], np.nan_to_num(values[:, _COLUMN[name]])
             increases = np.diff(counts, prepend=before)
             for row in np.flatnonzero(increases > 0).tolist():
-                yield int(values[row, 0]), name, int(increases[row])
+                yield int(values[row, _STEP]), name, int(increases[row])
 
     def _add_event(self, name: str, step: int, count: int) -> None:
         """Add an event, or count it if there are MOST_EVENTS already."""
@@ -276,9 +268,20 @@ def _nonfinite_events(rows: Sequence[list[Any]], values: NDArray[np.float64]) ->
         if np.isfinite(values[:, column]).all():
             continue
         for row in rows:
-            step = _finite_number(row[0])
+            step = _finite_number(row[_STEP])
             if step is not None and row[column] in _NONFINITE:
                 yield int(step), name, 1
+
+
+def _as_numbers(rows: Sequence[list[Any]]) -> NDArray[np.float64]:
+    """Return those of the rows that have a finite step, as numbers [rows, names]; what is no number becomes NaN."""
+    if not rows:
+        return np.empty((0, len(NAMES)))
+    try:
+        values = np.array(rows, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):  # some value is no number
+        values = np.array([[_finite_number(value) for value in row] for row in rows], dtype=np.float64)
+    return values[np.isfinite(values[:, _STEP])]
 
 
 def _finite_number(value: object) -> float | None:
@@ -292,7 +295,7 @@ def _finite_number(value: object) -> float | None:
 def read_history(path: Path, from_step: float = 0.0) -> History:
     """Read the metrics.jsonl of a run that began after `from_step`; empty without the file, OSError if unreadable."""
     history = History()
-    history._last_values[0] = from_step
+    history._last_values[_STEP] = from_step
     if path.exists():
         for row in json_lines(path):
             if row is None:
@@ -338,7 +341,6 @@ def no_answer(folder: Path, seconds: float) -> RunFolderError:
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
 """Most samples and evaluations shown, lines of a file that are read, and letters of a text."""
 _TEXTS = ("where", "prompt", "reference", "output")
-
 EXPERTS = "experts.json"
 """Tokens of each expert between the last two rows of metrics.jsonl, in a run's directory."""
 SCORES = "scores"
@@ -376,20 +378,14 @@ def read_answers(folder: Path) -> Answers:
     matches = ((re.fullmatch(r"step-(\d+)", path.stem), path) for path in folder.glob("step-*.jsonl"))
     files = {int(match[1]): path for match, path in matches if match}
     all_steps = sorted(files)
-    count = min(STEPS, len(all_steps))
-    steps = [all_steps[round(index * (len(all_steps) - 1) / max(count - 1, 1))] for index in range(count)]
+    last, count = len(all_steps) - 1, min(STEPS, len(all_steps))
+    steps = [all_steps[round(index * last / max(count - 1, 1))] for index in range(count)]  # evenly, with both ends
     asked: dict[tuple[str, str], Sample] = {}
     for step in steps:
         with suppress(OSError):
             for row in islice(json_lines(files[step]), LINES):
                 if row is not None and isinstance(row.get("output"), str):
-                    # Cut to bound memory, but not so short that half a secret would be left: secrets are hidden below.
-                    where, prompt, reference, output = (str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS)
-                    sample = asked.setdefault((where, prompt), Sample(where, prompt, reference, {}, {}))
-                    if step not in sample.answers:
-                        sample.answers[step] = _shown_text(output)
-                        numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
-                        sample.scores[step] = {name: numbers[name] for name in numbers if name != "output_tokens"}
+                    _add_answer(asked, step, row)
     # Those first that were answered after most of the steps: a file may have been cut off.
     chosen = sorted(asked.values(), key=lambda sample: -len(sample.answers))[:SAMPLES]
     samples = [
@@ -399,6 +395,17 @@ def read_answers(folder: Path) -> Answers:
         for sample in chosen
     ]
     return Answers(steps, samples, len(all_steps))
+
+
+def _add_answer(asked: dict[tuple[str, str], Sample], step: int, row: dict[str, Any]) -> None:
+    """Add the answer in a row of step-N.jsonl, and its scores, to the sample of this place and prompt in `asked`."""
+    # Cut to bound memory, but not so short that half a secret would be left: `read_answers` hides secrets afterwards.
+    where, prompt, reference, output = (str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS)
+    sample = asked.setdefault((where, prompt), Sample(where, prompt, reference, {}, {}))
+    if step not in sample.answers:
+        sample.answers[step] = _shown_text(output)
+        numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+        sample.scores[step] = {name: numbers[name] for name in numbers if name != "output_tokens"}
 
 
 def _shown_text(text: str) -> str:
@@ -473,9 +480,7 @@ class Run:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it trained a custom model (toolkit.custom.train): samples are counted, not tokens, and metrics may
-        have any names.
-        """
+        """Whether it trained a custom model (toolkit.custom.train), which has samples instead of tokens."""
         return "program" in self.data
 
     def section(self, name: str) -> dict[str, Any]:
@@ -501,10 +506,9 @@ def read_run(path: Path) -> Run:
             files=", ".join(_IS_RUN),
         )
     starts = _json_rows(folder / "logs" / "starts.jsonl")
+    from_step = _finite_number(starts[0].get("from_step")) if starts else None
     try:
-        history = read_history(
-            folder / "metrics.jsonl", _finite_number(starts[0].get("from_step")) or 0.0 if starts else 0.0
-        )
+        history = read_history(folder / "metrics.jsonl", from_step or 0.0)
     except OSError as error:
         raise RunFolderError(
             "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
@@ -550,14 +554,13 @@ def _file_text(path: Path) -> str:
 
 
 def _newest_mapping(folder: Path, name: str) -> dict[str, Any]:
-    """Return the mapping in the newest start's file `name`, {} without one; a start that died at once may have moved it
-    to logs/, as config-….yaml.
-    """
+    """Return the mapping in a run's file `name`, else in the newest of logs/, where a next start moves it; or {}."""
     earlier_files: list[Path] = []
     with suppress(OSError):  # one of them has just been removed
         logs = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
         earlier_files = sorted(logs, key=lambda path: -path.stat().st_mtime)
-    return next((content for path in [folder / name, *earlier_files] if (content := _mapping(path))), {})
+    contents = (_mapping(path) for path in [folder / name, *earlier_files])
+    return next(filter(None, contents), {})  # the first that is not empty
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -588,9 +591,7 @@ def _bad_steps(folder: Path) -> list[tuple[int, str]]:
 
 
 def is_worked_on(folder: Path) -> bool:
-    """Whether a process works in a run directory: the one that run.lock names, or on another host one whose heartbeat
-    is recent.
-    """
+    """Whether a process works in a run directory, by the pid in run.lock, or on another host by the heartbeat."""
     lock = _mapping(folder / "run.lock")
     if lock.get("host") == socket.gethostname():
         try:
