@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from toolkit import children, disk, secrets
 from toolkit.launch.environment import without_ranks
@@ -80,7 +80,7 @@ class Trackers:
             texts = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files}
             length = metrics.stat().st_size if metrics.exists() else 0  # rows of earlier sessions; later ones are sent
         except OSError as error:
-            self._lose(error.strerror or str(error))
+            self._give_up(error.strerror or str(error))
             return
         self._silent = set(trackers)
         self._send(
@@ -126,31 +126,33 @@ class Trackers:
         self._send("summary", step=step, values=values)
 
     def end(self, status: str) -> None:
-        """End the trackers with FINISHED, STOPPED or FAILED. Only a finished run waits for that, up to `patience_s`; of
-        others the process delivers on its own what it has, as this one may have to end at once.
+        """Tell the process that the run has ended: FINISHED, STOPPED or FAILED. Only of a finished run wait, up to
+        `patience_s`, until everything is delivered: else this process may have to end at once, and the other goes on.
         """
         process = self._process
-        if process is None:
+        if process is None:  # no trackers, or their process was given up
             return
         self._is_ending = True  # from now on the process may close its output
-        # A failed run may be restarted at once, under the same id at the trackers.
-        patience_s = min(self.patience_s, KILLED_PATIENCE_S) if status == FAILED else self.patience_s
+        patience_s = self.patience_s
+        if status == FAILED:  # the run may be restarted at once, under the same id at the trackers
+            patience_s = min(patience_s, KILLED_PATIENCE_S)
         self._send("end", status=status, patience_s=patience_s)
         if status == FINISHED:
-            self._wait_ended(process, patience_s + 2)  # the process itself stops after `patience_s`
+            self._print_until_ended(process, patience_s + 2)  # the process itself stops after `patience_s`
         self._exchange(wait_s=0.0)  # prints its last warnings
-        self._leave()
+        self._forget_process()
 
-    def _wait_ended(self, process: "subprocess.Popen[bytes]", limit_s: float) -> None:
+    def _print_until_ended(self, process: "subprocess.Popen[bytes]", limit_s: float) -> None:
         """Print the process's warnings until it has ended; after `limit_s` kill it, with what it started."""
         until = time.monotonic() + limit_s
-        # `_exchange` gives up a process that takes no messages any more: `self._process` is None then.
-        while process.poll() is None and self._process is not None and time.monotonic() < until:
+        while process.poll() is None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
+            if self._process is None:  # `_exchange` has given the process up, as it takes no messages any more
+                break
         if process.poll() is None:
             with suppress(OSError):  # it leads a process group of its own
                 os.killpg(process.pid, signal.SIGKILL)
-            self._lose(tr("no answer"))
+            self._give_up(tr("no answer"))
 
     def _send(self, kind: str, **values: Any) -> None:
         """Queue a message without secrets and send what the process takes; warn once if it takes nothing any more."""
@@ -166,7 +168,7 @@ class Trackers:
 
     def _exchange(self, wait_s: float) -> None:
         """Write what the process takes of the waiting messages, and print its warnings; wait up to `wait_s` for one.
-        Give the process up (`_lose`) if it has ended.
+        Give the process up if it has ended.
         """
         process = self._process
         if process is None:
@@ -178,19 +180,23 @@ class Trackers:
                 del self._waiting[:written]
         except BlockingIOError:  # the pipe is full: the rest waits
             pass
-        except OSError:
+        except OSError:  # the process reads no more
             if process.poll() is None:
                 process.kill()
-            self._lose(tr("the process has ended, see logs/trackers.log"))
+            self._give_up(tr("the process has ended, see logs/trackers.log"))
             return
+        self._read_answers(process.stdout, wait_s)
+
+    def _read_answers(self, output: IO[bytes], wait_s: float) -> None:
+        """Read the process's `output`: print its warnings, and note which trackers have begun or failed."""
         answers = select.poll()  # select.select takes no file numbers from 1024 on
-        answers.register(process.stdout, select.POLLIN)
+        answers.register(output, select.POLLIN)
         answers.poll(1000 * wait_s)
         with suppress(BlockingIOError):
-            while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            while chunk := os.read(output.fileno(), 1 << 16):
                 self._heard += chunk
             if not self._is_ending:  # an empty read: the process has closed its output
-                self._lose(tr("the process has ended, see logs/trackers.log"))
+                self._give_up(tr("the process has ended, see logs/trackers.log"))
         *lines, rest = self._heard.split(b"\n")
         self._heard = bytearray(rest)
         for line in lines:
@@ -199,7 +205,7 @@ class Trackers:
             if "warning" in answer:
                 warn(answer["warning"])
 
-    def _leave(self) -> None:
+    def _forget_process(self) -> None:
         """Close the pipes to the process and forget it."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
@@ -207,9 +213,9 @@ class Trackers:
                 pipe.close()
         self._process = None
 
-    def _lose(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Give up the process and warn why."""
-        self._leave()
+        self._forget_process()
         warn("trackers: {reason}. Training continues; metrics.jsonl has everything.", reason=reason)
 
 
@@ -224,8 +230,6 @@ LOOK_EVERY_S = 0.2
 RECORD_EVERY_S = 1.0
 """Between two writes of the record, which take longer than delivering a row."""
 SLOW_S = 60.0
-
-
 _IMPORTING = threading.Lock()
 """Several threads that import large libraries at once may see half-imported modules."""
 
@@ -254,9 +258,7 @@ class BackendQueue:
         self.thread.start()
 
     def put(self, kind: str, message: dict[str, Any]) -> None:
-        """Queue a message of kind `row`, `answers`, `summary` or `back` (rewound to a step); drop it if the queue is
-        full.
-        """
+        """Queue a message of kind row, answers, summary or back (rewound to a step); drop it if the queue is full."""
         try:
             self.messages.put_nowait((kind, message))
         except queue.Full:
@@ -319,9 +321,7 @@ class BackendQueue:
         self.reply({"begun": self.name})
 
     def _missing(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
-        """Return, as (TRAIN or EVAL, row), those of `rows` whose steps the tracker does not have from an earlier
-        session.
-        """
+        """Return (TRAIN or EVAL, row) of each row whose step the tracker does not have from an earlier session."""
         last = dict(self.record.steps)
         rows_of_parts: list[tuple[str, Row]] = []
         for row in map(metric_values, rows):
@@ -372,9 +372,7 @@ class BackendQueue:
         return False
 
     def _attempt(self, call: Callable[[], object]) -> bool:
-        """Return whether a call to the tracker succeeds; warn once if it fails, and once if it takes longer than
-        SLOW_S.
-        """
+        """Return whether a call to the tracker succeeds; warn once if it fails, once if it is slower than SLOW_S."""
         slow = tr(
             "{tracker} has not answered for {seconds} s. Training does not wait for it.",
             tracker=self.name,
@@ -466,15 +464,17 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the pipe to rank 0, for answers alone
     os.dup2(2, 1)  # whatever else is printed, by libraries and their processes, goes where stderr goes
     sys.stdout = sys.stderr = cast("TextIO", _Hiding(sys.stderr))
-    queues = _serve(Path(sys.argv[1]), replies)
+    queues = _deliver_session(Path(sys.argv[1]), replies)
     with suppress(OSError):
         sys.stderr.flush()
     # Not sys.exit: a library may wait at exit for a server that does not answer.
     os._exit(0 if all(queue.is_done for queue in queues) else 1)
 
 
-def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
-    """Read messages from stdin and hand them to a queue per tracker, until the session ends; return the queues."""
+def _deliver_session(folder: Path, replies: TextIO) -> list[BackendQueue]:
+    """Hand rank 0's messages, which come from stdin, to a queue per tracker until the session ends; then wait, as long
+    as the last message says, until all is delivered. Return the queues.
+    """
     lock = threading.Lock()
 
     def reply(message: Mapping[str, Any]) -> None:
@@ -492,14 +492,7 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             break
         kind = message.pop("kind")
         if kind == "begin":
-            set_language(message["language"])
-            rows: list[dict[str, Any]] = []
-            with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
-                rows = [json.loads(row) for row in file.read(message["metrics_bytes"]).splitlines()]
-            of_run = {name: message[name] for name in ("hyperparameters", "texts", "step")}
-            for name, settings in message["trackers"].items():
-                run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **of_run)
-                queues.append(BackendQueue(name, run, rows, reply))
+            queues += _new_queues(folder, message, reply)
         elif kind == "end":
             status, patience_s = message["status"], message["patience_s"]
             break
@@ -511,6 +504,22 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
         queue.close(status)
     for queue in queues:
         queue.wait(until)
+    return queues
+
+
+def _new_queues(
+    folder: Path, message: Mapping[str, Any], reply: Callable[[Mapping[str, Any]], None]
+) -> list[BackendQueue]:
+    """Begin a session by its first message, that of `Trackers.begin`: return a queue, which runs, for each tracker."""
+    set_language(message["language"])
+    rows: list[dict[str, Any]] = []  # of earlier sessions
+    with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
+        rows = [json.loads(row) for row in file.read(message["metrics_bytes"]).splitlines()]
+    of_run = {name: message[name] for name in ("hyperparameters", "texts", "step")}
+    queues = []
+    for name, settings in message["trackers"].items():
+        run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **of_run)  # the queue sets the id
+        queues.append(BackendQueue(name, run, rows, reply))
     return queues
 
 
