@@ -81,7 +81,7 @@ def _separate(
     ConfigError for other options; the arguments are those of `parse`.
     """
     overrides, config_dir, values, own_flags = list[str](), "", dict[str, str](), set[str]()
-    wrong, unknown = list[ConfigError](), list[str]()
+    wrong, unknown_options = list[ConfigError](), list[str]()
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -102,16 +102,16 @@ def _separate(
 
             allowed = [*flags, *options, "--config-dir DIR"]
             wrong.append(unknown_option(word, following, names, allowed, keys_meant, option_meant))
-            unknown.append(name)
+            unknown_options.append(name)
         else:
             try:
                 overrides.append(named_recipe(word, rest[0] if rest else "", names))
             except ConfigError as error:
                 wrong.append(error)
-    if unknown:
+    if unknown_options:
         from toolkit.config.suggest import whole_command
 
-        wrong += whole_command(unknown)
+        wrong += whole_command(unknown_options)
     raise_all(wrong)
     return overrides, config_dir, values, own_flags
 
@@ -172,6 +172,7 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
     if loaded.cfg.ds_extra:
         from toolkit.engine.ds_keys import check_extra
 
+        # OWNED: DeepSpeed's keys that keys of the config set, so that `ds_extra` must not.
         problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
-    if not problems.errors:
+    if not problems.errors:  # a JSON can only be made of a right config
         problems.attempt(check_ds_config, loaded.cfg, world_size)

@@ -110,9 +110,7 @@ def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item
 
 
 def keep_function(function: Callable[..., Any], language: str) -> None:
-    """Prepare a worker process: keep the function that `call_function` calls, and let tokenizers use one thread, as
-    there may be a process for every core.
-    """
+    """Prepare a worker process: keep the function that `call_function` calls; tokenizers shall use one thread."""
     from toolkit.messages import set_language
 
     global _function

@@ -50,9 +50,15 @@ def unknown_option(
     meant: Callable[[str], Sequence[str]] = lambda _: (),
     written: Callable[[str, str], str] = lambda *_: "",
 ) -> ConfigError:
-    """Return the error about an option, `--name value` or `--name=value`, with what to write. `following` is the next
-    word, `names` are the command's own `name=value` arguments, `options` its options. `meant` gives the keys that a
-    name means, `written` what to write for another program's name and value, "" if a key that is meant takes the value.
+    """Return the error about a wrong option, `--name value` or `--name=value`, with what to write instead: what
+    `written` says for an option of another program, the most similar option or argument of the command, the keys of the
+    config that are meant, the launcher's option of that name, or all options; the first that there is.
+
+    Args:
+        word: the option; `following` is the next word, perhaps its value.
+        names: the command's own `name=value` arguments, and `options` its options.
+        meant: returns the keys that a name means.
+        written: returns what to write for another program's name and value, "" if a key that is meant takes the value.
     """
     from toolkit.launch.deepspeed import OPTIONS, OTHER_NAMES  # read in errors alone
 

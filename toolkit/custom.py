@@ -51,8 +51,7 @@ def train(
             weights follow from `run.seed`.
         dataset: map-style (`__len__` and `__getitem__`): each sample once per epoch over all ranks, in an order of
             `run.seed`; or iterable: a stream that is shared out to the ranks.
-        loss: given the model and a batch, returns one loss per sample, `[n]`. What is minimised is their mean over the
-            samples of the global batch.
+        loss: given the model and a batch, returns one loss per sample, `[n]`; their mean over the global batch counts.
         validation: dataset for evaluations, or None.
         metrics: given the model and a batch, returns a dict of values per sample, `[n]`; their means over the
             validation data are recorded as `eval_NAME`.
@@ -102,7 +101,7 @@ def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
     if parts["metrics"] is not None and parts["validation"] is None:
         raise ConfigError(tr("metrics= are of the validation data: give validation= too."))
     ready = make_ready(words, custom=True)
-    if ready is None:
+    if ready is None:  # `--cfg job` has printed the config
         return 0
     arguments, ranks = ready
     if parts["validation"] is None:

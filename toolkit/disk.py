@@ -42,10 +42,10 @@ _PASSING = (
 
 def pickled_code(file: Path, error: pickle.UnpicklingError) -> str:
     """Return the message about a file that torch has refused (`error`), as unpickling it would run code."""
-    # Of torch's long advice, which suggests the very thing that must not be done, the sentence that names the code.
+    # Of torch's long text, which advises to run the code, only the sentence that names it: "Unsupported global: …".
     lines = str(error).strip().splitlines()
-    reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
-    sentence = reason[max(reason.find("Unsupported"), 0) :].strip().split(". ")[0]  # without what stands around it
+    line = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
+    sentence = line[max(line.find("Unsupported"), 0) :].strip().split(". ")[0]
     return tr(
         "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the weights "
         "from a source you trust, as safetensors if there are any.",
@@ -144,8 +144,7 @@ def lock_or_warn(file: IO[str] | IO[bytes], path: Path) -> bool:
 
 def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
     """Raise `error` for a folder in which writing would follow a symbolic link of another user (but root) to wherever
-    that leads. Looked at are the folder, which need not exist, what it holds (`names` of it; None: all), and what is in
-    the folders among that.
+    that leads: the folder, which need not exist, what it holds (`names` of it; None: all), and what folders in it hold.
     """
 
     def check(path: Path) -> None:
@@ -178,7 +177,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                 while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                    pass  # up to its end
+                    pass  # the rest of the line is skipped
                 yield None
             elif line.strip():
                 value = None

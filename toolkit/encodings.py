@@ -19,12 +19,10 @@ def is_utf8(content: bytes) -> bool:
 
 
 def encoding_of(content: bytes) -> str:
-    """Return iconv's name of what bytes that are not UTF-8 are probably written in: UTF-16, else Chinese if they can
-    be, else that of Western Windows.
-    """
+    """Return iconv's name of what bytes that are not UTF-8 are probably in: UTF-16, else Chinese, else Windows'."""
     if content[:2] in UTF16_MARKS:
         return "UTF-16"
-    if 0 in content[:2]:  # without a mark: in UTF-16 one byte of an ASCII character is 0
+    if 0 in content[:2]:  # UTF-16 without a mark: "a" is 61 00 in little endian, 00 61 in big endian
         return "UTF-16LE" if content[1] == 0 else "UTF-16BE"
     try:
         # Incremental: `content` may end within a character.

@@ -5,7 +5,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from toolkit.messages import DataError
@@ -18,8 +18,7 @@ def walk(
 ) -> Iterator[tuple[Path, list[str]]]:
     """Yield a directory and each one below it that `enter` accepts, with the names of the files in it. Links are
     followed, but each directory comes once, as links to one above would never end. DataError for more entries than
-    `_MOST_ENTRIES`: a link may lead to the whole disk. `shown`: the path as the user wrote it; `onerror`: as of
-    `os.walk`.
+    `_MOST_ENTRIES`. `shown`: the path as the user wrote it; `onerror`: as of `os.walk`.
     """
     seen: set[str] = set()
     count = 0
@@ -54,26 +53,29 @@ def matching(pattern: str) -> list[Path]:
     # Several ** in a row mean the same as one: the last is kept.
     globs = tuple(part for index, part in enumerate(globs) if globs[index : index + 2] != ("**", "**"))
 
-    @cache
-    def matches(globs: tuple[str, ...], names: tuple[str, ...], is_prefix: bool = False) -> bool:
-        """Whether the names of a path match the globs, one by one: ("a", "b.txt") matches ("**", "*.txt").
-        `is_prefix`: names that match the first globs alone are enough, as more names may follow.
-        """
-        if not names:
-            return is_prefix or set(globs) <= {"**"}  # ** matches no name, too
-        if not globs:
-            return False
-        is_hidden = names[0].startswith(".")
-        if globs[0] == "**":  # either it ends before this name, or it takes the name, unless that is hidden
-            return matches(globs[1:], names, is_prefix) or (not is_hidden and matches(globs, names[1:], is_prefix))
-        # As in a shell, a hidden name is matched by a glob that begins with a dot alone.
-        is_match = fnmatch.fnmatchcase(names[0], globs[0]) and (not is_hidden or globs[0].startswith("."))
-        return is_match and matches(globs[1:], names[1:], is_prefix)
-
     def below_base(path: Path) -> tuple[str, ...]:
         return path.parts[len(base.parts) :]
 
-    # A directory is entered if files below it can match. All are walked first: too many of them are a DataError.
-    walked = list(walk(base, pattern, lambda directory: matches(globs, below_base(directory), is_prefix=True)))
-    paths = [directory / name for directory, names in walked for name in names]
-    return [path for path in paths if matches(globs, below_base(path)) and os.path.isfile(path)]
+    def can_hold_matches(directory: Path) -> bool:
+        return _matches(globs, below_base(directory), is_prefix=True)
+
+    # All directories are walked first: too many entries are a DataError.
+    paths = [directory / name for directory, names in list(walk(base, pattern, can_hold_matches)) for name in names]
+    return [path for path in paths if _matches(globs, below_base(path)) and os.path.isfile(path)]
+
+
+@lru_cache(1 << 16)
+def _matches(globs: tuple[str, ...], names: tuple[str, ...], is_prefix: bool = False) -> bool:
+    """Whether the names of a path match the globs, one by one: ("a", "b.txt") matches ("**", "*.txt").
+    `is_prefix`: names that match the first globs alone are enough, as more names may follow.
+    """
+    if not names:
+        return is_prefix or set(globs) <= {"**"}  # ** matches no name, too
+    if not globs:
+        return False
+    is_hidden = names[0].startswith(".")
+    if globs[0] == "**":  # either it ends before this name, or it takes the name, unless that is hidden
+        return _matches(globs[1:], names, is_prefix) or (not is_hidden and _matches(globs, names[1:], is_prefix))
+    # As in a shell, a hidden name is matched by a glob that begins with a dot alone.
+    is_match = fnmatch.fnmatchcase(names[0], globs[0]) and (not is_hidden or globs[0].startswith("."))
+    return is_match and _matches(globs[1:], names[1:], is_prefix)

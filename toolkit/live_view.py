@@ -40,7 +40,7 @@ def showing(view: Callable[[], Any]) -> Iterator[None]:
         _follow()
 
 
-def _made(view: Callable[[], Any]) -> Any:
+def _rendered(view: Callable[[], Any]) -> Any:
     """Return what a view shows; what goes wrong in it must not end a run."""
     try:
         return view()
@@ -52,7 +52,7 @@ def _follow() -> None:
     """Start the live view if there is something to show and it does not run, or stop it if there is nothing more."""
     if _shown and terminal.live is None:
         terminal.live = Live(
-            get_renderable=lambda: Group(*map(_made, _shown)),
+            get_renderable=lambda: Group(*map(_rendered, _shown)),
             # `display=live` also where rich itself would not see a terminal.
             console=Console(file=terminal.stream(), force_terminal=True),
             transient=True,

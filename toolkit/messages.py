@@ -67,8 +67,6 @@ def tr(english: str, /, **values: object) -> str:
 
 _LONGEST_LINE = 1000
 """Of a value in a message: what comes from a file or a command line may have megabytes."""
-
-
 _COUNTED = re.compile(
     r"(?<!of )\{(\w+)\} (answer|epoch|error|file|GPU|group|layer|message|node|pair|question|rank|row|sample|sequence|"
     r"stage|step|token|turn)s\b( are| have| were)?"
@@ -153,8 +151,7 @@ def chinese() -> dict[str, dict[str, str]]:
 
 def printable(text: str) -> str:
     """Return a text from elsewhere (a sample, a file's name) with those characters escaped that would move a terminal's
-    cursor, change its colours or the direction of writing, and with lone surrogates, which stdout cannot write. Line
-    breaks and tabs stay.
+    cursor, change its colours or the direction of writing, and lone surrogates; line breaks and tabs stay.
     """
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
@@ -224,8 +221,6 @@ console = _Console()
 _logger.addHandler(console)
 _logger.setLevel(logging.INFO)
 _logger.propagate = False
-
-
 _MOST_NAMES = 8
 """So many names are in a message; of more the first ones."""
 
@@ -363,7 +358,6 @@ class RepeatedDeath(ToolkitError):
 
 
 T = TypeVar("T")
-
 MOST = 50
 """Errors that are told; further ones are counted: who made thousands of them made one mistake."""
 
@@ -495,9 +489,7 @@ def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iter
 
 
 def is_failure(problem: BaseException) -> bool:
-    """Whether something went wrong, rather than that the process is to end.
-    A panic of a Rust library (tokenizers, safetensors) is no Exception (pyo3 0.26).
-    """
+    """Whether a problem is a failure, not the end of the process; a panic of Rust is no Exception (pyo3 0.26)."""
     return isinstance(problem, Exception) or type(problem).__name__ == "PanicException"
 
 
@@ -565,8 +557,7 @@ def file_bytes(file: Path, most: int = LARGEST_JSON_BYTES) -> bytes:
 
 def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any:
     """Return what JSON of any origin says; ValueError if it is none or nests too deeply. `once`: a key that stands
-    twice in an object is an error too; `nan`: NaN may be in it, as where no loss is known yet. Infinity always may:
-    configs of models have it.
+    twice in an object is an error too; `nan`: NaN may be in it, as where no loss is known yet. Infinity always may be.
     """
 
     def constant(name: str) -> float:

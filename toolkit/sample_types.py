@@ -11,10 +11,8 @@ Message = Mapping[str, Any]
 `reasoning_content` and `metadata`, a tool's `tool_call_id`; `loss`, if there, says whether it is trained. Roles:
 system, user, assistant, tool; and text, a plain text that is a conversation's only message."""
 TEXT = "text"
-
 Encoded = tuple[list[int], list[bool]]
 """Ids of one conversation, and for each whether the loss covers it."""
-
 Batch = dict[str, "torch.Tensor"]
 """A micro-batch: input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens,
 int32 [segments+1] over the B x S tokens, padding as segments of its own. `target_indices`, int64 [T], of the trained
@@ -28,9 +26,7 @@ UNTRAINED = -100
 
 
 def with_targets(batch: Batch) -> Batch:
-    """Return a batch with `target_indices` and `targets`. They determine the shapes of the loss, so they are computed
-    before the batch is copied to a device.
-    """
+    """Return a batch with `target_indices` and `targets`, made on the CPU: the shapes of the loss depend on them."""
     if "target_indices" in batch:
         return batch
     is_trained = batch["labels"] != UNTRAINED

@@ -89,15 +89,7 @@ def is_under_secret_name(name: str, value: str) -> bool:
 def _hidden(value: Any, secrets: list[str]) -> Any:
     """Return a value, and what is in it, with MASK in place of `secrets` and of whatever looks like one."""
     if isinstance(value, str):
-        spans = [match.span() for match in _FORMS.finditer(value)]
-        spans += [match.span() for secret in secrets for match in re.finditer(re.escape(secret), value)]
-        shown, end = "", 0  # of the text up to `end`
-        for start, last in sorted(spans):
-            if start >= end:  # not within the span before it: of two that overlap, all is one MASK
-                shown += value[end:start] + MASK
-            end = max(end, last)
-        shown = _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
-        return _WORD.sub(rf"\1{MASK}", shown)
+        return _hidden_text(value, secrets)
     if isinstance(value, dict):
         return {
             _hidden(name, secrets): MASK if _is_named(name, item) else _hidden(item, secrets)
@@ -106,6 +98,21 @@ def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_hidden(item, secrets) for item in value)
     return value
+
+
+def _hidden_text(text: str, secrets: list[str]) -> str:
+    """Return a text with MASK in place of `secrets` and of whatever looks like one; two that overlap are one MASK."""
+    spans = [match.span() for match in _FORMS.finditer(text)]
+    spans += [match.span() for secret in secrets for match in re.finditer(re.escape(secret), text)]
+    shown, end = "", 0  # what is shown of text[:end]
+    for start, last in sorted(spans):
+        if start >= end:  # else it begins within the span before it
+            shown += text[end:start] + MASK
+        end = max(end, last)
+    shown += text[end:]
+    shown = _URL.sub(rf"\1\2{MASK}@", shown)
+    shown = _PARAMETER.sub(rf"\1{MASK}", shown)
+    return _WORD.sub(rf"\1{MASK}", shown)
 
 
 def _learn(value: Any) -> None:

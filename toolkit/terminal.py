@@ -17,7 +17,6 @@ from toolkit.messages import say, tr
 if TYPE_CHECKING:
     from rich.live import Live
 
-
 SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "CI")
 """Variables that say that nobody watches, even where there is a terminal."""
 WORTH_TELLING_S = 10.0
@@ -41,9 +40,7 @@ def set_display(display: str) -> None:
 
 
 def is_live() -> bool:
-    """Return whether there is a live view: `run.display` asks for it, or `stream` is a terminal, and no scheduler's log
-    or CI records it.
-    """
+    """Return whether there is a live view: as `run.display` says, else if somebody watches `stream`, a terminal."""
     if _display != "auto":
         return _display == "live"
     is_watched = stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")

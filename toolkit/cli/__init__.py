@@ -98,22 +98,23 @@ def _use_utf8() -> None:
 
 def _dispatch(words: list[str]) -> int:
     """Run the command that the first word names, or show help; return the exit code, 2 if there is no command."""
-    # `language=zh COMMAND …` sets it here; behind its name a command reads it itself.
-    words = choose_language(words) if words and words[0].startswith("language=") else words
+    if words and words[0].startswith("language="):  # behind its name a command reads it itself
+        words = choose_language(words)
     is_help = bool(words) and words[0] in ("help", "-h", "--help")
-    others = choose_language(words[1:]) if is_help else words
-    command, rest = (others[0], others[1:]) if others else ("", [])  # `help COMMAND` and `COMMAND --help` are the same
-    if not command:
+    if is_help:  # `help COMMAND` is `COMMAND --help`
+        words = choose_language(words[1:])
+    if not words or not words[0]:
         from toolkit.cli.help import overview
 
         _show(overview())
         return 0 if is_help else 2
+    command, *rest = words
     if command == "train" and set(rest).intersection(MULTIRUN):
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
-        from toolkit.cli.help import help_without_command
+        from toolkit.cli.help import help_of_other_words
 
-        _show(help_without_command(others, is_help))  # of a key; a ConfigError if no help was asked for
+        _show(help_of_other_words(words, is_help))  # of a key; a ConfigError if no help was asked for
         return 0
     module = import_module(COMMANDS[command])
     if is_help or any(word in ("-h", "--help") for word in rest):

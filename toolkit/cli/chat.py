@@ -48,7 +48,7 @@ def run(words: list[str]) -> None:
     from toolkit.evaluate.chat_session import ChatSession
     from toolkit.export.load import load_any
 
-    with notes_to_stderr():  # which checkpoint of a run it is: answers alone go to a pipe
+    with notes_to_stderr():  # such as which checkpoint of a run is loaded: stdout is for answers
         loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
     help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
@@ -57,7 +57,7 @@ def run(words: list[str]) -> None:
 
 
 def check_model(arguments: dict[str, str], usage: str) -> None:
-    """Reject a command that names neither a model nor an adapter, which knows its base, or one that does not exist."""
+    """Raise ConfigError or ModelError unless the arguments name a model or an adapter (or both), which exist."""
     if not arguments.get("model.path") and not arguments.get("adapter"):
         raise ConfigError("{name} is missing: {usage}", name="model.path", usage=usage)
     for name in ("model.path", "adapter"):

@@ -124,7 +124,7 @@ def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
 
 
 def _with_base(words: list[str]) -> list[str]:
-    """Return the words, with the tuning method (and base model, unless typed) that the folder of adapter= names."""
+    """Return the words; with adapter=DIR also `tuning=`, and unless typed `model.path=`, as the adapter's files say."""
     adapter = next((word.removeprefix("adapter=") for word in words if word.startswith("adapter=")), "")
     if not adapter:
         return words

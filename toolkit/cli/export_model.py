@@ -57,10 +57,11 @@ def _directory_name(format: str, text_only: bool, merges: bool) -> str:
 def run(words: list[str]) -> None:
     """Write a model or adapter to a new directory in the chosen layout, and verify what was written."""
     arguments = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
-    format, merge = one_of(arguments, "format", FORMATS), one_of(arguments, "merge", ("false", "true"))
+    format = one_of(arguments, "format", FORMATS)
+    merge = one_of(arguments, "merge", ("false", "true")) == "true"
     text_only = one_of(arguments, "text_only", ("false", "true")) == "true"
     dtype = DTYPES[one_of(arguments, "dtype", tuple(DTYPES))] if "dtype" in arguments else ""
-    forward = one_of(arguments, "forward", ("yes", "no"))
+    forward = one_of(arguments, "forward", ("yes", "no")) == "yes"
     size = arguments.get("max_shard_size", "")
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
         raise ConfigError("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size)
@@ -68,7 +69,7 @@ def run(words: list[str]) -> None:
     files.check_directory(path)
     if not arguments.get("output") and not (path / "config.yaml").is_file():  # no run directory
         raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
-    output = Path(arguments.get("output") or path / _directory_name(format, text_only, merge == "true"))
+    output = Path(arguments.get("output") or path / _directory_name(format, text_only, merge))
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
@@ -79,9 +80,9 @@ def run(words: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
-    options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, text_only=text_only, **shards)
+    options = ExportOptions(format=layout, merge=merge, dtype=dtype, text_only=text_only, **shards)
     optional = {parameter: arguments[word] for parameter, word in _PARAMETERS.items() if word in arguments}
-    verdict = export_verified(path, output, options, forward=forward == "yes", **optional)
+    verdict = export_verified(path, output, options, forward=forward, **optional)
     print(tr("wrote {folder}.", folder=output))
     if verdict:
         print("  " + verdict)

@@ -58,7 +58,7 @@ def run(words: list[str]) -> None:
     is_split = one_of(settings, "engine", ("transformers", "deepspeed")) == "deepspeed"
     if bool(settings.get("prompt")) == bool(settings.get("input")):
         raise ConfigError(tr('either prompt="…", or input=FILE and output=FILE.'))
-    ask = _ask_file if settings.get("input") else _ask
+    ask = _ask_file if settings.get("input") else _ask_once
     ask(settings, sampling_arguments(settings, max_new_tokens=64), is_split)
     if is_split:
         from toolkit.distributed import process_group
@@ -66,12 +66,12 @@ def run(words: list[str]) -> None:
         process_group.stop()
 
 
-def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
+def _ask_once(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     """Print the answer to one question. `is_split`: the model is split over ranks, here and below."""
     for name in _FOR_FILES:
         if name in settings:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
-    with notes_to_stderr():  # which checkpoint of a run it is, and others that are damaged
+    with notes_to_stderr():  # such as which checkpoint of a run is loaded: stdout is for the answer
         model, encoder = _load(settings, is_split)
     from toolkit.distributed import process_group
     from toolkit.evaluate.answer_files import finish_of

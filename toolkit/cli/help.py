@@ -52,8 +52,8 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def help_without_command(words: list[str], is_help: bool) -> str:
-    """Return the help of the keys that the words name if help is asked for; else raise ConfigError: no such command."""
+def help_of_other_words(words: list[str], is_help: bool) -> str:
+    """Return the help of the keys that words name which name no command; ConfigError unless `is_help` asks for it."""
     command, *rest = choose_language(words)
     if not is_help:
         raise unknown_command(command)

@@ -11,8 +11,6 @@ from toolkit.tables import text_table
 
 ALL = ("keys", "key", "config")
 """Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
-
-
 _END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|。")
 _LONGEST_BRIEF = 90
 
@@ -25,23 +23,21 @@ def help_of_keys(words: list[str]) -> str:
     """
     if not words:
         return _groups()
-    name = _in_full(words[0].partition("=")[0])
+    name = _full_name(words[0].partition("=")[0])
     sections = key_texts.sections()
-    keys = {_plain(key.name): key for section in sections for key in section.keys}
-    in_group = [section for section in sections if f"{_plain(section.name)}.".startswith(f"{name}.")]
+    keys = {_without_positions(key.name): key for section in sections for key in section.keys}
+    in_group = [section for section in sections if f"{_without_positions(section.name)}.".startswith(f"{name}.")]
     named = [keys[name]] if name in keys else []
-    if not named and not in_group:  # lr alone: optim.lr, and whatever else ends so
-        named = [key for dotted, key in keys.items() if _leaf(dotted) == name]
+    if not named and not in_group:  # "lr" alone means optim.lr, and whatever else ends so
+        named = [key for dotted, key in keys.items() if dotted.rpartition(".")[2] == name]
     if not named and not in_group:
         raise _unknown(name, list(keys))
-    parts = [_of_key(key) for key in named]
-    for section in in_group:
-        rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
-        table = text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
-        parts.append("\n".join([tr("{place}: ", place=section.name) + section.about, *table]))
+    parts = [*map(_help_of_key, named), *map(_help_of_group, in_group)]
     choices = listed(*(path.stem for path in sorted((conf_folder() / name).glob("*.yaml"))))
-    parts += [tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices)] if choices else []
-    parts += [tr("One key in full: toolkit help KEY")] if in_group else []
+    if choices:
+        parts.append(tr("Choices of the group: {group}=… of {choices}.", group=name, choices=choices))
+    if in_group:
+        parts.append(tr("One key in full: toolkit help KEY"))
     return "\n\n".join(parts)
 
 
@@ -49,11 +45,18 @@ def is_key(word: str) -> bool:
     """Whether a word names a key or a group of keys."""
     from toolkit.config.validate import field_type
 
-    name = _in_full(word)
+    name = _full_name(word)
     return name.removeprefix("data.sources.") in data_forms.SOURCE_KEYS or field_type(name) is not None
 
 
-def _of_key(key: key_texts.Key) -> str:
+def _help_of_group(section: key_texts.Section) -> str:
+    """Return what a group of keys is for, and a table of its keys."""
+    rows = [(key.name, key.default, _brief(key.meaning)) for key in section.keys]
+    table = text_table((tr("key"), tr("default"), tr("meaning")), rows, texts=True)
+    return "\n".join([tr("{place}: ", place=section.name) + section.about, *table])
+
+
+def _help_of_key(key: key_texts.Key) -> str:
     """Return what the page of all keys says of one: its name, and below it meaning, type or choices, and default."""
     kind = key.kind.replace("`", "")
     is_choice = key.kind.startswith("`")  # the page writes choices, and no type, as code
@@ -93,22 +96,18 @@ def _unknown(name: str, keys: list[str]) -> ConfigError:
             group=groups[0],
         )
     if meant := keys_meant(name):
-        shown = "' / '".join(f"toolkit help {_plain(key)}" for key in meant[:3])
+        shown = "' / '".join(f"toolkit help {_without_positions(key)}" for key in meant[:3])
         return ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=shown)))
     return ConfigError(joined(unknown, did_you_mean(name, keys) or tr("All groups: toolkit help keys")))
 
 
-def _in_full(name: str) -> str:
-    """Return a name that was typed as the list of keys has it: data.columns is that of a source."""
-    name = _plain(name).rstrip(".")
+def _full_name(name: str) -> str:
+    """Return a key's name in the list of keys: data.columns -> data.sources.columns, optim.lr -> optim.lr."""
+    name = _without_positions(name).rstrip(".")
     section, _, leaf = name.partition(".")
     return f"data.sources.{leaf}" if section == "data" and leaf in data_forms.SOURCE_KEYS else name
 
 
-def _plain(name: str) -> str:
-    """Return a dotted name without positions in lists: data.sources.path for data.sources[0].path."""
+def _without_positions(name: str) -> str:
+    """Return a dotted name without positions in lists: data.sources[0].path -> data.sources.path."""
     return re.sub(r"\[\w*\]", "", name)
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]

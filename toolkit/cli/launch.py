@@ -32,12 +32,11 @@ def run(words: list[str]) -> int:
         problems.add(ConfigError("'{word}' is an option here: {option}", word=word, option=_option_meant(word)))
     named_ranks = problems.attempt(deepspeed.ranks_of, options)
     arguments = parse(rest, options=deepspeed.OPTIONS, problems=problems)
-    # With the number of ranks: else each rank would report it, on all nodes, after their start. With `launch.min_nodes`
-    # as many nodes take part as the global batch divides over.
+    # Checked for this number of ranks, as each rank would report the same error once more. With `launch.min_nodes` it
+    # is not known: as many nodes take part as the global batch divides over.
     is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
     ranks = None if is_elastic else named_ranks or arguments.world_size
-    # Ranks on this node would look for files and model 20 seconds later; other nodes may have their own.
-    is_alone = deepspeed.hostfile_of(options) is None
+    is_alone = deepspeed.hostfile_of(options) is None  # else each node may have its own files, which its ranks check
     check_parsed(arguments.loaded, ranks, problems, files=is_alone)
     problems.attempt(run_dir.check_unfinished, arguments.loaded.cfg)
     problems.raise_all()

@@ -47,7 +47,8 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 def run(words: list[str]) -> None:
     """Print the plan; with `calibrate=true` after measuring this machine, with `trace=true` next to a traced step."""
     loaded, settings, machine = _checked(words)
-    if needs_lookup(loaded.cfg.model) or (loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()):
+    adds_tokens = loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()
+    if needs_lookup(loaded.cfg.model) or adds_tokens:  # a copy of the model with them is made
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
     warn_of_another_model(loaded.cfg.model)
@@ -99,11 +100,12 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
     """Return the config with the nearest batch that these ranks can share, and report it: a recipe's batch is made for
-    another number of ranks. Unchanged where the batch is chosen otherwise, or these ranks cannot hold the model at all.
+    another number of ranks. Unchanged where the batch is not typed, or the model cannot be divided over these ranks.
     """
     batch = loaded.cfg.batch
-    is_chosen_otherwise = batch.micro_per_gpu == AUTO or batch.world_sizes
-    if is_chosen_otherwise or world_size % mesh.model_ranks(loaded.cfg):  # the latter is an error of its own
+    is_found_later = batch.micro_per_gpu == AUTO or bool(batch.world_sizes)  # by trying, or from a list of choices
+    is_model_indivisible = world_size % mesh.model_ranks(loaded.cfg) != 0  # which `check_parsed` reports
+    if is_found_later or is_model_indivisible:
         return loaded
     size, micro = mesh.fitting_batch(loaded.cfg, world_size)
     if (size, micro) == (batch.global_size, batch.micro_per_gpu):

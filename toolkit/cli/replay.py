@@ -35,7 +35,7 @@ def run(words: list[str]) -> None:
 
     again = replay_overrides(folder, step, environment.detect(os.environ))
     ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
-    assert ready is not None  # None is for --cfg and the like
+    assert ready is not None  # None is for `--cfg job`, which is no argument here
     replayed, ranks = ready
     loaded = resolve_model_path(replayed.loaded)
     check_positions(loaded)

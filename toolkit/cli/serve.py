@@ -73,7 +73,7 @@ def _command(backend: str, program: list[str], folder: Path, model: str, listen:
 
 
 def _precision(options: list[str]) -> str:
-    """Return torch's name of what `toolkit generate` would compute in, where the server's options say it computes."""
+    """Return the precision, such as "bfloat16", in which `toolkit generate` computes on the device of `options`."""
     import torch
 
     from toolkit.distributed.accelerator import device_alone

@@ -30,7 +30,7 @@ def run(words: list[str]) -> None:
     """Train a recipe, as one of the ranks that a launcher has started, or alone."""
     words = environment.strip_launcher_arguments(words)
     ready = make_ready(words)
-    if ready is None:
+    if ready is None:  # `--cfg job` has printed the config
         return
     arguments, ranks = ready
     cfg = arguments.loaded.cfg
@@ -41,7 +41,7 @@ def run(words: list[str]) -> None:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
     loaded = _with_directories(arguments.loaded)
     check_positions(loaded)
-    if cfg.model.published and ranks.rank == 0:
+    if cfg.model.published and ranks.rank == 0:  # the config names a known model: the directory may hold another
         from toolkit.config.other_model import warn_of_another_model
 
         warn_of_another_model(loaded.cfg.model)
@@ -54,9 +54,7 @@ def run(words: list[str]) -> None:
 
 
 def _with_directories(loaded: LoadedConfig) -> LoadedConfig:
-    """Return a config whose model and teacher are directories: those that Hugging Face has are looked up, and
-    tokens are added.
-    """
+    """Return a config whose model and teacher are directories: of the Hugging Face Hub fetched, tokens added."""
     if not (paths.names_repository(loaded.cfg) or loaded.cfg.model.add_tokens):
         return loaded
     from toolkit.config.hub import resolve_model_path, resolve_teacher
