@@ -152,9 +152,9 @@ def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) ->
 
 
 def ending_with_this(module: str, name: str) -> Callable[..., None]:
-    """Return a target for a process that this one is to start: it calls the function `name` of a module there, and lets
-    that process end with this one. The module is searched for it only in the new process, so that in this one the
-    result may replace the function itself (engine/deepspeed_patches.py).
+    """Return a target for a process that this one will start: it calls the function `name` of a module, and the process
+    ends with this one. The function is looked up in the new process only: here the result may stand in its place, as
+    engine/deepspeed_patches.py does.
     """
     return partial(_tied, os.getpid(), _imported, module, name)
 

@@ -51,7 +51,7 @@ def train(
             weights follow from `run.seed`.
         dataset: map-style (`__len__` and `__getitem__`): each sample once per epoch over all ranks, in an order of
             `run.seed`; or iterable: a stream that is shared out to the ranks.
-        loss: given the model and a batch, returns one loss per sample, `[n]`; their mean over the global batch counts.
+        loss: given the model and a batch, returns one loss per sample, `[n]`; minimised is the mean of a global batch.
         validation: dataset for evaluations, or None.
         metrics: given the model and a batch, returns a dict of values per sample, `[n]`; their means over the
             validation data are recorded as `eval_NAME`.

@@ -143,8 +143,8 @@ def lock_or_warn(file: IO[str] | IO[bytes], path: Path) -> bool:
 
 
 def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
-    """Raise `error` for a folder in which writing would follow a symbolic link of another user (but root) to wherever
-    that leads: the folder, which need not exist, what it holds (`names` of it; None: all), and what folders in it hold.
+    """Raise `error` if a folder (which need not exist), something in it (of these `names`; None: any) or in its folders
+    is a symbolic link of another user (but root), as writing would follow it to wherever it leads.
     """
 
     def check(path: Path) -> None:

@@ -19,7 +19,7 @@ def is_utf8(content: bytes) -> bool:
 
 
 def encoding_of(content: bytes) -> str:
-    """Return iconv's name of what bytes that are not UTF-8 are probably in: UTF-16, else Chinese, else Windows'."""
+    """Return iconv's name of the likely encoding of bytes that are not UTF-8: UTF-16, else GB18030, else CP1252."""
     if content[:2] in UTF16_MARKS:
         return "UTF-16"
     if 0 in content[:2]:  # UTF-16 without a mark: "a" is 61 00 in little endian, 00 61 in big endian

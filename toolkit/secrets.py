@@ -64,7 +64,7 @@ def hide_word(word: str) -> str:
     key, equals, value = word.partition("=")
     section, _, name = key.lstrip("+").rpartition(".")
     is_variable = section == "launch.env" and is_under_secret_name(name, value)
-    if equals and (is_variable or _is_named(name, value)):
+    if equals and (is_variable or _is_secret_entry(name, value)):
         _learn({name: value})
         return f"{key}={MASK}"
     return hide(word)
@@ -92,7 +92,7 @@ def _hidden(value: Any, secrets: list[str]) -> Any:
         return _hidden_text(value, secrets)
     if isinstance(value, dict):
         return {
-            _hidden(name, secrets): MASK if _is_named(name, item) else _hidden(item, secrets)
+            _hidden(name, secrets): MASK if _is_secret_entry(name, item) else _hidden(item, secrets)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -127,7 +127,7 @@ def _learn(value: Any) -> None:
             _learn(item)
 
 
-def _is_named(name: Any, value: Any) -> bool:
+def _is_secret_entry(name: Any, value: Any) -> bool:
     """Whether a config's key says that a text is a secret, however short; a switch or a path that exists is none."""
     is_text = isinstance(value, str) and value.lower() not in _SWITCHES
     return is_text and _says_secret_key(name) and not os.path.exists(value)

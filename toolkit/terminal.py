@@ -40,7 +40,7 @@ def set_display(display: str) -> None:
 
 
 def is_live() -> bool:
-    """Return whether there is a live view: as `run.display` says, else if somebody watches `stream`, a terminal."""
+    """Return whether there is a live view: `run.display` says so, or `stream` is a terminal that is watched."""
     if _display != "auto":
         return _display == "live"
     is_watched = stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")

@@ -155,7 +155,7 @@ def best_and_worst_pairs(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]
 
 
 def best_answers(rows: Sequence[Row], least: float) -> tuple[list[Row], dict[str, Any]]:
-    """Return each prompt's conversation with its best answer of a reward from `least` on; figures of all rows."""
+    """Return each prompt's conversation with its best answer, if its reward is `least` or more; and figures."""
     prompts, conversations = _by_prompt(rows), []
     for samples in prompts.values():
         best = max((row for row in samples if row["answer"]), key=lambda row: row["reward"], default=None)

@@ -352,7 +352,7 @@ def _sanitize_messages() -> None:
     apply = PreTrainedTokenizerBase.apply_chat_template
 
     def with_text(self: Any, conversation: Any, **options: Any) -> Any:
-        if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):
+        if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):  # else it is rejected
             if self.chat_control_tokens is None:
                 self.chat_control_tokens = []
                 with suppress(ModelError):  # it has no usable template

@@ -27,7 +27,7 @@ from toolkit.models.load import load_empty, stream_parameters
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 TIED = "tie_word_embeddings"
-_UNCHANGED_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
+_UNCHANGING_INITS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
 """`init_lora_weights` with which peft (0.21) leaves the base's weights unchanged."""
 _OF_PEFT = (".lora_", ".modules_to_save.", ".token_adapter.")
 """In the names of parameters that peft adds to a model."""
@@ -172,14 +172,14 @@ def _check_method(part: TunedPart) -> None:
     """Raise NotMergeable for a prefix (P-Tuning v2), and for LoRA whose initialization changed the base's weights."""
     if not part.can_merge:
         raise _not_mergeable(part, tr("it stands before the tokens, not in the weights"))
-    start = str(part.settings.get("init_lora_weights", True))
-    if start.lower() not in _UNCHANGED_STARTS:
+    init = str(part.settings.get("init_lora_weights", True))
+    if init.lower() not in _UNCHANGING_INITS:
         raise NotMergeable(
             "{adapter} cannot be merged into its base: with init_lora_weights = {value} peft also changed the base. "
             "Convert it with peft: save_pretrained(DIR, path_initial_model_for_weight_conversion=START), where START "
             "is the adapter before training.",
             adapter=part.source,
-            value=start,
+            value=init,
         )
 
 
@@ -372,7 +372,7 @@ def _bias_keys(
 
 def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch.Tensor]]]:
     """Return the plan of a merge, and an iterator of the merged model's (name, value), streamed from the base's files
-    in their precision, or in float32 where changed. Iterating raises CheckpointError for values not finite or foreign.
+    in their precision, or in float32 where changed. Iterating raises CheckpointError for NaN, Inf or foreign values.
     """
     if part.settings:
         plan = plan_merge(part)

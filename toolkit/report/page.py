@@ -95,7 +95,7 @@ def short(value: float) -> str:
 
 
 def speed(run: Run) -> float | None:
-    """Return the mean tokens (or samples) per second, weighted by the seconds of steps; None without any."""
+    """Return the mean tokens (or samples) per second, each row weighted by its steps' seconds; None without any."""
     paces = run.history.training.series("samples_per_s" if run.is_custom else "tokens_per_s")
     step_s = dict(run.history.training.series("step_s"))
     timed = [(pace.mean, step_s[step].mean) for step, pace in paces if step in step_s]
@@ -149,7 +149,7 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def _speed_tile(run: Run, pace: float) -> Tile:
-    """Return the tile of tokens (or samples) per second; on a GPU with MFU, or the share of measured matmul."""
+    """Return the tile of tokens (or samples) per second; on a GPU with MFU, or the share of its matmul speed."""
     detail = ""
     for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
         if series := run.history.training.series(name):
@@ -217,7 +217,7 @@ def events(run: Run) -> Table | None:
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
-    """Return the settings in which a run differs from recipe or defaults, or several runs differ; None if none."""
+    """Return a table of the settings in which a run differs from recipe or defaults, or runs differ; or None."""
     if len(runs) > 1:
         rows = [[change.key, *change.values] for change in differences_between(runs)]
         return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None

@@ -203,11 +203,11 @@ class TensorboardEvents(Backend):
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write scalars, which TensorBoard keeps in fp32."""
-        for_step = [
-            (step, [{"tag": tracked_name(name), "simple_value": value} for name, value in values.items()])
-            for step, values in rows
-        ]
-        self._write(*({"step": step, "summary": {"value": scalars}} for step, scalars in for_step))
+        events = []
+        for step, values in rows:
+            scalars = [{"tag": tracked_name(name), "simple_value": value} for name, value in values.items()]
+            events.append({"step": step, "summary": {"value": scalars}})
+        self._write(*events)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
         """Write answers as a Markdown table."""
