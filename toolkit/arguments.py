@@ -43,8 +43,8 @@ def parse(
     """Compose the config, translate a DeepSpeed JSON if one is given, choose the language of messages.
     `words` follow the command's name; `names` and `flags` are the command's own `name=value` and `--flag` arguments, of
     which `world_size=N` beats `world_size`. `options` were taken out of `words`: a misspelt option may mean one. Wrong
-    keys and values, and what is wrong with the JSON, go to `problems`, or without it are raised as a ConfigError; what
-    is no argument of the command always is.
+    keys and values, and what is wrong with the JSON, go to `problems`, or without it are raised as a ConfigError, as
+    words that are no arguments of the command always are.
     """
     errors = Problems() if problems is None else problems
     # Errors of the config itself are in the chosen language, too, so it is found before the config is read.

@@ -44,9 +44,10 @@ def run(words: list[str]) -> None:
             folder=folder,
             files=", ".join(damaged),
         )
+    _, samples_per_unit = objective.data_unit(cfg)
     say(
         "{count} training {unit}, {tokens} tokens ({trained} trained), in {folder}.",
-        count=f"{len(prepared.train) // objective.data_unit(cfg)[1]:,}",
+        count=f"{len(prepared.train) // samples_per_unit:,}",
         unit=unit_name(cfg),
         tokens=f"{prepared.train.num_tokens:,}",
         trained=f"{prepared.train.num_trained_tokens:,}",

@@ -53,7 +53,8 @@ def _verify_directory(folder: Path, forward: bool) -> bool:
     started = time.monotonic()
     has_manifest = (folder / directory.MANIFEST).exists()
     is_model = (folder / "config.json").exists()
-    wrong = intact.manifest_problems(folder) if has_manifest or not is_model else []
+    needs_manifest = has_manifest or not is_model  # a model of an older version, or of another program, has none
+    wrong = intact.manifest_problems(folder) if needs_manifest else []
     seconds = max(time.monotonic() - started, 1e-9)
     note = ""
     try:

@@ -75,9 +75,7 @@ def server_program(backend: str) -> tuple[str, list[str]]:
 
 
 def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[str]:
-    """Return the options for vLLM or SGLang to serve a LoRA adapter as `name`, with its own template and, in vLLM, stop
-    tokens; ConfigError if the server does not support it.
-    """
+    """Return vLLM's or SGLang's options to serve a LoRA adapter as `name`; ConfigError if the server cannot."""
     if backend == "transformers":
         raise ConfigError(
             tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
@@ -228,9 +226,7 @@ def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
 
 
 def _messages_problem(messages: Any) -> str:
-    """Return which message has no content, else "": a template would drop it, and the model would answer the others. An
-    assistant's message may have calls or reasoning alone.
-    """
+    """Return which message has no content, which templates drop, or ""; an assistant's may have calls alone."""
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return tr("messages[{number}] must be an object with role and content.", number=number)

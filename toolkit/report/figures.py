@@ -180,8 +180,9 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
         is_one = len(runs) == 1
         records, looks = [], Series(colors={"": BLUE} if is_one else _colors(runs))
         for run in runs:
-            points = _points(run, metric, "" if is_one else run.name)
-            smoothed = _smooth(points, points[0]["s"]) if smooth and points else []
+            series = "" if is_one else run.name
+            points = _points(run, metric, series)
+            smoothed = _smooth(points, series) if smooth else []
             if smoothed and is_one:
                 raw, smooth_name = tr("as logged"), tr("smoothed")
                 records += [{**point, "s": raw} for point in points]

@@ -445,12 +445,13 @@ def differences_between(runs: Sequence[Run]) -> list[Changed]:
     """Return the settings in which runs differ, with each run's value."""
     settings = [_settings(run.config) for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
-    return [
-        Changed(key, [_setting_text(run_settings.get(key)) for run_settings in settings], is_new=True)
-        for key in keys
-        if key not in _IDENTIFYING
-        and any(not secrets.are_same(run_settings.get(key), settings[0].get(key)) for run_settings in settings[1:])
-    ]
+    changes = []
+    for key in keys:
+        values = [run_settings.get(key) for run_settings in settings]
+        is_same = all(secrets.are_same(value, values[0]) for value in values[1:])
+        if key not in _IDENTIFYING and not is_same:
+            changes.append(Changed(key, [_setting_text(value) for value in values], is_new=True))
+    return changes
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

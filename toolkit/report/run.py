@@ -66,9 +66,7 @@ class Figure(NamedTuple):
 
 @dataclass(slots=True)
 class Curve:
-    """Rows of training metrics, summed up in groups of `width` rows, so that memory is bounded however many there are:
-    at 2 x LIMIT groups each two neighbours become one.
-    """
+    """Rows of metrics in groups of `width`, so that memory is bounded: at 2 x LIMIT groups, two become one."""
 
     width: int = 1
     """Rows in a group; the last one may have fewer."""
@@ -566,8 +564,8 @@ def _newest_mapping(folder: Path, name: str) -> dict[str, Any]:
 def _mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON or YAML file, its secrets hidden; {} if there is none."""
     content: object = {}
+    text = _file_text(path)
     with suppress(ValueError, ConfigError):
-        text = _file_text(path)
         content = files.parse(text, path.name).values if path.suffix == ".yaml" else parsed_json(text or "{}", nan=True)
     return dict(hide_all(content)) if isinstance(content, dict) else {}
 

@@ -8,9 +8,7 @@ from toolkit.report.run import Run
 
 
 def score_table(scores: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of a table: task and metric, samples, the score with its standard error; if any score has
-    one, also that of the base model, and the change.
-    """
+    """Return heads and rows of a table of scores, with standard errors and, if any has one, the base's score."""
     has_base = any("base" in score for score in scores)
     middle = [tr("base model"), tr("model"), tr("change")] if has_base else [tr("score")]
     rows = []
@@ -28,7 +26,8 @@ def tables_of(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str]]
     """Return title, heads and rows of a run's evaluations, the newest first; of several runs, of each one's last."""
     tables = []
     for run in runs:
-        for evaluation in reversed(run.scores if len(runs) == 1 else run.scores[-1:]):
+        shown = run.scores if len(runs) == 1 else run.scores[-1:]
+        for evaluation in reversed(shown):
             listed = evaluation.get("scores")
             scores = [score for score in listed if _is_valid(score)] if isinstance(listed, list) else []
             if not scores:

@@ -56,9 +56,7 @@ class Trackers:
     def begin(
         self, folder: Path, trackers: Mapping[str, Mapping[str, Any]], hyperparameters: Mapping[str, Any], step: int
     ) -> None:
-        """Start the process that feeds `trackers` (name -> settings) and send it the run's first message; wait for
-        nothing. `step`: the one that the run resumes after.
-        """
+        """Start the process that feeds `trackers` (name -> settings); wait for nothing. `step`: the last one done."""
         if not trackers:
             return
         metrics = folder / "metrics.jsonl"
@@ -273,7 +271,9 @@ class BackendQueue:
         """Wait for the thread until a time of time.monotonic(), and warn if messages are missing."""
         self.thread.join(max(0.0, until - time.monotonic()))
         self.record.write()
-        missing = self.dropped + (0 if self.is_done else self._replaying + self.messages.unfinished_tasks)
+        missing = self.dropped
+        if not self.is_done:
+            missing += self._replaying + self.messages.unfinished_tasks
         if missing or not self.is_done:
             self._warn_once(
                 "end",
