@@ -174,5 +174,5 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
 
         # OWNED: DeepSpeed's keys that keys of the config set, so that `ds_extra` must not.
         problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
-    if not problems.errors:  # a JSON can only be made of a right config
+    if not problems.errors:  # of a wrong config no JSON can be made
         problems.attempt(check_ds_config, loaded.cfg, world_size)

@@ -53,7 +53,7 @@ def overview() -> str:
 
 
 def help_of_other_words(words: list[str], is_help: bool) -> str:
-    """Return the help of the keys that words name which name no command; ConfigError unless `is_help` asks for it."""
+    """Return the help of keys, which the words name in place of a command; ConfigError if no help is asked for."""
     command, *rest = choose_language(words)
     if not is_help:
         raise unknown_command(command)

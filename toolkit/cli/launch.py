@@ -32,8 +32,8 @@ def run(words: list[str]) -> int:
         problems.add(ConfigError("'{word}' is an option here: {option}", word=word, option=_option_meant(word)))
     named_ranks = problems.attempt(deepspeed.ranks_of, options)
     arguments = parse(rest, options=deepspeed.OPTIONS, problems=problems)
-    # Checked for this number of ranks, as each rank would report the same error once more. With `launch.min_nodes` it
-    # is not known: as many nodes take part as the global batch divides over.
+    # Checked here for this number of ranks: else every rank would report the same error. With `launch.min_nodes` it is
+    # not known: as many nodes take part as the global batch divides over.
     is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
     ranks = None if is_elastic else named_ranks or arguments.world_size
     is_alone = deepspeed.hostfile_of(options) is None  # else each node may have its own files, which its ranks check

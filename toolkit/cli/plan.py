@@ -100,10 +100,10 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
     """Return the config with the nearest batch that these ranks can share, and report it: a recipe's batch is made for
-    another number of ranks. Unchanged where the batch is not typed, or the model cannot be divided over these ranks.
+    another number of ranks. Unchanged where the batch is found otherwise, or the model cannot be divided over them.
     """
     batch = loaded.cfg.batch
-    is_found_later = batch.micro_per_gpu == AUTO or bool(batch.world_sizes)  # by trying, or from a list of choices
+    is_found_later = batch.micro_per_gpu == AUTO or bool(batch.world_sizes)  # by trying; for several numbers of ranks
     is_model_indivisible = world_size % mesh.model_ranks(loaded.cfg) != 0  # which `check_parsed` reports
     if is_found_later or is_model_indivisible:
         return loaded
