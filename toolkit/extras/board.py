@@ -106,7 +106,7 @@ class Board:
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
         """Run -> (what its row was made of, the row)."""
         self._waiting: dict[tuple[str, Path], float] = {}
-        """Directories that are being read, and since when; no second thread waits for the same one."""
+        """(kind of reading, directory) of threads that are reading -> since when; see `_read_in_threads`."""
         self.actions: dict[str, Callable[[Body], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
@@ -137,33 +137,37 @@ class Board:
         heads = page.overview([]).heads
         blank = [page.NONE] * (len(heads) - 2)  # cells behind the name and the state
         folders, is_cut = _directories(self.runs)
-        runs_by_folder = self._in_time("look", _runs_in, folders)
+        runs_by_folder = self._read_in_threads("look", _runs_in, folders)
         runs = [run for found in runs_by_folder.values() if isinstance(found, list) for run in found]
-        outcomes: dict[Path, Any] = {  # path -> its row or an error
-            path: error for path, error in runs_by_folder.items() if isinstance(error, Exception)
-        }
-        outcomes |= self._in_time("read", self._row, runs)
-        rows = []
-        for path, row in outcomes.items():
-            name = str(path.relative_to(self.runs))
-            if isinstance(row, Exception):
-                state = "unfinished" if isinstance(row, _Waiting) else "failed"
-                row = {"stamp": 0.0, "state": state, "cells": [name, hide(str(row)), *blank], "path": str(path)}
-            is_alive = row["state"] == "running" or self.launches.is_alive(name)
-            rows.append({"run": name, **row, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()})
-        for name in {*self.launches.names()} - {row["run"] for row in rows}:  # without a directory
-            is_alive = self.launches.is_alive(name)
-            word, state = (tr("starting"), "running") if is_alive else (tr("did not start"), "failed")
-            row = {"run": "", "name": name, "state": state, "cells": [name, word, *blank]}
-            rows.append(row | {"stamp": self.launches.started(name), "has_log": True, "is_alive": is_alive})
+        unread = {path: error for path, error in runs_by_folder.items() if isinstance(error, Exception)}
+        found_or_errors = unread | self._read_in_threads("read", self._row, runs)
+        rows = [self._listed_row(path, found, blank) for path, found in found_or_errors.items()]
+        without_directory = {*self.launches.names()} - {row["run"] for row in rows}
+        rows += [self._launched_row(name, blank) for name in without_directory]
         rows.sort(key=lambda row: -float(row["stamp"]))
         note = tr("Only {count} of the directories are listed.", count=f"{_MOST_FOLDERS:,}") if is_cut else ""
         return {"heads": heads, "rows": rows, "note": note}
 
-    def _in_time(self, what: str, read: Callable[[Path], Any], paths: Sequence[Path]) -> dict[Path, Any]:
-        """Return path -> what `read` returns of it, or its error; all are read side by side, for _ROW_S in all. What
-        takes longer is a _Waiting, and after _READING_S a RunFolderError. Its thread is left behind, as nothing ends a
-        thread that waits for a file server; the next request starts no second one. `what`: name of the kind of reading.
+    def _listed_row(self, path: Path, found: dict[str, Any] | Exception, blank: Sequence[str]) -> dict[str, Any]:
+        """Return the row of a directory: `found`, as `_row` returns it, or one that shows the error of reading it."""
+        name = str(path.relative_to(self.runs))
+        if isinstance(found, Exception):
+            state = "unfinished" if isinstance(found, _Waiting) else "failed"
+            found = {"stamp": 0.0, "state": state, "cells": [name, hide(str(found)), *blank], "path": str(path)}
+        is_alive = found["state"] == "running" or self.launches.is_alive(name)
+        return {"run": name, **found, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()}
+
+    def _launched_row(self, name: str, blank: Sequence[str]) -> dict[str, Any]:
+        """Return the row of a run that a board has started, and that has no directory (yet)."""
+        is_alive = self.launches.is_alive(name)
+        word, state = (tr("starting"), "running") if is_alive else (tr("did not start"), "failed")
+        row = {"run": "", "name": name, "state": state, "cells": [name, word, *blank]}
+        return row | {"stamp": self.launches.started(name), "has_log": True, "is_alive": is_alive}
+
+    def _read_in_threads(self, kind: str, read: Callable[[Path], Any], paths: Sequence[Path]) -> dict[Path, Any]:
+        """Read `paths` side by side, for at most _ROW_S in all; return path -> what `read` returns, or an error: its
+        own, a _Waiting if it takes longer, or a RunFolderError from _READING_S on. A thread that still waits for a file
+        server cannot be ended: later requests of this `kind` ("look" or "read") find it and start no second one.
         """
         outcomes: dict[Path, Any] = {}
 
@@ -174,19 +178,19 @@ class Board:
             except Exception as error:  # of a file that holds anything: the others are shown
                 outcomes[path] = error
             finally:
-                self._waiting.pop((what, path), None)
+                self._waiting.pop((kind, path), None)
 
         threads, began = [], time.monotonic()
         for path in paths:
-            if (what, path) not in self._waiting:
-                self._waiting[what, path] = began
+            if (kind, path) not in self._waiting:
+                self._waiting[kind, path] = began
                 threads.append(threading.Thread(target=run, args=(path,), name=f"reading {path}", daemon=True))
                 threads[-1].start()
         for thread in threads:
             thread.join(max(began + _ROW_S - time.monotonic(), 0))
         for path in paths:
             if path not in outcomes:
-                seconds = time.monotonic() - self._waiting.get((what, path), began)  # perhaps since an earlier request
+                seconds = time.monotonic() - self._waiting.get((kind, path), began)  # perhaps since an earlier request
                 is_late = seconds >= _READING_S
                 outcomes[path] = no_answer(path, _READING_S) if is_late else _Waiting(tr("still being read …"))
         return {path: outcomes[path] for path in paths}
@@ -305,12 +309,12 @@ class Board:
         return lines()
 
     def _answer(self) -> Iterator[str]:
-        """Yield the lines of the model's answer to the last question, without the rest of earlier answers, whose page
-        was loaded again and waits for them no more. A line that begins with {"end" ends an answer.
+        """Yield the lines of the answer to the last question; {"end" begins its last line. Answers come in order: the
+        rest of an earlier one, whose page was reloaded before it had ended, comes first and is dropped.
         """
         assert self.chat is not None and self.chat.stdout is not None
         for line in self.chat.stdout:
-            is_awaited = self.pending_answers == 1  # answers come in order: only the last one is left
+            is_awaited = self.pending_answers == 1  # else a question behind this one is still to be answered
             if line.startswith('{"end"'):
                 self.pending_answers -= 1
             if is_awaited:
@@ -440,28 +444,26 @@ class _Worker:
     async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)` for the request `name`; RunFolderError if that takes too long."""
         seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
-        # Becomes `Future.result` of the thread, which returns, or raises, what the function did. Not asyncio.to_thread:
-        # Python would wait for its threads at the end.
-        outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
+        result: Future[Any] = Future()  # set in the thread
+        has_ended = asyncio.Event()  # wakes up this coroutine
 
         def run() -> None:
-            """Call the function in a thread of its own, and hand on what comes of it."""
-            result: Future[Any] = Future()
+            """Call the function in the thread, and keep its result or error."""
             try:
                 result.set_result(function(*arguments))
-            except BaseException as error:  # handed on to who waits
+            except BaseException as error:  # raised again by `result.result()`
                 result.set_exception(error)
-            with suppress(RuntimeError):  # the board has ended
-                loop.call_soon_threadsafe(outcome.set_result, result.result)
+            with suppress(RuntimeError):  # the loop is closed: the board has ended
+                loop.call_soon_threadsafe(has_ended.set)
 
         async with self.turns[name]:
+            # Not asyncio.to_thread: Python would wait for its threads at the board's end.
             threading.Thread(target=run, name=name, daemon=True).start()
-            with suppress(asyncio.CancelledError):  # the board ends
-                await asyncio.wait([outcome], timeout=seconds)
-        if not outcome.done():
+            with suppress(asyncio.TimeoutError, asyncio.CancelledError):  # cancelled as the board ends
+                await asyncio.wait_for(has_ended.wait(), seconds)
+        if not result.done():
             raise no_answer(self.runs, seconds)
-        get_result = outcome.result()
-        return get_result()
+        return result.result()
 
 
 def _is_body(body: Any) -> bool:
@@ -493,13 +495,15 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     async def act(request: Request) -> Response:
-        """Answer POST /do/NAME, whose body is a JSON object, by the stream or action NAME; status 400 for errors."""
+        """Answer POST /do/NAME, whose body is a JSON object: by the lines of the stream NAME, or by the JSON that the
+        action NAME returns. Errors are {"error": TEXT} with status 400, or 404 if there is no NAME.
+        """
         name = request.path_params["name"]
         try:
             body = messages.parsed_json(await request.body())
             if not _is_body(body):
                 raise ValueError(tr("it is no object of the texts that this request takes"))
-            if name == "open":  # checked here, within a time limit and with an error's status, which a stream has not
+            if name == "open":  # an action first: unlike a stream it has a time limit, and a status if it fails
                 await work.do("look", check_directory, body)
             if name in board.streams:
                 return StreamingResponse(board.streams[name](body), media_type="text/plain; charset=utf-8")
@@ -507,7 +511,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
                 return JSONResponse(await work.do(name, board.actions[name], body))
         except messages.ToolkitError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:  # what was sent may be anything
+        except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:  # of whatever was sent
             text = tr("the request {name} cannot be answered: {reason}.", name=name, reason=str(error).rstrip("."))
             return JSONResponse({"error": text}, status_code=400)
         return JSONResponse({"error": tr("there is no request {name}.", name=name)}, status_code=404)
@@ -546,7 +550,8 @@ def serve(runs: Path, port: int) -> None:
         )
         say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
         messages.write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
-        # uvicorn raises a signal that it got once more after its end: as an interrupt SIGTERM is suppressed below, too.
+        # Once it has ended, uvicorn raises the signal that ended it again. As KeyboardInterrupt, which Ctrl-C raises
+        # anyway, SIGTERM is suppressed below.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with suppress(KeyboardInterrupt):
@@ -588,15 +593,16 @@ class Launches:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def start(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Start `recipe` as the run `name` on `ranks` GPUs (or CPU processes), detached: `toolkit launch` outlives the
-        board. `body`: these three, as typed into the form. Return what was `said`.
+        """Start `toolkit launch` in a process that outlives the board, and record it in .board/. Return what is `said`.
+        `body`: as typed into the form, the run's `name`, its `recipe` (a name or a file) and `ranks` (their number, of
+        GPUs or CPU processes of this machine). ConfigError or RunFolderError if one of them cannot be used.
         """
         name, recipe, ranks = (str(body.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
         if not re.fullmatch(r"[1-9]\d{0,3}", ranks):
             raise messages.ConfigError("{name} = {text} is not a positive whole number.", name="--num_gpus", text=ranks)
-        path = files.known_recipes().get(recipe, Path(recipe))
+        path = files.known_recipes().get(recipe, Path(recipe))  # by its name, else the file itself
         if path.suffix not in (".yaml", ".yml") or not path.is_file():
             raise messages.ConfigError("{file} is no recipe: save it first.", file=recipe)
         if self.is_alive(name) or is_worked_on(self.runs / name):
