@@ -115,18 +115,7 @@ def run_rounds(plan: RoundsPlan) -> int:
             about = _sample_and_pair(plan, requests, folder, number, model, adapter)
             _print_round(number, about)
             if not about["pairs"]:
-                if not plan.cfg.preference.is_paired:
-                    raise DataError(
-                        "{folder}: no answer has a reward of at least {least}, so there is nothing to learn. Use more "
-                        "samples, a higher temperature, other prompts, another reward, or a smaller min_reward.",
-                        folder=folder,
-                        least=plan.min_reward,
-                    )
-                raise DataError(
-                    "{folder}: no prompt has answers with different rewards, so there is nothing to learn. Use more "
-                    "samples, a higher temperature, other prompts, or another reward.",
-                    folder=folder,
-                )
+                raise _nothing_to_learn_error(plan, folder)
             run = folder / "run"
             if not (run / "DONE").exists():
                 _run_process([*LAUNCH, *plan.launcher, *_run_arguments(plan, folder, model, adapter)], requests)
@@ -137,14 +126,29 @@ def run_rounds(plan: RoundsPlan) -> int:
             export = str(run / "export")
             is_adapter = (run / "export" / "adapter_config.json").is_file()
             model, adapter = (model, export) if is_adapter else (export, "")
-        # In the directory of a further round, which may be added later and then begins with these answers.
-        last = _sample_and_pair(
-            plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter
-        )
-        _record(plan, record, "result", last)
+        # The result is judged by what would be a next round's answers: if that is asked for later, it has them already.
+        after = plan.rounds + 1
+        result = _sample_and_pair(plan, requests, plan.folder / f"round-{after}", after, model, adapter)
+        _record(plan, record, "result", result)
         say("\n".join(_table(record, plan.rounds)))
         say("Trained: {folder}", folder=adapter or model)
     return 0
+
+
+def _nothing_to_learn_error(plan: RoundsPlan, folder: Path) -> DataError:
+    """Return the error for a round, in `folder`, of whose answers none is chosen."""
+    if plan.cfg.preference.is_paired:
+        return DataError(
+            "{folder}: no prompt has answers with different rewards, so there is nothing to learn. Use more "
+            "samples, a higher temperature, other prompts, or another reward.",
+            folder=folder,
+        )
+    return DataError(
+        "{folder}: no answer has a reward of at least {least}, so there is nothing to learn. Use more "
+        "samples, a higher temperature, other prompts, another reward, or a smaller min_reward.",
+        folder=folder,
+        least=plan.min_reward,
+    )
 
 
 def _sample_and_pair(
@@ -160,7 +164,7 @@ def _sample_and_pair(
         # `toolkit generate` counts up from its seed, batch by batch: rounds so far apart share no seed.
         settings |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
         settings["language"] = current_language()
-        if number == 1:  # later ones ask what a run has saved, with its template
+        if number == 1:  # from the second round on, the last run's export has its own template
             settings["model.chat_template"] = plan.cfg.model.chat_template
             settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in settings.items() if value]
@@ -178,12 +182,12 @@ def _sample_and_pair(
 
 
 def _generate(plan: RoundsPlan, requests: SignalRequests, samples: Path, command: Sequence[str]) -> None:
-    """Run a command of `toolkit generate` that writes the file `samples`, with several devices a process on each first,
-    which write a shard; shards that are there already are kept.
+    """Run a command of `toolkit generate` that writes the file `samples`. With several devices a process on each writes
+    a shard first, samples.jsonl.1-of-2 and so on; shards that a stopped command has finished are kept.
     """
     shards = len(plan.devices)
-    for path in samples.parent.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of shards
-        if f"-of-{shards}." not in f"{path.name}.":  # names end in 1-of-2, or in 1-of-2.part while they are written
+    for path in samples.parent.glob(f"{samples.name}.*-of-*"):
+        if f"-of-{shards}." not in f"{path.name}.":  # neither 1-of-2 nor 1-of-2.part: of another number of devices
             path.unlink()
     if shards > 1:
         missing = [n for n in range(shards) if not samples.with_name(f"{samples.name}.{n + 1}-of-{shards}").exists()]
@@ -220,32 +224,34 @@ def _visible_gpus(device: str) -> dict[str, str]:
 def _run_processes(
     commands: Sequence[Sequence[str]], requests: SignalRequests, environs: Sequence[Mapping[str, str]]
 ) -> None:
-    """Run the commands of a step in parallel, each with its environment variables, and pass signals on. Raises Stopped
-    if the step or this command was stopped, LaunchError if a process failed.
+    """Run the commands of a step in parallel, each with its own additional environment variables (`environs`), and pass
+    signals on. Raises Stopped if the step or this command was stopped, LaunchError if a process failed.
     """
     running = [
         children.start(list(command), start_new_session=True, env={**os.environ, **variables})
         for command, variables in zip(commands, environs, strict=True)
     ]
     codes = wait_for(running, requests)
-    failures = [(code, command) for code, command in zip(codes, commands, strict=True) if code]
-    code, command = failures[0] if failures else (0, [])  # one message is enough
-    if requests.last or code == Stopped.exit_code:
+    first_failure = next(filter(None, codes), 0)  # its message is enough; 0: none failed
+    if requests.last or first_failure == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
-    if code < 0:  # it could not leave a message
+    if not first_failure:
+        return
+    # The beginning of PYTHON -m toolkit COMMAND NAME=VALUE … without PYTHON.
+    shown = shlex.join(map(secrets.hide_word, commands[codes.index(first_failure)][1:6]))
+    if first_failure < 0:  # a signal's number, negated: the process could not leave a message
         raise LaunchError(
             "a step of the rounds was killed by signal {signal}. If not on purpose, memory may have run out: see "
             "dmesg, or ask the scheduler. The same command resumes. Step: {command}",
-            signal=-code,
-            command=shlex.join(map(secrets.hide_word, command[1:6])),
+            signal=-first_failure,
+            command=shown,
         )
-    if code:
-        raise LaunchError(
-            "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
-            "Step: {command}",
-            code=code,
-            command=shlex.join(map(secrets.hide_word, command[1:6])),
-        )
+    raise LaunchError(
+        "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
+        "Step: {command}",
+        code=first_failure,
+        command=shown,
+    )
 
 
 def _accuracy(run: Path) -> float | None:
@@ -262,7 +268,7 @@ def _open_rounds(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
     """Lock the directory of the rounds, and yield the content of rounds.json, created if it is new; LaunchError or
     ConfigError if another process has it, it is no such directory, or the settings differ.
     """
-    # As rounds.json gives them back, to be compared with: lists in place of tuples.
+    # Through JSON, so that they equal those read from rounds.json, which has no tuples.
     folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="utf-8") as lock:
