@@ -75,7 +75,7 @@ def convert(source: Path, target: Path) -> directory.RunState:
             written = fragment_reader.Fragments(target)
             if other := {key for name in written.names for key in written.states(name)} - {"exp_avg", "exp_avg_sq"}:
                 raise ValueError(f"optimizer states {', '.join(sorted(other))}")
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:  # of another layout
         raise _unsupported_error(source, f"{type(error).__name__}: {error}") from error
     (target / engine_state.COUNTS).write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
     return intact.read_run_state(target)
@@ -159,13 +159,15 @@ _FlatGroup = tuple[torch.Tensor, dict[str, Any], dict[str, torch.Size]]
 
 
 def _fragments(source: Path) -> Iterator[fragments.Fragment]:
-    """Yield the fragments of all parameters and buffers, file by file; CheckpointError if a parameter is incomplete."""
+    """Yield the fragments of all parameters and buffers, file by file: first what ranks saved of trained parameters,
+    then the others. CheckpointError if a parameter is incomplete.
+    """
     files, layers = _state_files(source), sorted(source.glob("layer_*-model_states.pt"))
     is_pipeline = bool(layers)  # pipeline stages have files for their layers; else parts are tensor-parallel
     parts = 1 + max(part for _, part, _ in files)
     # A pipeline's layer numbers begin the names of its parameters; the other prefix is of peft's wrapper.
     prefix = r"(\d+|tied_modules\.\w+)\." if is_pipeline else r"base_model\.model\."
-    # Weights in the run's precision by name: of all stages, or (set below) of the first tensor-parallel part.
+    # Weights in the run's precision by name: of all pipeline stages, else of the first part, which is read below.
     module = {name: value for file in layers for name, value in _load_file(file).items()}
     # Parameter -> its whole shape; the part it is taken from; how many of its numbers were found.
     shapes, owners, lengths = dict[str, tuple[int, ...]](), dict[str, int](), Counter[str]()
@@ -174,19 +176,26 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
         module = module or saved["module"]
         tensors = module if is_pipeline else saved["module"]
         for name, shape, position, values, numbers in _saved_slices(files, part, saved, prefix):
-            is_split = not is_pipeline and tensor_split.split_of(name)
-            count = parts if is_split else 1
-            if count == 1 and owners.setdefault(name, part) != part:
-                continue  # what all parts have, the first has saved
+            is_split = not is_pipeline and bool(tensor_split.split_of(name))  # else each part has the whole parameter
+            if not is_split and owners.setdefault(name, part) != part:
+                continue  # an earlier part had it, too
+            index, count = (part, parts) if is_split else (0, 1)
             shapes[name] = tensor_split.part_shape(name, shape, count, back=True)
             lengths[name] += len(values[fragments.WEIGHT])
-            split = (part, count) if count > 1 else (0, 1)
-            yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, split, values, numbers)
+            dtype = tensors[name].dtype
+            yield fragments.Fragment(name, shapes[name], position, dtype, (index, count), values, numbers)
     if lacking := [name for name, shape in shapes.items() if lengths[name] != math.prod(shape)]:
         raise _unsupported_error(source, ", ".join(lacking[:3]))
-    seen = {_storage_key(module[name]) for name in shapes}
-    for name, value in module.items():  # buffers, and what is not trained, but not tied weights a second time
-        if name not in shapes and value.numel() and _storage_key(value) not in seen:
+    yield from _untrained_fragments(module, shapes)
+
+
+def _untrained_fragments(module: Mapping[str, torch.Tensor], trained: Collection[str]) -> Iterator[fragments.Fragment]:
+    """Yield buffers and untrained parameters, whole. `module`: tensors by name; `trained`: names in it that are left
+    out, with what is tied to them.
+    """
+    tied = {_storage_key(module[name]) for name in trained}
+    for name, value in module.items():
+        if name not in trained and value.numel() and _storage_key(value) not in tied:
             stored = {fragments.WEIGHT: value.reshape(-1)}
             yield fragments.Fragment(name, tuple(value.shape), 0, value.dtype, values=stored)
 
@@ -253,8 +262,9 @@ def _frozen_slices(saved: dict[str, Any], rank: int) -> Iterator[_Slice]:
 
 
 def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_FlatGroup]:
-    """Yield the flat tensors that a rank saved, with the parameters in each. Without ZeRO no names are saved: the order
-    of parameters tells them. `optimizer`: the rank's state dict; `saved`: the model's file.
+    """Yield the flat tensors that a rank saved, with the parameters in each; without flat tensors, one for each
+    parameter. Without ZeRO no names are saved: the order of parameters tells them. `optimizer`: the rank's state dict;
+    `saved`: the model's file. ValueError for Muon.
     """
     inner = _wrapped_state(optimizer)
     states = inner["state"]  # number of a parameter, or of a flat tensor -> its states
@@ -265,29 +275,29 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
     keys = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
     flats = next((optimizer[key] for key in keys if key in optimizer), None)
     if flats is not None:
-        groups = saved["param_shapes"] or _parameter_groups(
+        groups = saved["param_shapes"] or _guessed_groups(
             saved, [len(flat) for flat in flats], lambda shapes: sum(map(math.prod, shapes))
         )
         for number, (flat, group) in enumerate(zip(flats, groups, strict=True)):
             yield flat, states.get(number, {}), group
         return
-    # Nothing is flat: one tensor for each parameter.
-    masters = optimizer.get("fp32_groups")  # in 16 bits, where DeepSpeed does not know the optimizer
-    for number, group in enumerate(_parameter_groups(saved, list(map(len, members)), len)):
-        weights = masters[number] if masters else [saved["module"][name] for name in group]
-        for name, member, master in zip(group, members[number], weights, strict=True):
-            if master.shape != group[name]:
-                raise ValueError(f"{name}: {tuple(master.shape)}")
-            yield master.reshape(-1), states.get(member, {}), {name: group[name]}
+    groups = _guessed_groups(saved, list(map(len, members)), len)
+    # In 16 bits fp32 weights beside the model's, where DeepSpeed does not know the optimizer; in fp32 the model's own.
+    weights = optimizer.get("fp32_groups") or [[saved["module"][name] for name in group] for group in groups]
+    for group, group_members, group_weights in zip(groups, members, weights, strict=True):
+        for name, member, weight in zip(group, group_members, group_weights, strict=True):
+            if weight.shape != group[name]:
+                raise ValueError(f"{name}: {tuple(weight.shape)}")
+            yield weight.reshape(-1), states.get(member, {}), {name: group[name]}
 
 
-def _parameter_groups(
-    saved: dict[str, Any], counts: list[int], count: Callable[[Collection[torch.Size]], int]
+def _guessed_groups(
+    saved: dict[str, Any], sizes: list[int], size_of: Callable[[Collection[torch.Size]], int]
 ) -> list[dict[str, torch.Size]]:
-    """Return name -> shape of the parameters of each optimizer group. A checkpoint without names tells of each group
-    only a size: of how many numbers its flat tensor is, or of how many parameters it is. `counts` are these sizes, and
-    `count` computes that of a group's shapes. The groups that usual programs make are tried: one of all parameters, or
-    two, matrices and (without weight decay) vectors.
+    """Return name -> shape of the parameters of each optimizer group, where only the groups' `sizes` are saved: the
+    numbers in each flat tensor, or how many parameters each has; `size_of` computes the same of a group's shapes. The
+    groups of usual programs are tried: one of all parameters, or matrices and (without weight decay) vectors apart, in
+    either order. ValueError if none of them fits.
     """
     first_names = dict[Any, str]()  # of tied weights the first
     for name, tensor in saved["module"].items():
@@ -297,25 +307,25 @@ def _parameter_groups(
     matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
     for groups in ([shapes], [matrices, vectors], [vectors, matrices]):
-        if [count(group.values()) for group in groups] == counts:
+        if [size_of(group.values()) for group in groups] == sizes:
             return groups
-    raise ValueError(f"parameter groups {counts}")
+    raise ValueError(f"parameter groups {sizes}")
 
 
 def _weights_and_states(
     flat: torch.Tensor, state: dict[str, Any], size: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return a flat tensor's weights and states in two dicts by name: those with a number for each weight, and those
-    that are one number for all. ValueError for other states. `size`: numbers in a full partition, which the states of a
-    shorter last partition may have, too (the rest is padding).
+    """Return by name what a fragment holds of a flat tensor: `values`, of which each weight has its own (the weights
+    `flat` and optimizer states such as exp_avg), and `numbers`, which all share (the step). ValueError for a `state`
+    that is of neither kind. `size`: numbers in a full partition, see below.
     """
     values, numbers = {fragments.WEIGHT: flat}, {}
     for key, value in state.items():
         if key == "step":
             numbers[key] = float(value)
-        elif key in _STATES and value.numel() in (len(flat), size):
+        elif key in _STATES and value.numel() in (len(flat), size):  # of a shorter last partition it may be padded
             values[key] = value.reshape(-1)
-        elif value is not None:
+        elif value is not None:  # a name without a state
             raise ValueError(f"optimizer state {key}")
     return values, numbers
 
