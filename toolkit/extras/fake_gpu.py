@@ -129,24 +129,30 @@ class _Builder:
 
 
 def begin(rank: int, world_size: int) -> None:
-    """Make this process a rank of `world_size` on the fake GPU: patch PyTorch and DeepSpeed, start process groups."""
-    _setup_privateuseone_for_python_backend(NAME, _Backend)
-    set_accelerator(_Accelerator())
-    # To choose kernels, models and PyTorch ask whether a tensor is on CUDA, and which GPU there is: an Ampere one.
-    FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
-    accelerator.has_ampere_kernels = lambda: True
-    torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)
-    functional.scaled_dot_product_attention = _fused_attention
+    """Make this process rank `rank` of `world_size` ranks with a fake GPU each: add the device to PyTorch, patch what
+    would need a real one, and start process groups that send nothing.
+    """
+    _setup_privateuseone_for_python_backend(NAME, _Backend)  # the device, for PyTorch
+    set_accelerator(_Accelerator())  # the same, for DeepSpeed
+    _choose_kernels_of_ampere()
     # What fake tensors cannot do, or do in another way than real ones.
     FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
     FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder  # compiled ops take real tensors alone
-    # What ZeRO-3 compares with rank 0 is compared here afterwards, as collectives.
+    # ZeRO-3 compares lists of parameters with rank 0's, which is not there: each rank takes its own for right.
     zero_utils.get_lst_from_rank0 = list
     zero_utils.assert_lst_len_same_as_other_ranks = lambda _: None
     dist.init_process_group(f"cpu:fake,{NAME}:fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+
+
+def _choose_kernels_of_ampere() -> None:
+    """Let models and PyTorch, which ask for CUDA and the GPU's generation, choose kernels as on an NVIDIA A100."""
+    FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
+    accelerator.has_ampere_kernels = lambda: True
+    torch.get_device_module(CUDA).get_device_capability = lambda *_: (8, 0)
+    functional.scaled_dot_product_attention = _fused_attention
 
 
 def _tolist(tensor: torch.Tensor) -> Any:
@@ -160,8 +166,8 @@ def _tolist(tensor: torch.Tensor) -> Any:
 
 
 def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """Do what `torch.nn.Module._apply` does, but set the data of parameters that stay on their device, as it does for
-    real tensors: fake ones it would swap, which fails if something refers to them.
+    """Stand in for `torch.nn.Module._apply`, which swaps a fake parameter for the result of `function` and fails if
+    something refers to it. Here, as with real tensors, a parameter that stays on its device gets new data instead.
     """
     for child in module.children() if recurse else ():
         child._apply(function)
@@ -252,13 +258,14 @@ class Watch(LiveBytes):
         """Compute an operation, and note what it makes, sends and waits for; a number that is read is made up."""
         first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
         on_device = first is not None and first.device.type == NAME
-        # `.item()`, `torch.equal` and `nonzero`, whose results depend on numbers, so that the host waits for them.
+        # `.item()`, `torch.equal` and `nonzero` depend on numbers: the host waits for those of the device. A CPU tensor
+        # that was made of a number has it as `constant` (torch 2.13, FakeTensor).
         if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
             assert first is not None
             if on_device:
                 self.waits[_waiting_code()] += 1
             elif getattr(first, "constant", None) is not None and func is _aten._local_scalar_dense.default:
-                return first.constant.item()  # type: ignore[attr-defined]  # a tensor made of a number on the CPU has it
+                return first.constant.item()  # type: ignore[attr-defined]
             return _made_up_result(func, first)
         if func is _aten.record_stream.default:  # a hint for an allocator, which does not exist here
             return None

@@ -55,12 +55,9 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     # `generate` takes the tokens that end an answer from generation_config.json, without that file from config.json.
-    generation = folder + "/generation_config.json"
-    ends = (
-        transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-        if Path(generation).is_file()
-        else config
-    )
+    ends = config
+    if Path(folder, "generation_config.json").is_file():
+        ends = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     answer: dict[str, Any] = {
         "version": transformers.__version__,
         "prompts": [prompt_ids(tokenizer, asked) for asked in request["prompts"]],

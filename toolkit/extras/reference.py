@@ -35,17 +35,14 @@ ROWS = 4
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Make a small model, follow a run, or compute an export's logits; return what was found.
+    """Do one of three things for a run, by the keys of `spec` beside `words`, its recipe and overrides; return JSON.
 
-    Keys of `spec`:
-        words: the run's recipe and overrides.
-        folder, heads: write the recipe's model there, made small, with so many heads.
-        export: compute the logits of this export.
-        dtype, device, world_size: otherwise follow the run for as many steps as it has, in this type, on this device,
-            on the global batches of so many ranks.
+    folder, heads: write the recipe's model there, made small, with so many heads; return its number of `parameters`.
+    export, world_size: return the `logits` of this export on the run's first samples.
+    dtype, device, world_size: train as the run with so many ranks does; see `follow`.
     """
     loaded = load(spec["words"])
-    # The copy of the model that has the added tokens, which its tokenizer must know.
+    # Of model.add_tokens there is a copy of the model, whose tokenizer knows the tokens.
     cfg = (resolve_model_path(loaded) if loaded.cfg.model.add_tokens else loaded).cfg
     if "folder" in spec:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
@@ -53,11 +50,12 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         write_folder(model, save.non_weight_files(model, encoder), Path(spec["folder"]), "hf", None)
         return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     data = language_data.load_data(cfg)
-    first = next(_batches(cfg, data, spec["world_size"], 1))[:ROWS]
+    [first_batch] = _batches(cfg, data, spec["world_size"], num_steps=1)
+    rows = first_batch[:ROWS]  # whose logits are compared
     if "export" in spec:
         model = load_any(spec["export"], dtype="fp32", device="cpu").model
-        return {"logits": _logits(model, first, data.pad_id)}
-    return follow(cfg, data, spec["world_size"], spec["dtype"], torch.device(spec["device"]), first)
+        return {"logits": _logits(model, rows, data.pad_id)}
+    return follow(cfg, data, spec["world_size"], spec["dtype"], torch.device(spec["device"]), rows)
 
 
 def follow(

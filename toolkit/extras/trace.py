@@ -122,14 +122,12 @@ def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[st
     )
     for location, times in worst["waits"].items():
         say(f"  {times} x {location}")
-    names = ", ".join(str(result["rank"]) for result in results)
-    differs = difference(results)
-    if differs:
+    if differs := difference(results):
         say("Ranks would wait for each other for ever: {difference}.", difference=differs)
     else:
         say(
             "{count} collectives per step, the same in order and size on the traced ranks ({ranks}).",
             count=len(worst["collectives"]),
-            ranks=names,
+            ranks=", ".join(str(result["rank"]) for result in results),
         )
     return {"planned_bytes": planned, "ratio": ratio, "difference": differs, "ranks": [*results]}

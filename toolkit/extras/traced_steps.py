@@ -67,7 +67,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     `fake_gpu.Watch` notes them; `optimizer`, DeepSpeed's class and PyTorch's in it.
     """
     fake_gpu.begin(rank, world_size)
-    if cfg.optim.torch is not True:  # what auto chooses depends on the machine, and its states do not
+    if cfg.optim.torch is not True:  # auto chooses by the machine; either way the states take the same memory
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
     total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
     outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, total_steps)
