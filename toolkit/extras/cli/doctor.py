@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
     _, options, rest = deepspeed.typed_options(words)
     settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
-    if not choose_language(overrides):  # no recipe
+    if not choose_language(overrides):  # at most language=, which is no recipe
         overrides = []
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
     cfg = parse(overrides, options=("--report", *deepspeed.OPTIONS)).loaded.cfg if overrides else RunConfig()

@@ -94,7 +94,7 @@ class Agent:
                 stack.callback(rank.wait)  # callbacks run in reverse order: a rank is killed, then waited for
                 stack.callback(rank.kill)
                 ranks.append((rank, answer, log))
-            return {"ranks": [_answer_of_rank(*rank, until, seconds) for rank in ranks]}
+            return {"ranks": [_answer_of_rank(rank, answer, log, until, seconds) for rank, answer, log in ranks]}
 
     def close(self) -> None:
         """Stop listening, and remove the files that `listen` has made."""

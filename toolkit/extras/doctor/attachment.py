@@ -31,10 +31,8 @@ _HOMES = r"/(?:home|Users)/[^/\s'\":,;)\]}]+"
 
 
 def describe(run_folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Return what a maintainer needs to see of this machine, and of a run if one is given.
-
-    Raises:
-        RunFolderError: `run_folder` is not the directory of a run.
+    """Return what a maintainer needs to see of this machine, and of a run if one is given; RunFolderError if
+    `run_folder` is no run's.
     """
     run = read_run(run_folder) if run_folder else None  # first: it learns the secrets of the run's config
     lines = [f"# toolkit {toolkit.__version__}, {time.strftime('%Y-%m-%d %H:%M %z')}", "", *_machine(environ)]

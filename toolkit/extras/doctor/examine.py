@@ -20,8 +20,6 @@ from toolkit.launch import deepspeed, environment, hostfile, variables
 from toolkit.messages import LaunchError, current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
-
-
 Cards = Mapping[str, tuple[str, dict[str, Any]]]
 """Host -> the network card that its collectives would use: its name, and `address`, `mtu` and others."""
 
@@ -131,8 +129,10 @@ class Examination:
         """Write down one line for each check: what the first node has, and the least free space of all nodes."""
         first = next(iter(self.facts.values()))
         cards = [card["name"] for card in first["gpus"]["cards"]]
-        disks = [disk for answer in self.facts.values() for disk in answer.get("disks", {}).items()]
-        free = {name: min(disk["free"] for other, disk in disks if other == name) for name, _ in disks}
+        free: dict[str, int] = {}  # name of a disk -> bytes
+        for answer in self.facts.values():
+            for name, disk in answer.get("disks", {}).items():
+                free[name] = min(disk["free"], free.get(name, disk["free"]))
         self.summaries |= {
             "code": tr("commit {commit}", commit=first["code"]["commit"] or "?"),
             "versions": "Python {}, torch {}, deepspeed {}, transformers {}".format(
@@ -156,11 +156,9 @@ class Examination:
         return {"run.dir": self.cfg.run.dir, "prepare.dir": self.cfg.prepare.dir} if self.words else {}
 
     def _listen(self, hosts: agents.Hosts, cards: Cards) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Make every node listen, the first one also at the port where ranks will meet.
-
-        Returns:
-            Host -> the address and the ports at which it listens (a `peer` of `facts.can_connect`), without hosts that
-            cannot; and the files that the first node has put into the shared directories, by their settings.
+        """Make every node listen, the first one also at the port where ranks will meet. Return host -> the address and
+        the ports at which it listens (a `peer` of `facts.can_connect`), without hosts that cannot; and by setting the
+        files that the first node has put into the shared directories.
         """
         first = next(iter(cards))
         requests: dict[str, dict[str, Any]] = {
@@ -196,11 +194,9 @@ class Examination:
         answers = hosts.ask("reach", self.limit_s, requests)
         # (from, to) -> what `facts.can_connect` says of that connection
         results = {(a, b): peer for a, answer in answers.items() for b, peer in answer.get("peers", {}).items()}
-        self.findings += [
-            Finding("network", ERROR, f"{host}: {answer['error']}")
-            for host, answer in answers.items()
-            if "error" in answer
-        ]
+        for host, answer in answers.items():
+            if "error" in answer:
+                self.findings.append(Finding("network", ERROR, f"{host}: {answer['error']}"))
         self.findings += findings.connections(results, self.master_port)
         for key, folder in self._shared_folders.items():
             # True where it was not asked for: of the first node, and of a file that it could not make.

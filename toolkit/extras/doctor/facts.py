@@ -231,29 +231,31 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _files(cfg: schema.RunConfig) -> dict[str, Any]:
-    """Return "model.path" and "data N" -> `_fingerprint` of the files that the recipe reads; of a model that is still
-    to be downloaded {"path", "is_missing"}.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
+    """Return "model.path" and "data N" -> `_fingerprint` of the files that the recipe reads."""
     from toolkit.data.data_paths import files_of
 
-    fingerprints, model = {}, Path(cfg.model.path)
-    is_of_hub = files.is_hub_name(cfg.model.path)
-    if is_of_hub:  # what this machine has of it, in …/snapshots/COMMIT; the ranks download the rest
-        cached_config = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
-        model = Path(cached_config).parent if isinstance(cached_config, str) else Path()
-    is_here = bool(model.name)  # Path() has no name
-    if cfg.model.init is schema.Init.pretrained and is_here:
-        fingerprints["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
-        if is_of_hub:  # nodes may have other files of the same commit: the commit itself is compared
-            fingerprints["model.path"]["hash"] = model.name
-    elif cfg.model.init is schema.Init.pretrained:
-        fingerprints["model.path"] = {"path": cfg.model.path, "is_missing": True}
+    fingerprints: dict[str, Any] = {}
+    if cfg.model.init is schema.Init.pretrained:
+        fingerprints["model.path"] = _model_fingerprint(cfg.model)
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
             fingerprints[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
     return fingerprints
+
+
+def _model_fingerprint(model: schema.ModelConfig) -> dict[str, Any]:
+    """Return `_fingerprint` of a model's files; {"path", "is_missing"} if it is still to be downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    missing = {"path": model.path, "is_missing": True}
+    if not files.is_hub_name(model.path):
+        return _fingerprint(model.path, partial(_visible, Path(model.path))) if Path(model.path).name else missing
+    cached_config = try_to_load_from_cache(model.path, "config.json", revision=model.revision or None)
+    if not isinstance(cached_config, str):
+        return missing
+    snapshot = Path(cached_config).parent  # …/snapshots/COMMIT, of which the ranks download what is not there
+    # Nodes may have other files of the same commit: the commit itself is compared.
+    return _fingerprint(model.path, partial(_visible, snapshot)) | {"hash": snapshot.name}
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -354,33 +356,26 @@ class _Datagrams(socketserver.UDPServer):
 
 
 class Listener:
-    """Answers other nodes until it is closed, so that they can test their way to this one.
-
-    Over TCP it sends as many bytes as it is asked for, over UDP each datagram back.
-
-    Args:
-        address: of the network card that the collectives will use.
-        port: where the ranks are to meet, on the first node; 0 elsewhere.
-
-    Raises:
-        OSError: the address is not this node's, or the port is taken.
+    """Answers other nodes until it is closed, so that they can test their way to this one: over TCP with as many bytes
+    as they ask for, over UDP with their own datagrams.
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
+        """Begin to answer at `address`, of the network card that collectives will use, on free ports, `tcp` and `udp`;
+        with a `port`, where ranks are to meet, also there. OSError for an address of another node, or a port in use.
+        """
         self._servers: list[socketserver.TCPServer] = []
         try:
-            self.tcp: int = self._serve(_Connections((address, 0), _Bytes))
-            """Port of TCP connections."""
+            self.tcp: int = self._start_server(_Connections((address, 0), _Bytes))
             if port:
-                self._serve(_Connections(("", port), _Bytes))  # on every card, as PyTorch's store does
-            self.udp: int = self._serve(_Datagrams((address, 0), _Echo))
-            """Port of UDP datagrams."""
+                self._start_server(_Connections(("", port), _Bytes))  # on every card, as PyTorch's store does
+            self.udp: int = self._start_server(_Datagrams((address, 0), _Echo))
         except OSError:
-            self.close()
+            self.close()  # those that have begun
             raise
 
-    def _serve(self, server: socketserver.TCPServer) -> int:
-        """Serve in a thread until `close`, and return the port."""
+    def _start_server(self, server: socketserver.TCPServer) -> int:
+        """Let a server answer in a thread until `close`; return its port."""
         self._servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         return int(server.server_address[1])
