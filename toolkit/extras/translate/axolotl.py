@@ -14,6 +14,7 @@ from toolkit.extras.translate.programs import (
     set_evaluation,
     set_preference,
     set_reward,
+    set_trackio,
     set_validation_size,
 )
 from toolkit.extras.translate.read import ForeignConfig
@@ -65,13 +66,7 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
         defaults["save_strategy"] = "no" if config.has("saves_per_epoch") else "epoch"
     defaults["eval_strategy"] = "steps" if config.has("eval_steps") else "no"
     config.set_defaults(defaults)
-    # The Trainer's report_to is a list of trackers; axolotl has a switch for each, and a project of W&B turns that on.
-    trackers = [name for name in _TRACKERS if config.flag(f"use_{name}")]
-    if "swanlab" in trackers and values.get("swanlab_project"):
-        draft.put("track.swanlab.project", str(values["swanlab_project"]), "swanlab_project")
-    if values.get("wandb_project") and values.get("use_wandb") is None:
-        trackers = ["wandb", *trackers]
-    config.values["report_to"] = trackers or "none"  # `_trackers` takes it out again
+    values.pop("report_to", None)  # the Trainer's list of trackers: axolotl has a switch for each, see `_trackers`
 
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -126,19 +121,21 @@ def _chat_template(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _trackers(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Name axolotl's keys as the sources of the trackers, and set the project and team of W&B. The trackers are on
-    already, by the report_to that `set_derived_defaults` has made of these keys.
+    """Set the trackers that the switches `use_NAME` turn on, with their projects. W&B is also on if a project is named
+    and its switch is not set.
     """
     for name in _TRACKERS:
-        # The value stays; its source, a comment in the recipe, becomes the switch, or the project that stands for it.
-        switches = [f"use_{name}", "wandb_project"] if name == "wandb" else [f"use_{name}"]
-        if f"track.{name}.enabled" in draft.values:
-            draft.put(f"track.{name}.enabled", True, *switches)
-    if "track.wandb.enabled" in draft.values:
+        if config.flag(f"use_{name}"):
+            draft.put(f"track.{name}.enabled", True, f"use_{name}")
+    if config.flag("use_wandb") or (config.values.get("wandb_project") and not config.has("use_wandb")):
+        draft.put("track.wandb.enabled", True, "use_wandb", "wandb_project")
         for theirs, ours in (("wandb_project", "project"), ("wandb_entity", "entity")):
             if config.has(theirs):
                 draft.put(f"track.wandb.{ours}", str(config.get(theirs)), theirs)
-    config.values.pop("report_to", None)  # the file does not have it: nothing is to be said about it
+    if config.flag("use_swanlab") and config.values.get("swanlab_project"):
+        draft.put("track.swanlab.project", str(config.get("swanlab_project")), "swanlab_project")
+    if config.flag("use_trackio"):
+        set_trackio(config, draft)
 
 
 def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -268,14 +265,16 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
 
 
 def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -> list[dict[str, Any]]:
-    """Return where the rows of a dataset (`entry`) in `key` are, an item of `data.sources` without its format for each
-    place: {"path": FILE}, or {"hub": NAME} with what of a dataset on Hugging Face is read.
+    """Return the places of a dataset's rows, as items of `data.sources` without their format: {"path": FILE} for each
+    file, or one {"hub": NAME, "split": …} for a dataset on Hugging Face. `entry`: of the list in axolotl's `key`, with
+    `path` as its path, a name or file. Notes of what is read otherwise go to `draft`.
     """
-    named = entry.get("data_files") or []  # one file or several
-    named = [named] if isinstance(named, str) else named
-    if entry.get("ds_type") or not files.is_dataset_name(path):
-        return [{"path": str(name)} for name in named] or [{"path": path}]
-    if named:
+    data_files = entry.get("data_files") or []
+    data_files = [data_files] if isinstance(data_files, str) else data_files
+    is_local = bool(entry.get("ds_type")) or not files.is_dataset_name(path)  # ds_type: the type of local files
+    if is_local:
+        return [{"path": str(name)} for name in data_files or [path]]
+    if data_files:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))
     names = {"subset": "name", "revision": "revision"}
     source: dict[str, Any] = {"hub": path}
@@ -287,16 +286,16 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -
 
 def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool) -> dict[str, Any]:
     """Return the settings of a source for a split of the dataset `path`, which may be a slice in the syntax of
-    `datasets`: `test` -> {"split": "test"}, `test[:100]` -> {"split": "test", "max_samples": 100}, and `test[:20%]`
-    -> {"split": "test", "weight": 0.2}. Other slices are read as a whole. Both differ from the slice: a note says so.
+    `datasets`: `test` -> {"split": "test"}, `test[:100]` -> {"split": "test", "max_samples": 100}, `test[:20%]` ->
+    {"split": "test", "weight": 0.2}, with a note. Other slices are read as a whole, which a note says, too.
     `has_weights`: whether rows are for training, as only those of `data.sources` may have a weight.
     """
-    settings: dict[str, Any] = {"split": split}
-    if first_rows := re.fullmatch(r"(.+)\[:(\d+)\]", settings["split"]):
-        settings |= {"split": first_rows[1], "max_samples": int(first_rows[2])}
-    first_percent = re.fullmatch(r"(.+)\[:(\d+)%\]", settings["split"])
+    settings: dict[str, Any] = {}
+    if first_rows := re.fullmatch(r"(.+)\[:(\d+)\]", split):
+        split, settings["max_samples"] = first_rows[1], int(first_rows[2])
+    first_percent = re.fullmatch(r"(.+)\[:(\d+)%\]", split)
     if first_percent and has_weights:
-        settings |= {"split": first_percent[1], "weight": int(first_percent[2]) / 100}
+        split, settings["weight"] = first_percent[1], int(first_percent[2]) / 100
         draft.notes.append(
             tr(
                 "the dataset {name}: {percent}% of its rows are drawn; there they are the first.",
@@ -304,15 +303,12 @@ def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool
                 percent=first_percent[2],
             )
         )
-    if "[" in settings["split"]:  # what is left: test[10:20], or a sum of slices
-        part = settings["split"]
-        settings["split"] = part.partition("[")[0]
+    if "[" in split:  # what is left: test[10:20], or a sum of slices
         draft.notes.append(
-            tr("the dataset {name}: {part} is read as a whole; weight below 1 takes a part.", name=path, part=part)
+            tr("the dataset {name}: {part} is read as a whole; weight below 1 takes a part.", name=path, part=split)
         )
-    if settings["split"] == "train":  # the default of a source, which a recipe need not say
-        del settings["split"]
-    return settings
+        split = split.partition("[")[0]
+    return settings if split == "train" else {"split": split} | settings  # train is the default of a source
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:

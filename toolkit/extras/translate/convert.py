@@ -84,7 +84,7 @@ def _write_recipe(
     """
     assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
-    has_zero = "zero" in draft.groups
+    has_zero = "zero" in draft.groups  # by the program's own keys; `_named_json` may choose it by a name
     names_deepspeed = config.has("deepspeed") or not {"use_deepspeed", "config_file"}.isdisjoint(config.accelerate)
     path = deepspeed_json or _named_json(config, folder, draft)
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
@@ -94,27 +94,15 @@ def _write_recipe(
         draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
     if "scheduler" in sections:
         draft.values.pop("schedule.name", None)  # transformers does not read its own then
-    base = _compose(folder, draft.groups)
-    values = {}  # our key -> (value, where the other program's config sets it, for messages)
-    for key, (value, source) in draft.values.items():
-        first = source.split(", ")[0]
-        values[key] = value, f"{config.location(first)} ({first})" if first else config.shown
-    loaded = replace(base, values, layer=1)  # as a recipe's
-    # A default of the other program is nobody's choice: a JSON may say something else.
-    loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
+    loaded = _with_values(_compose(folder, draft.groups), config, draft)
     if path:
         loaded, import_notes = ds_import.import_json(path, loaded, config.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in import_notes]
     elif config.world_size > 1 and not has_zero and not names_deepspeed:
         zero = draft.groups.get("zero", "stage2")
         notes += [tr("No DeepSpeed JSON is named; the recipe has zero={zero}.", zero=zero)]
-    # Its messages say where the other program's config says so.
     rules.check_rules(loaded, config.world_size, files=False)
-    # What the JSON sets, but is not read with the other settings, gets its default again: in a recipe it would be an
-    # error. The notes of the import name it.
-    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
-    of_json = {key for key in unread if loaded.layers.get(key) == JSON}
-    loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in of_json})
+    loaded = _without_unread(loaded)
     groups = chosen_groups(loaded.cfg) | draft.groups  # what the other program's keys have chosen counts more
     # Our key -> what the comment behind it in the recipe names: keys of the other program, or a line of the JSON.
     origins = {key: source for key, (_, source) in draft.values.items() if source}
@@ -127,6 +115,27 @@ def _write_recipe(
     result = Converted(text=text, loaded=final, world_size=config.world_size, gaps=draft.gaps, notes=notes)
     _sort_keys(config, draft, result)
     return result
+
+
+def _with_values(base: LoadedConfig, config: read.ForeignConfig, draft: programs.RecipeDraft) -> LoadedConfig:
+    """Return `base` with the draft's values, as if a recipe set them; errors about one name the place in `config`."""
+    values = {}  # our key -> (value, place)
+    for key, (value, source) in draft.values.items():
+        first = source.split(", ")[0]
+        values[key] = value, f"{config.location(first)} ({first})" if first else config.shown
+    loaded = replace(base, values, layer=1)
+    # A default of the other program is nobody's choice: a JSON may say something else.
+    loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
+    return loaded
+
+
+def _without_unread(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a config in which settings of the DeepSpeed JSON that nothing reads beside the others have their defaults
+    again: in a recipe they would be an error. The notes of the import name them.
+    """
+    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
+    of_json = {key for key in unread if loaded.layers.get(key) == JSON}
+    return replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in of_json})
 
 
 def _read_again(text: str, cfg: schema.RunConfig, world_size: int, folder: Path) -> LoadedConfig:
@@ -207,21 +216,21 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     used |= {note.partition(" = ")[0] for note in (*draft.notes, *draft.gaps)}  # which begin with KEY = VALUE
     for name, value in config.values.items():
         key, spelled = config.keys.get(name), config.spelling(name)
-        is_default = key is not None and _is_default(value, key.default) and key.says not in _ALWAYS
         if key is None:
             result.unknown.append(joined(f"{config.location(name)}: {name}.", did_you_mean(name, config.keys)))
-        elif name in draft.lost or is_default:  # those of `lost` follow below
             continue
-        elif key.to and key.says and key.says not in _LIMITS:
+        is_default = _is_default(value, key.default) and key.says not in _ALWAYS
+        if is_default or name in draft.lost:  # those of `lost` follow below
+            continue
+        is_limit, key_and_value = key.says in _LIMITS, f"{spelled} = {shown[name]}"
+        if not key.to:
+            without_counterpart = needless if key.is_harmless else lost
+            without_counterpart.setdefault(sentence(key.says), []).append(key_and_value)
+        elif key.says and not is_limit:  # translated to what means something else
             differs.setdefault(sentence(key.says), []).append(spelled)
-        elif key.to and not {name, spelled} & used:  # it has a counterpart, which this config does not need
-            is_limit = key.says in _LIMITS
+        elif not {name, spelled} & used:  # it has a counterpart, which this config does not need
             reason = sentence(key.says) if is_limit else tr("has no effect there with the other settings")
-            needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
-        elif not key.to and key.is_harmless:
-            needless.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")
-        elif not key.to:
-            lost.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")
+            needless.setdefault(reason, []).append(key_and_value)
     for name, reason in draft.lost.items():
         spelled = config.spelling(name)
         lost.setdefault(reason, []).append(f"{spelled} = {shown[name]}" if name in shown else spelled)

@@ -59,7 +59,7 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     if hasattr(module, "set_derived_defaults"):
         module.set_derived_defaults(config, draft)
     trl = _trl_loss(config)
-    rate = _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None
+    rate = _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None  # None: no config of TRL
     if rate:  # TRL's configs have other defaults than the Trainer's (DPOConfig and others, 1.16)
         defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         defaults["bf16"] = not config.flag("fp16")
@@ -115,11 +115,13 @@ _DEVICES = ("none", "cpu")
 
 
 def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Translate those options of `accelerate launch` that the Trainer reads if its own arguments do not say otherwise:
-    to values of `config`, or a choice of ZeRO in `draft`. The other options are noted as lost.
+    """Translate the options of `accelerate launch` that the Trainer reads where its own arguments say nothing else:
+    precision, DeepSpeed JSON, ZeRO and FSDP, in this order. They become values of `config`, or the group zero of
+    `draft`. The other options are noted as lost.
     """
     # Each step takes what it has translated out of `options`: what is left at the end is lost.
-    options = {name: value for name, value in config.accelerate.items() if name not in names_of("accelerate")}
+    left_out = names_of("accelerate")  # options that change nothing of what is trained, or are read elsewhere
+    options = {name: value for name, value in config.accelerate.items() if name not in left_out}
     if options.get("mixed_precision") in ("no", "bf16", "fp16"):
         dtype = options.pop("mixed_precision")
         if dtype != "no" and not config.flag("bf16") and not config.flag("fp16"):
@@ -174,7 +176,7 @@ def _fsdp(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.notes.append(
             tr("FSDP splits 4-bit weights too; ZeRO does up to zero=stage2 there, and each GPU has all of them.")
         )
-    is_offloaded = stage > 0 and ("offload" in options or values.get("offload_params") == "true")
+    is_offloaded = stage > 0 and ("offload" in options or values.get("offload_params") == "true")  # FSDP 1, or 2
     draft.groups["zero"] = f"stage{stage}{'_offload' if is_offloaded else ''}"
     draft.put("zero.stage", stage, *names)
 
@@ -236,23 +238,28 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
     elif name == "inverse_sqrt":
         if values.get("timescale"):
             put("timescale", "timescale", int)
-    elif name == "warmup_stable_decay":  # its warm-up begins at the rate where its decay ends, min_lr_ratio
+    elif name == "warmup_stable_decay":
         if "num_decay_steps" not in values:
             raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=location)
         put("decay_steps", "num_decay_steps", int)
-        decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
-        decays = names_of("decays")
-        is_half_wave = values.get("num_cycles", 0.5) == 0.5  # of the cosine: falls once and does not rise again
-        if decay in decays and warmup == "linear" and is_half_wave:
-            draft.put("schedule.decay_type", decays[decay], "lr_scheduler_kwargs")
-        else:
-            draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
-        put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
+        put("warmup_min_ratio", "min_lr_ratio", float, 0.0)  # its warm-up begins at the rate where its decay ends
+        _decay_shape(values, draft)
     schedule_keys = names_of("schedule_arguments").get(name, [])
     unread = {key: value for key, value in values.items() if key not in schedule_keys}
     if rest := [key for key, value in unread.items() if (key, value) != ("num_cycles", 0.5)]:  # the default
         draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(rest))
+
+
+def _decay_shape(values: dict[str, Any], draft: RecipeDraft) -> None:
+    """Set the decay of warmup_stable_decay, by its arguments `values`; note as lost what has no counterpart."""
+    decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
+    decays = names_of("decays")
+    is_half_wave = values.get("num_cycles", 0.5) == 0.5  # of the cosine: falls once and does not rise again
+    if decay in decays and warmup == "linear" and is_half_wave:
+        draft.put("schedule.decay_type", decays[decay], "lr_scheduler_kwargs")
+    else:
+        draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
 
 
 def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -279,8 +286,6 @@ def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 _TRL_PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo_gamma")
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
-
-
 _TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "orpo", "kto")
 _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 """Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
@@ -292,19 +297,20 @@ def _trl_loss(config: ForeignConfig) -> str:
     ConfigError for a loss without counterpart.
     """
     has_preference_keys = any(map(config.has, (*_TRL_PREFERENCE_KEYS, *_TRL_KTO)))
-    script = names_of("trl").get(config.script, "")
+    script = names_of("trl").get(config.script, "")  # what it trains, "" for sft and unknown scripts
     if config.program != HF_NAME or not (has_preference_keys or script):
         return ""
-    kind = str((config.names("loss_type") or ["sigmoid"])[0])  # sigmoid: DPO's loss, and the default
-    is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
     if script in ("reward", "orpo"):
         return script
-    if kind == "kto" or script == "kto" or config.has(_TRL_KTO[0]) or config.has(_TRL_KTO[1]):
+    losses = config.names("loss_type") or ["sigmoid"]  # DPO's loss, and the default
+    kind = losses[0]
+    is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
+    if script == "kto" or any(map(config.has, _TRL_KTO)):
         kind = "kto"
     elif is_cpo and kind == "sigmoid":  # CPO's own default
         kind = "cpo"
     is_other_cpo = is_cpo and kind not in ("cpo", "simpo")  # such as hinge, which CPO computes without a reference
-    if kind not in _TRL_LOSSES or is_other_cpo or len(config.names("loss_type")) > 1:
+    if kind not in _TRL_LOSSES or is_other_cpo or len(losses) > 1:
         raise config.without_counterpart("loss_type", _TRL_LOSSES)
     return kind
 
@@ -321,23 +327,16 @@ def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
-    """Set the data: a mixture, a dataset on Hugging Face, or files; of these the first that is named. `trl`: as
-    returned by `_trl_loss`.
+    """Set the data and their validation: of a mixture, of a dataset on Hugging Face, or of files, whichever of these is
+    named, in this order. `trl`: as returned by `_trl_loss`.
     """
     is_evaluated = str(config.get("eval_strategy")).lower() != "no"
-    held_out = 0.0
     if trl:
         rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
     else:
         rows = _row_settings(config, draft)
-    if mixtures := [name for name in _MIXTURES if config.has(name)]:
-        sources, validation, held_out = _mixture(config)
-        has_validation = is_evaluated and bool(validation or held_out)
-        draft.put("data.sources", [source | rows for source in sources], *mixtures, "dataset_splits", "dataset_configs")
-        if held_out:
-            set_held_out(draft, held_out, *mixtures)
-        elif has_validation:
-            draft.put("data.validation", [source | rows for source in validation], *mixtures, "dataset_splits")
+    if any(map(config.has, _MIXTURES)):
+        has_validation = _mixed_data(config, draft, rows, is_evaluated)
     elif config.has("dataset_name"):
         has_validation = bool(trl) and is_evaluated  # TRL's scripts evaluate on the test split if they evaluate at all
         _named_dataset(config, draft, rows, has_validation)
@@ -349,8 +348,22 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
         if not config.has("train_file"):
             draft.gaps.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
     set_evaluation(config, draft, has_validation)
-    if not has_validation and not held_out:
+    is_held_out = bool({"data.validation_rows", "data.validation_fraction"} & draft.values.keys())
+    if not has_validation and not is_held_out:
         draft.put("data.validation_fraction", 0.0)
+
+
+def _mixed_data(config: ForeignConfig, draft: RecipeDraft, rows: dict[str, Any], is_evaluated: bool) -> bool:
+    """Set the data of a mixture; return whether the model is evaluated on some. `rows`: the format of all rows."""
+    mixtures = [name for name in _MIXTURES if config.has(name)]
+    sources, validation, held_out = _mixture(config)
+    has_validation = is_evaluated and bool(validation or held_out)
+    draft.put("data.sources", [source | rows for source in sources], *mixtures, "dataset_splits", "dataset_configs")
+    if held_out:
+        set_held_out(draft, held_out, *mixtures)
+    elif has_validation:
+        draft.put("data.validation", [source | rows for source in validation], *mixtures, "dataset_splits")
+    return has_validation
 
 
 def _named_dataset(config: ForeignConfig, draft: RecipeDraft, rows: dict[str, Any], has_validation: bool) -> None:
@@ -424,8 +437,10 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`. A note says so where only
     the name of the file's directory tells whose config it is.
     """
-    is_command = config.shown.endswith((".sh", ".bash"))
-    if config.script in names_of("trl") and not is_command and not config.has("center_rewards_coefficient"):
+    names_script = config.script in names_of("trl")
+    is_command = config.shown.endswith((".sh", ".bash"))  # which names the script itself
+    is_reward = config.has("center_rewards_coefficient")  # a key that RewardConfig alone has
+    if names_script and not is_command and not is_reward:
         draft.notes.append(
             tr(
                 "{file}: read as a config of TRL's {script}, as its directory is called.",
@@ -433,12 +448,12 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
                 script=config.script,
             )
         )
-    if not kind:
-        return
-    for name in ("loss_type", "beta") if config.script in names_of("trl") else ():
-        config.remark(name, "")  # their sentence says that the config's class was guessed; here the script names it
+    if kind and names_script:
+        for name in ("loss_type", "beta"):
+            config.remark(name, "")  # their sentence says that the config's class was guessed
     if kind == "reward":
         set_reward(config, draft)
+    if kind in ("", "reward"):
         return
     terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
     if config.get("rpo_alpha") is not None and kind != "kto":
@@ -493,10 +508,9 @@ def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bo
         draft.lost[name] = tr("{key} counts steps; it stays 0, which evaluates at the end", key="evaluate.every")
     if not config.flag("eval_on_start"):
         draft.put("evaluate.at_start", False, "eval_on_start")
-    if config.flag("load_best_model_at_end"):
+    # Without a limit all checkpoints are kept, the best among them.
+    if config.flag("load_best_model_at_end") and config.get("save_total_limit"):
         metric = str(config.get("metric_for_best_model") or "loss").removeprefix("eval_")
-        if not config.get("save_total_limit"):
-            return  # all checkpoints are kept, the best among them
         if metric == "loss":
             draft.put("evaluate.keep_best", "eval_loss", "load_best_model_at_end")
         else:
@@ -586,12 +600,12 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if config.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
-    compile_keys = [n for n in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if config.has(n)]
-    if config.flag("torch_compile") or {"torch_compile_backend", "torch_compile_mode"} & set(compile_keys):
-        draft.put("compile.enabled", True, compile_keys[0])
-        for name in compile_keys:
-            if name != "torch_compile":
-                draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(config.get(name)), name)
+    compile_options = [name for name in ("backend", "mode") if config.has(f"torch_compile_{name}")]
+    if config.flag("torch_compile") or compile_options:  # an option turns it on, too
+        sources = ["torch_compile"] if config.has("torch_compile") else [f"torch_compile_{compile_options[0]}"]
+        draft.put("compile.enabled", True, *sources)
+        for name in compile_options:
+            draft.put(f"compile.{name}", str(config.get(f"torch_compile_{name}")), f"torch_compile_{name}")
     name = "flash_attn" if "flash_attn" in config.keys else "attn_implementation"
     if attention := names_of("attention").get(str(config.values.get(name)).lower()):
         draft.put("model.attention", attention, name)
@@ -600,8 +614,10 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true. fp8 computes in bf16 besides. In
-    configs of the Trainer and TRL, `dtype` is what the weights are loaded in, and they are trained in it.
+    """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true. fp8 computes in bf16 besides.
+
+    In configs of the Trainer and TRL, `dtype` is what the weights are loaded in. Without fp16 and bf16 they are trained
+    in it; where it is the one of them that is true, it is named as a source, too.
     """
     fp16, bf16 = config.flag("fp16"), config.flag("bf16")
     if fp16 and bf16:
@@ -610,12 +626,12 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
     dtype = "fp16" if fp16 else "bf16" if bf16 or fp8 else "fp32"
     sources = ["fp16", "bf16"] if dtype == "fp32" else [dtype]
     for name in ("dtype", "torch_dtype") if config.program == HF_NAME else ():
-        loaded = _DTYPES.get(str(config.get(name)), "") if config.has(name) else ""
-        if loaded and (loaded == dtype or dtype == "fp32"):
-            dtype = loaded
-            sources.append(name)
-        elif not loaded:  # float32 or auto: fp16 and bf16 say it all
+        loaded_in = _DTYPES.get(str(config.get(name)), "") if config.has(name) else ""
+        if not loaded_in:  # unset, float32 or auto: fp16 and bf16 say it all
             config.remark(name, "")
+        elif dtype in (loaded_in, "fp32"):
+            dtype = loaded_in
+            sources.append(name)
     draft.put("precision.dtype", dtype, *sources)
     if fp8 and fp16:
         draft.lost["fp8"] = tr("precision.fp8 needs bf16")
@@ -659,9 +675,14 @@ def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
     elif unknown := [name for name in trackers if name not in schema.TRACKERS]:
         draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(unknown), known=tracker_names)
     if "trackio" in trackers:
-        draft.put("track.trackio.project", str(config.get("project")), "project")
-        if config.has("trackio_space_id"):
-            draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
+        set_trackio(config, draft)
+
+
+def set_trackio(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the project of Trackio, and the Space on Hugging Face that shows it, if one is named."""
+    draft.put("track.trackio.project", str(config.get("project")), "project")
+    if config.has("trackio_space_id"):
+        draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
 
 
 def limit_rows(name: str, rows: int, draft: RecipeDraft) -> dict[str, int]:
@@ -729,7 +750,8 @@ def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets:
             draft.put(f"tuning.{ours}", True, theirs)
     _lora_start(config, draft)
     names = config.names(targets) if targets else ["all"]
-    is_chatglm2_or_later = draft.groups.get("model", "chatglm_6b") != "chatglm_6b" or config.program == GLM_DEMO_NAME
+    group = draft.groups.get("model", "")  # of ChatGLM models alone
+    is_chatglm2_or_later = group not in ("", "chatglm_6b") or config.program == GLM_DEMO_NAME
     if names == ["all"]:
         names = ["all-linear"]
     elif is_chatglm2_or_later:

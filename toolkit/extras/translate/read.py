@@ -183,16 +183,16 @@ def read_command(text: str, shown: str) -> Command:
             variables |= assigned | dict(word.split("=", 1) for word in words[1:] if "=" in word)
         elif command := _command_of(words, number, variables | assigned, shown):
             commands.append(command)
-    if len(commands) != 1:
+    if not commands:
+        raise ConfigError(
+            "{file}: there is no training command: NAME.py, `swift sft`, `trl sft` or `llamafactory-cli train`, "
+            "with --arguments.",
+            file=shown,
+        )
+    if len(commands) > 1:
         lines = ", ".join(str(command.line) for command in commands)
         raise ConfigError(
-            tr("{file}: there are several training commands, in lines {lines}. Keep one.", file=shown, lines=lines)
-            if commands
-            else tr(
-                "{file}: there is no training command: NAME.py, `swift sft`, `trl sft` or `llamafactory-cli train`, "
-                "with --arguments.",
-                file=shown,
-            )
+            "{file}: there are several training commands, in lines {lines}. Keep one.", file=shown, lines=lines
         )
     return commands[0]
 
@@ -343,14 +343,16 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
 
 
 def _script_of(program: str, rest: Sequence[str]) -> str:
-    """Return `Command.script` of a program and the words behind it: of `trl` the subcommand alone, of ms-swift `swift
-    SUBCOMMAND` (`swift sft`, or .../swift/cli/sft.py), of any other program its name without .py.
+    """Return `Command.script` of a program and the words behind it: of `trl sft` sft, of `swift sft` and
+    .../swift/cli/sft.py "swift sft", of any other program its name without .py.
     """
-    script = program.rpartition("/")[2].removesuffix(".py")
-    script = rest[0] if script == "trl" and rest else script
-    if script == "swift" or program.endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
-        script = f"swift {rest[0] if script == 'swift' and rest else script}"
-    return script
+    name = program.rpartition("/")[2].removesuffix(".py")
+    if name == "trl" and rest:
+        return rest[0]
+    if name == "swift" and rest:
+        return f"swift {rest[0]}"
+    is_swift = program.endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py"))
+    return f"swift {name}" if is_swift else name
 
 
 def _launcher_options(launcher: Sequence[str], program: str) -> dict[str, str]:
@@ -410,25 +412,28 @@ def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) 
 
 
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
-    """Return the number of ranks that a launcher's options ask for, on all nodes together, None if it decides by
-    itself. `launcher`: its words; `options`: name with dashes -> value; `variables`: those of the script.
+    """Return the number of ranks that a command starts on all nodes together, None if the file does not say it.
+    `launcher`: the words before the program; `options`: among them, name with dashes -> value; `variables`: the
+    script's.
     """
     if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
-        counts = [variables["NPROC_PER_NODE"], variables.get("NNODES", "1")]
-        return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
+        return _product([variables["NPROC_PER_NODE"], variables.get("NNODES", "1")])
     if not launcher:  # `trl` starts accelerate itself
         return None
     if {"--hostfile", "--include", "--exclude"} & options.keys():  # of DeepSpeed's: what the hostfile says
         return None
-    ranks = [options[name] for name in _RANKS if name in options]
-    # accelerate's number is that of all nodes; those of the others are of one.
-    nodes = [options[name] for name in _NODES if name in options and "--num_processes" not in options]
-    if not ranks and not launcher[0].rpartition("/")[2].startswith("python"):
+    if ranks := [options[name] for name in _RANKS if name in options]:
+        # accelerate's number, --num_processes, is that of all nodes; those of the others are of one.
+        nodes = [options[name] for name in _NODES if name in options and "--num_processes" not in options]
+        return _product([ranks[0], *nodes[:1]])
+    if not launcher[0].rpartition("/")[2].startswith("python"):  # a launcher that takes all GPUs, however many
         return None
-    if not ranks:  # `python` alone: one process with all GPUs that are visible
-        devices = variables.get("CUDA_VISIBLE_DEVICES", "0")
-        return len([device for device in devices.split(",") if device.strip()]) or 1
-    counts = [ranks[0], nodes[0] if nodes else "1"]
+    devices = variables.get("CUDA_VISIBLE_DEVICES", "0")  # of `python` alone: one process with all of these
+    return len([device for device in devices.split(",") if device.strip()]) or 1
+
+
+def _product(counts: Sequence[str]) -> int | None:
+    """Return the product of texts that are whole numbers above 0, None if one of them is not."""
     return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
 
 
@@ -473,7 +478,9 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
 
 
 def _read_config(path: Path) -> ForeignConfig | None:
-    """Read one file; None for a DeepSpeed JSON."""
+    """Read one file: a config, or a script with a training command; return None for a DeepSpeed JSON. ConfigError for a
+    file that is neither.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
             "{file}: files of this kind are not read. Known are {known}: a YAML of LLaMA-Factory, axolotl "
@@ -501,11 +508,12 @@ def _read_config(path: Path) -> ForeignConfig | None:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     values, spelled = _without_sections(values)
     script = command.script if command else ""
-    # A command of ms-swift or TRL says whose it is; else the keys do.
     if script.startswith("swift "):
         program = SWIFT_NAME
-    else:
-        program = HF_NAME if script in names_of("trl") else _owner_of(values, path, script)
+    elif script in names_of("trl"):
+        program = HF_NAME
+    else:  # no command, or one that does not say whose it is
+        program = _owner_of(values, path, script)
     if program == HF_NAME and not script and path.absolute().parent.name in names_of("trl"):
         script = path.absolute().parent.name  # as in recipes/zephyr-7b/dpo/config.yaml
     keys = keys_of(_TABLES[program])
@@ -558,8 +566,7 @@ def _read_script(text: str, path: Path) -> Command:
     if "config_file" in accelerate and os.path.isfile(_beside(path, accelerate["config_file"])):
         settings = _accelerate_settings(_beside(path, accelerate.pop("config_file")))
         accelerate = settings | accelerate  # options beat the file
-        count = settings.get("num_processes", "")
-        world_size = world_size or (int(count) if count.isdecimal() and int(count) else None)
+        world_size = world_size or _product([settings.get("num_processes", "")])
     return command._replace(values=values, accelerate=accelerate, world_size=world_size, config=config)
 
 
@@ -577,11 +584,11 @@ def _without_sections(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """
     if not all(isinstance(values.get(name), dict) for name in _SECTIONS[:2]):
         return values, {}
-    flat = {name: value for name, value in values.items() if name not in _SECTIONS}
-    inner = {name: section for name in _SECTIONS if isinstance(section := values.get(name), dict)}
-    spelled = {name: f"{section}.{name}" for section, entries in inner.items() for name in entries}
-    for entries in inner.values():
-        flat |= entries
+    flat, spelled = {name: value for name, value in values.items() if name not in _SECTIONS}, dict[str, str]()
+    for section in _SECTIONS:
+        if isinstance(entries := values.get(section), dict):
+            flat |= entries
+            spelled |= {name: f"{section}.{name}" for name in entries}
     return flat, spelled
 
 
@@ -623,12 +630,10 @@ def _json_object(text: str, path: Path) -> dict[str, Any]:
     return values
 
 
-def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
-    """Return the program whose config has these keys: the one that knows most of them, the Trainer if as many as others
-    do; ConfigError if that is less than half of them, if none of these sets one of ours, or if the keys are of
-    something that is not translated.
+def _check_translatable(values: dict[str, Any], path: Path, script: str) -> None:
+    """Raise ConfigError for what would pass for a training config, but is another kind of training that has no
+    counterpart here (`refused` in program_keys.yaml): it has that kind's script, or two of its keys.
     """
-    # First what would pass for a training config, but is none that can be translated: by its script, or two such keys.
     for what, signs in names_of("refused").items():
         seen = [script] if script in signs else [name for name in values if name in signs]
         if script in signs or len(seen) > 1:
@@ -636,6 +641,13 @@ def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
             raise ConfigError(
                 "{place}: {what} (seen: {keys}).", place=path, what=sentence(f"refused_{what}"), keys=keys_seen
             )
+
+
+def _owner_of(values: dict[str, Any], path: Path, script: str) -> str:
+    """Return the program whose config has these keys: the one that knows most of them, the Trainer if as many as others
+    do. ConfigError if that is less than half of them, if none of these sets one of ours, or by `_check_translatable`.
+    """
+    _check_translatable(values, path, script)
     keys_by_program = {name: keys_of(table) for name, table in _TABLES.items()}
     counts = {name: len(values.keys() & keys.keys()) for name, keys in keys_by_program.items()}
     best = max(counts, key=lambda name: counts[name])  # of equal ones the first, see _TABLES

@@ -247,7 +247,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
 
 
 def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for datasets [HF::|MS::]ID[:subset][#rows] in the key `name`; those on
+    """Return the items of `data.sources` for the datasets in the key `name`, spelled as `_dataset_parts` says; those on
     ModelScope, ms-swift's own hub, are left to the user with a note. `kind`: as returned by `_kind`; `is_text`: for
     plain texts.
     """
@@ -262,19 +262,11 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
     rest = {"format": row_format} | ({"columns": columns} if columns else {})
     sources = []
     for item in value if isinstance(value, list) else [value]:
-        text, count = str(item), 0
-        before, mark, rows = text.rpartition("#")
-        if mark and rows.isdecimal():
-            text, count = before, int(rows)
-        hub, separator, bare = text.partition("::")
-        bare = bare if separator else text
-        subset = ""
-        if not os.path.exists(bare):  # a path may hold a colon
-            bare, _, subset = bare.partition(":")
+        shown, hub, bare, subset, count = _dataset_parts(str(item))
         if not files.is_dataset_name(bare):
-            sources.append({"path": bare, **limit_rows(text, count, draft), **rest})
-        elif hub.upper() == "HF" or config.flag("use_hf"):
-            limit = limit_rows(text, count, draft)
+            sources.append({"path": bare, **limit_rows(shown, count, draft), **rest})
+        elif hub == "HF" or config.flag("use_hf"):
+            limit = limit_rows(shown, count, draft)
             sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
         else:
             draft.gaps.append(
@@ -286,6 +278,19 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is
                 )
             )
     return sources
+
+
+def _dataset_parts(text: str) -> tuple[str, str, str, str, int]:
+    """Return the parts of [HF::|MS::]ID[:subset][#rows], of which ID may be a path: what is before #rows, hub, ID,
+    subset, rows (0: all). HF::me/d:en#9 -> ("HF::me/d:en", "HF", "me/d", "en", 9).
+    """
+    before, mark, rows = text.rpartition("#")
+    text, count = (before, int(rows)) if mark and rows.isdecimal() else (text, 0)
+    hub, separator, name = text.partition("::")
+    if not separator:
+        hub, name = "", text
+    name, _, subset = (name, "", "") if os.path.exists(name) else name.partition(":")  # a path may hold a colon
+    return text, hub.upper(), name, subset, count
 
 
 def _columns(config: ForeignConfig) -> dict[str, str]:
