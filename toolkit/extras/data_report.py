@@ -152,12 +152,8 @@ class Inspector:
 
 def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
     """Add lengths, scripts, hashes and MinHashes of rows to the facts. Roles, texts, tools and calls go into the hash,
-    which tells equal rows; only the texts of user and assistant into scripts and MinHash.
-
-    Args:
-        number: The file's.
-        read: Line and conversation of each row.
-        facts: Those of the block that the rows are of.
+    which tells equal rows; only the texts of user and assistant into scripts and MinHash. `number`: the file's; `read`:
+    line and conversation of each row.
     """
     texts, asked, answered, hashes = [], [], [], []
     for _, conversation in read:
@@ -181,11 +177,8 @@ def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], fac
 
 
 def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Put texts one after the other as numbers, so that NumPy counts or hashes the characters of all at once.
-
-    Returns:
-        The code points of all texts, and for each of them the index of its text: of ["ab", "c"] [97, 98, 99] and
-        [0, 0, 1].
+    """Put texts one after the other, so that NumPy counts or hashes the characters of all at once: return their code
+    points, and for each of these the index of its text. Of ["ab", "c"] these are [97, 98, 99] and [0, 0, 1].
     """
     points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     text_indices = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
@@ -227,13 +220,11 @@ def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
 
 
 def _shingle_hashes(texts: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hash every 5-character shingle of each text, lower-cased and without white space; a shorter text is padded to 5.
+    """Return a hash of every 5-character shingle of each text, and for each hash the index of its text. Texts are
+    lower-cased and without white space; a shorter one is padded to 5.
 
     All texts are one array, so a shingle is hashed as five shifted slices of it: multiply and xorshift, as SplitMix64
     and MurmurHash3 mix their numbers. The factors are odd 64-bit constants of such functions, one per character.
-
-    Returns:
-        The hashes of all shingles, and for each the index of its text.
     """
     points, text_indices = _code_points(["".join(text.lower().split()).ljust(_SHINGLE, "\0") for text in texts])
     factors = np.array(
@@ -276,14 +267,9 @@ def _alike_rows(rows: NDArray[np.int64], partners: NDArray[np.int64]) -> Alike:
 
 
 def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find the near-duplicates of earlier rows, as the docstring of this file describes.
-
-    Args:
-        bins: The MinHash of every row, [rows, 32].
-        distinct: The rows to compare, in their order: those that are not equal to an earlier one.
-
-    Returns:
-        For every row the earlier row that it is similar to, or -1.
+    """Return for every row the earlier row that it is similar to, or -1, as the docstring of this file describes.
+    `bins`: the MinHash of every row, [rows, 32]; `distinct`: the rows to compare, in their order: those that are not
+    equal to an earlier one.
     """
     similar = np.full(len(bins), -1, np.int64)
     width = _BINS // _BANDS

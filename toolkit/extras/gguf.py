@@ -70,10 +70,8 @@ class Result(NamedTuple):
 
 def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Result:
     """Write a GGUF file and a Modelfile to the directory `output`, which must not exist. `path`: a run, checkpoint,
-    adapter or model directory; an adapter is merged.
-
-    Raises:
-        CheckpointError: llama.cpp does not compute or prompt as the export does; nothing is left.
+    adapter or model directory; an adapter is merged. `name`: that of the file, without its type. CheckpointError if
+    llama.cpp does not compute or prompt as the export does; then nothing is left.
     """
     command = llama_cpp.converter(options.checkout)
     if options.checkout and command is None:
@@ -152,33 +150,22 @@ def _model_directory(path: Path, scratch: Path, base: str) -> Iterator[Path]:
     export = path / "export" if is_run else path
     is_adapter = adapters.is_adapter(export)
     is_model = not is_adapter and (export / "config.json").is_file()
-    config = read_config(str(export)) if is_model else {}
-    is_glm = config.get("model_type") == "glm" or architecture_of(config) is Architecture.glm
-    if is_model and not is_glm:
-        yield resolve_servable(export)
-        return
-    merged = scratch / "merged"
     if not is_model:
+        merged = scratch / "merged"
         export_verified(export if is_adapter else path, merged, ExportOptions(merge=is_adapter), base=base)
-        export, config = merged, read_config(str(merged))
+        export = merged
+    config = read_config(str(export))
     if config.get("model_type") == "glm":  # of transformers' layout the converter takes wrong rotary settings and sizes
         export_verified(export, scratch / "official", ExportOptions(format="official"))
         export = scratch / "official"
+    elif is_model and architecture_of(config) is not Architecture.glm:  # the official layout is converted as it is
+        export = resolve_servable(export)
     yield export
 
 
 def _modelfile(source: str, folder: Path, encoder: AnyChatEncoder, config: dict[str, Any], options: GgufOptions) -> str:
-    """Return the Modelfile of a model.
-
-    Args:
-        source: The GGUF file's name, for its line FROM.
-        folder: The directory of the model, whose generation_config.json sets temperature and the like.
-        encoder: Renders the turns of its TEMPLATE, where it has a template.
-        config: The model's config.json, for the number of positions.
-        options: system, and context: where it is 0, a default, or the length that was trained on.
-
-    Raises:
-        ConfigError: If options.context is more than the model's positions.
+    """Return the Modelfile of a model in `folder`, with its chat `encoder` and config.json; ConfigError if
+    `options.context` is more than the model's positions. `source`: the GGUF file's name, for the line FROM.
     """
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token or ""

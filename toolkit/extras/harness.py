@@ -62,11 +62,8 @@ class Tasks(NamedTuple):
 
 
 def load_tasks(options: HarnessOptions) -> Tasks:
-    """Load tasks and their data, before a model is loaded.
-
-    Raises:
-        ConfigError: the harness is not installed, a task is unknown, or needs a package or consent.
-        DataError: the data of a task is not on this machine and cannot be downloaded.
+    """Load tasks and their data, before a model is loaded. ConfigError if the harness is not installed, or if a task is
+    unknown, or needs a package or consent; DataError if its data is not on this machine and cannot be downloaded.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if options.allow_code:
@@ -228,10 +225,8 @@ def _as_process_0() -> Iterator[None]:
 
 
 def scores_of(results: Mapping[str, Any]) -> list[Score]:
-    """Return the figures of groups, and of tasks that belong to none.
-
-    Args:
-        results: What lm-evaluation-harness' `simple_evaluate` returns: in `results`, task -> {"metric,filter": value}.
+    """Return the figures of groups, and of tasks that belong to none. `results`: what lm-evaluation-harness'
+    `simple_evaluate` returns: in its `results`, task or group -> {"metric,filter": value}.
     """
     subtasks: dict[str, list[str]] = results.get("group_subtasks", {})
     members = {member for names in subtasks.values() for member in names}
@@ -248,6 +243,7 @@ def scores_of(results: Mapping[str, Any]) -> list[Score]:
             continue
         for key, value in figures.items():
             metric, comma, filter_name = key.partition(",")
+            # Other figures are the name ("alias"), standard errors, which are read with their score, and "N/A".
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = figures.get(f"{metric}_stderr,{filter_name}")

@@ -51,9 +51,10 @@ def find_program(name: str, checkout: str = "") -> str | None:
 
 def converter(checkout: str = "") -> list[str] | None:
     """Return the command of llama.cpp's converter, None if it is not installed."""
-    programs = filter(None, (find_program(name, checkout) for name in CONVERTERS))
-    commands = ([sys.executable, program] if program.endswith(".py") else [program] for program in programs)
-    return next(commands, None)
+    for name in CONVERTERS:
+        if program := find_program(name, checkout):
+            return [sys.executable, program] if program.endswith(".py") else [program]
+    return None
 
 
 def convert(command: Sequence[str], folder: Path, file: Path, kind: str = "auto") -> Path:
@@ -87,10 +88,9 @@ def read_header(file: Path) -> dict[str, Any]:
     """
     try:
         with file.open("rb") as stream:
-            if stream.read(4) != _MAGIC or (version := _unpack(stream, "I")) not in _VERSIONS:
+            if stream.read(4) != _MAGIC or _unpack(stream, "I") not in _VERSIONS:
                 raise ValueError(tr("it is no GGUF file of version 2 or 3"))
             _unpack(stream, "Q")  # the number of tensors
-            assert version
             pairs = ((_text(stream), _value(stream, _unpack(stream, "I"))) for _ in range(_count(stream, _MOST)))
             return {name: value for name, value in pairs if value is not None}
     except (OSError, ValueError, KeyError, struct.error) as error:

@@ -107,9 +107,8 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.quantization = quantized.method_of(folder, config)
     quantized.check_readable(folder)
     facts.kernels = kernels.describe_missing(config)
-    facts.chat_template = (
-        bool(directory.saved_template(folder)) or official_files.official_vocabulary(folder) is not None
-    )
+    has_own_format = official_files.official_vocabulary(folder) is not None  # of an official ChatGLM
+    facts.chat_template = has_own_format or bool(directory.saved_template(folder))
     model = _built(folder)
     facts.architecture = type(model).__name__
     facts.parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -128,24 +128,26 @@ def _pieces(text: str, messages: Sequence[Message]) -> list[str] | None:
 
 
 def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
-    """Yield the ways to share out the texts that fit, the likeliest first. `system`, `plain`: the pieces of a prompt
-    with a system message and of one without, of which each begins with what is written before a message.
+    """Yield the ways to share out the texts that fit, the likeliest first. `system`, `plain`: the pieces, as `_pieces`
+    returns them, of a prompt of system message, question, answer and question, and of one without system message.
 
-    A piece between two messages ends the one and begins the other; where, only a comparison tells. Of ChatML without a
-    system message the first piece is <|im_start|>user; with one, the second is <|im_end|><|im_start|>user. What both
-    end with begins a question, the rest ends the system message.
+    A piece between two messages ends the one and begins the other; where, only a comparison tells. Of ChatML plain[0]
+    is <|im_start|>user, and system[1] is <|im_end|><|im_start|>user: what both end with begins a question, the rest of
+    system[1] ends the system message.
     """
-    for length in range(len(plain[0]) + 1):  # of the text before all turns
+    for length in range(len(plain[0]) + 1):  # of the text at the prompt's start; what follows it begins a question
         start, user = plain[0][:length], plain[0][length:]
         if system[0].startswith(start) and system[1].endswith(user) and plain[2].endswith(user):
             yield _turns(start, system, plain, user, "")
-    # The template may write a system message of its own where there is none: then the first piece of `plain` has it,
-    # between what is before and after a system message.
-    if plain[0].startswith(system[0]) and plain[0].endswith(system[1]):
-        own = plain[0][len(system[0]) : len(plain[0]) - len(system[1])]
-        for length in range(min(len(system[1]), len(plain[2])), -1, -1):
-            if system[1][:length] == plain[2][:length]:
-                yield _turns("", system, plain, system[1][length:], own)
+    # Or the template writes a system message of its own where there is none: plain[0] is then what is written before a
+    # system message, that one, and what is written behind it.
+    before_system, behind_system, behind_answer = system[0], system[1], plain[2]
+    if plain[0].startswith(before_system) and plain[0].endswith(behind_system):
+        own = plain[0][len(before_system) : len(plain[0]) - len(behind_system)]
+        # The beginning that both have in common ends a message, the rest begins a question.
+        for length in range(min(len(behind_system), len(behind_answer)), -1, -1):
+            if behind_system[:length] == behind_answer[:length]:
+                yield _turns("", system, plain, behind_system[length:], own)
 
 
 def _turns(start: str, system: Sequence[str], plain: Sequence[str], user: str, own: str) -> Turns:
@@ -169,16 +171,10 @@ def modelfile(
     stops: Sequence[str],
     sampling: Mapping[str, Any],
 ) -> str:
-    """Return a Modelfile.
-
-    Args:
-        source: the GGUF file or model directory, as Ollama finds it from the Modelfile.
-        turns: those of the chat template; None leaves it to the one in the GGUF file.
-        bos: the text of the token that the server puts in front of a prompt by itself; "" none.
-        system: the system message of conversations that bring none; "" the template's.
-        context: the context window in tokens.
-        stops: tokens that end an answer.
-        sampling: generation_config.json.
+    """Return a Modelfile. `source`: GGUF file or model directory, as Ollama finds it from there. `turns`: of the
+    chat template, None leaves it to the file's. `bos`: the token that the server puts in front of a prompt by itself,
+    "" none. `system`: the system message of conversations that bring none, "" the template's. `context`: in tokens.
+    `stops`: tokens that end an answer. `sampling`: generation_config.json.
     """
     own_system = system or (turns.system if turns else "")
     if _QUOTES in own_system or own_system.endswith('"'):

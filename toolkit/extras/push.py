@@ -34,10 +34,8 @@ def parse_target(text: str) -> Target:
 
 
 def exported_folder(path: Path) -> Path:
-    """Return the directory to upload: a run's export, or `path` itself if it holds a model or an adapter.
-
-    Raises:
-        ModelError: there is no exported model.
+    """Return the directory to upload: a run's export, or `path` itself if it holds a model or an adapter; ModelError if
+    there is no exported model.
     """
     files.check_directory(path, ModelError)
     folder = path / "export" if (path / "config.yaml").is_file() else path
@@ -71,11 +69,8 @@ def card_with_license(card: str, license_id: str) -> str:
 
 def upload(target: Target, folder: Path, *, private: bool, license_id: str) -> str:
     """Upload a directory's files in one commit and return the repository's address. Large files that have arrived are
-    not sent again by a further call.
-
-    Raises:
-        ConfigError: the hub's library or a token is missing, or the hub refuses the token.
-        CheckpointError: the connection failed, or the hub.
+    not sent again by a further call. ConfigError if the hub's library or a token is missing, or the hub refuses the
+    token; CheckpointError if the connection or the hub fails.
     """
     names = [str(path.relative_to(folder)) for path in uploaded_files(folder)]
     card = folder / CARD

@@ -168,16 +168,12 @@ def _score_model(
     questions: SourceConfig | None,
     output: Path,
 ) -> _Scored:
-    """Load a model and score it. A collective.
+    """Load a model, score it on tasks and questions, and return what it got. A collective.
 
-    Args:
-        request: the tasks' settings, and how questions are answered.
-        target: the model that the command was asked to score.
-        base: directory of the model to score in its place, to compare with, in the same precision; "" for the target.
-        device: such as cuda:1, with several ranks this one's; "" takes the GPU if there is one.
-        loaded_tasks: the harness's own of `request.tasks`; None without.
-        questions: the source of `request.questions`; None without.
-        output: file of the answers to tasks; those to questions are in a file next to it.
+    `base`: directory of the model to score in place of `target`, to compare with, in the same precision; "" for none.
+    `device`: such as cuda:1, with several ranks this one's; "" takes the GPU if there is one. `loaded_tasks`: the
+    harness's of `request.tasks`, and `questions`: the source of `request.questions`, None without. `output`: file of
+    the answers to tasks; those to questions are in a file next to it.
     """
     # With adapter=DIR the path is that of its base, as typed; without, a run's stands for its export or checkpoint.
     path = request.path if request.adapter else str(target.folder)
@@ -246,7 +242,7 @@ def find_base(target: Target, request: Request) -> str:
     if path and not Path(path).is_dir() and files.is_hub_name(path):
         words = [f"model.path={path}", f"model.revision={config['model'].get('revision') or ''}"]
         path = hub.resolve_model_path(load(["model=hf", *words])).cfg.model.path
-    if not Path(path or "?").is_dir():
+    if not path or not Path(path).is_dir():
         raise ConfigError(
             "compare=base: nothing tells which model {path} was trained from. Name it: compare=DIR", path=target.path
         )
@@ -342,9 +338,8 @@ def _feed_trackers(target: Target, table: Sequence[Mapping[str, Any]]) -> None:
         return
     config = files.read(run / "config.yaml").values if (run / "config.yaml").is_file() else {}
     track = config.get("track") or {}
-    chosen = {
-        name: track[name] for name in backends.BACKENDS if name != "csv" and (track.get(name) or {}).get("enabled")
-    }
+    trackers = [name for name in backends.BACKENDS if name != "csv"]  # metrics.csv holds steps and evaluations alone
+    chosen = {name: track[name] for name in trackers if (track.get(name) or {}).get("enabled")}
     last, step = _last_step(run), _step(target)
     if not chosen or step is None:
         return
@@ -352,11 +347,10 @@ def _feed_trackers(target: Target, table: Sequence[Mapping[str, Any]]) -> None:
         say("The trackers get scores of a finished run's last model only: not these.")
         return
     learn_from(config)
-    trackers = queue.Trackers(_PATIENCE_S)
-    trackers.begin(run, chosen, dict(leaves(config)), last)
-    trackers.wait_begun()
+    session = queue.Trackers(_PATIENCE_S)
+    session.begin(run, chosen, dict(leaves(config)), last)
+    session.wait_begun()
     # Named as eval_gsm8k/exact_match/strict-match, without commas.
-    trackers.summary(
-        last, {f"eval_{score['task']}/{score['metric'].replace(',', '/')}": score["value"] for score in table}
-    )
-    trackers.end(backends.FINISHED)
+    figures = {f"eval_{score['task']}/{score['metric'].replace(',', '/')}": score["value"] for score in table}
+    session.summary(last, figures)
+    session.end(backends.FINISHED)

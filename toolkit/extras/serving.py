@@ -18,10 +18,10 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice, product
+from itertools import islice, product
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, NamedTuple
@@ -171,15 +171,8 @@ def _case_of(
     all_ids: Sequence[int],
     tools: list[Any] | None,
 ) -> Case:
-    """Return the case of one answer.
-
-    Args:
-        encoder: That of the training.
-        where: Where the conversation is from.
-        part: The messages that are trained together.
-        number: The answer's, in `part`.
-        all_ids: The tokens of `part`, as trained.
-        tools: Those that the conversation offers.
+    """Return the case of the answer `part[number]`. `part`: messages that are trained together, and `all_ids` their
+    tokens as trained; `where`, `tools`: of their conversation.
     """
     # Encoded up to this answer, and with it alone trained, which tells where it starts and ends.
     before = [{**message, "loss": False} for message in part[:number]]
@@ -394,16 +387,12 @@ def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
     details = []
     for index in marked:
         case, parsed_answer = served.cases[index], parsed[index]
-        wanted = {
-            "calls": [_call(call) for call in case.answer.get("tool_calls") or []],
-            "reasoning": _reasoning(case.answer),
-            "content": chat_template.THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
-        }
-        read: Any = parsed_answer  # a text, if parsing it failed
+        text = chat_template.THOUGHT.sub("", str(case.answer["content"]), count=1)
+        wanted = _parts_of_answer(case.answer, _reasoning(case.answer), text)
+        read: Any = parsed_answer  # a text about the error, if parsing failed
         if isinstance(parsed_answer, dict):
-            calls = [_call(call) for call in parsed_answer.get("tool_calls") or []]
-            reasoning = str(parsed_answer.get("reasoning_content") or parsed_answer.get("thinking") or "").strip()
-            read = {"calls": calls, "reasoning": reasoning, "content": str(parsed_answer.get("content") or "").strip()}
+            reasoning = parsed_answer.get("reasoning_content") or parsed_answer.get("thinking")
+            read = _parts_of_answer(parsed_answer, reasoning, parsed_answer.get("content"))
         if read != wanted:
             shown = [json.dumps(content, ensure_ascii=False) for content in (wanted, read)]
             details.append(
@@ -412,6 +401,12 @@ def _check_parsers(served: Served, answer: dict[str, Any]) -> Finding:
     count = {"good": len(marked) - len(details), "all": len(marked)}
     text = tr("{good} of {all} trained answers with calls or reasoning come back as they were", **count)
     return Finding(check, FAILED if details else PASSED, text, details[:_SHOWN])
+
+
+def _parts_of_answer(answer: Mapping[str, Any], reasoning: str | None, content: str | None) -> dict[str, Any]:
+    """Return what must be the same of a trained answer and of what a server's parser reads."""
+    calls = [_call(call) for call in answer.get("tool_calls") or []]
+    return {"calls": calls, "reasoning": str(reasoning or "").strip(), "content": str(content or "").strip()}
 
 
 def _call(call: dict[str, Any]) -> list[Any]:
@@ -490,11 +485,11 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     """Return findings as lines for a terminal."""
     words = {PASSED: tr("passed"), FAILED: tr("FAILED"), SKIPPED: tr("not checked")}
     colon = "：" if messages.current_language() == "zh" else ": "
-    lines = (
-        [colon.join((words[finding.state], finding.check, finding.text)), *(f"    {line}" for line in finding.details)]
-        for finding in findings
-    )
-    return list(chain.from_iterable(lines))
+    lines = []
+    for finding in findings:
+        lines.append(colon.join((words[finding.state], finding.check, finding.text)))
+        lines += [f"    {line}" for line in finding.details]
+    return lines
 
 
 _READY_S = 900

@@ -254,20 +254,15 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
             number, overrides = trial
             try:
                 job = sweep.add(new_job(overrides, plan.compose(overrides), number))
-            except messages.ConfigError as error:  # the checks reject this combination: it has failed without a start
+            except messages.ConfigError as error:
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
-                shown = [secrets.hide_word(word) for word in overrides]
-                job = SweepJob(name=f"trial-{number:03}", words=shown, trial=number)
-                job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
-                # In place of one that a resumed command finds there: the trial stayed open when it was killed in here.
-                sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
-                sweep.save()
+                job = _rejected_trial(sweep, number, overrides)
             else:
                 if job.state != DONE:
                     say(f"[{number + 1}/{most}] {' '.join(job.words)}")
                     launch(plan, sweep, job, overrides, requests)
-                if job.state == STOPPED:
-                    break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
+            if job.state == STOPPED:
+                break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
             value = read_result(sweep.run_dir(job), metric).best
             is_result = job.state == DONE and not math.isnan(value)
             if is_result:
@@ -289,6 +284,16 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
         is_stopped = any(job.state == STOPPED for job in sweep.jobs)
         end(sweep, is_done=not is_stopped)
         return 0 if is_found and not is_stopped else 1
+
+
+def _rejected_trial(sweep: SweepDir, number: int, overrides: Sequence[str]) -> SweepJob:
+    """Record the trial `number`, whose config the checks have rejected, as a job that has failed; return the job."""
+    job = SweepJob(name=f"trial-{number:03}", words=[secrets.hide_word(word) for word in overrides], trial=number)
+    job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
+    # In place of its job, if a command that was killed in here has recorded that: its trial stayed open.
+    sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
+    sweep.save()
+    return job
 
 
 def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.RunConfig) -> Any:
@@ -359,27 +364,31 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
 
     A stopped command leaves its trial begun (Optuna's RUNNING), so that the next one resumes it.
     """
-    from optuna import distributions, trial
+    from optuna import trial
 
-    begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
     keys = {axis.key for axis in plan.axes}
-    for begun_trial in begun:
-        if keys - begun_trial.params.keys():  # this process died while they were drawn
-            study.tell(begun_trial.number, state=trial.TrialState.FAIL)
-    open_trial = next((begun_trial for begun_trial in begun if keys <= begun_trial.params.keys()), None)
+    open_trial: Any = None  # the first that has all its values
+    for begun in study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,)):
+        if keys - begun.params.keys():  # this process died while its values were drawn
+            study.tell(begun.number, state=trial.TrialState.FAIL)
+        else:
+            open_trial = open_trial or begun
     if open_trial is None:
         if len(study.get_trials(deepcopy=False)) >= most:
             return None
-        drawn: dict[str, Any] = {}
-        for axis in plan.axes:
-            if axis.values:
-                drawn[axis.key] = distributions.CategoricalDistribution(axis.values)
-            elif axis.is_whole:
-                drawn[axis.key] = distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
-            else:
-                drawn[axis.key] = distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
-        open_trial = study.ask(drawn)
+        open_trial = study.ask({axis.key: _distribution(axis) for axis in plan.axes})
     return open_trial.number, [f"{axis.key}={axis.typed(open_trial.params[axis.key])}" for axis in plan.axes]
+
+
+def _distribution(axis: Axis) -> Any:
+    """Return what Optuna draws the values of an axis from: its values, or its range of numbers."""
+    from optuna import distributions
+
+    if axis.values:
+        return distributions.CategoricalDistribution(axis.values)
+    if axis.is_whole:
+        return distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+    return distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
 
 
 def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:

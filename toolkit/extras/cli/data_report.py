@@ -23,12 +23,13 @@ OUTPUT = "data-report.html"
 
 def run(words: list[str]) -> None:
     """Inspect a data file, or a recipe's data, and write the report's HTML page."""
-    first = words[0] if words else "="  # without a word, as with key=value alone, the arguments are a recipe's
-    is_recipe = first.endswith((".yaml", ".yml")) or (first in known_recipes() and not Path(first).exists())
-    is_data = "=" not in first and not is_recipe
+    first = words[0] if words else ""
+    is_file_of_recipe = first.endswith((".yaml", ".yml"))
+    is_name_of_recipe = first in known_recipes() and not Path(first).exists()
+    is_recipe = not words or "=" in first or is_file_of_recipe or is_name_of_recipe
     special: list[str] = []  # the tokenizer's control strings; of a file alone none is known
     prepared = None  # the report of tokenizing, likewise
-    if is_data:
+    if not is_recipe:
         optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"
         values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
@@ -43,7 +44,7 @@ def run(words: list[str]) -> None:
     from toolkit.report.page import check_output  # only now: what draws takes a second to import
 
     check_output(output)
-    if not is_data:
+    if is_recipe:
         from toolkit.tasks.language_data import load_data
 
         loaded = load_data(cfg)
