@@ -12,19 +12,19 @@ from toolkit.extras.translate.programs import (
     set_added_tokens,
     set_chat_template,
     set_evaluation,
+    set_held_out,
     set_preference,
     set_reward,
     set_trackio,
-    set_validation_size,
 )
 from toolkit.extras.translate.read import ForeignConfig
 from toolkit.messages import tr
 
 _METHODS = ("lora", "qlora")
 _LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+_DPO_LOSSES = ("sigmoid", "robust", "hinge", "ipo")
 _WARMUP = 0.03
 """The fraction of the steps, at most 100 of them, where a config names no warmup."""
-_TOO_LONG = {"drop": "drop", "truncate": "truncate"}
 _LIGER, _CUT = "LigerPlugin", "CutCrossEntropyPlugin"
 _TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab")
 _READ = (
@@ -62,7 +62,7 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.notes.append(tr("warmup_ratio = {ratio}, as axolotl takes where none is given.", ratio=_WARMUP))
     if config.has("save_steps"):
         defaults["save_strategy"] = "steps"
-    else:
+    else:  # what saves_per_epoch says is reported as lost
         defaults["save_strategy"] = "no" if config.has("saves_per_epoch") else "epoch"
     defaults["eval_strategy"] = "steps" if config.has("eval_steps") else "no"
     config.set_defaults(defaults)
@@ -85,21 +85,19 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     for name, value in {"eager_attention": "eager", "sdp_attention": "sdpa"}.items():
         if config.has(name) and config.flag(name):
             draft.put("model.attention", value, name)
-    if config.has("cosine_min_lr_ratio") and (ratio := config.number("cosine_min_lr_ratio")) < 1:
+    ratio = config.number("cosine_min_lr_ratio") if config.has("cosine_min_lr_ratio") else None
+    if ratio is not None and ratio < 1:
         draft.put("schedule.min_lr_ratio", ratio, "cosine_min_lr_ratio")
-    elif config.has("cosine_min_lr_ratio"):
+    elif ratio is not None:
         draft.lost["cosine_min_lr_ratio"] = tr("below 1 only; schedule=constant keeps the rate")
     set_added_tokens(config, draft, "tokens")
     special: Any = config.get("special_tokens")
     if isinstance(special, dict) and special.keys() <= {"pad_token"}:
         config.remark("special_tokens", "padding", is_harmless=True)
     _chat_template(config, draft)
-    parts = {
-        "tensor_parallel_size": "tensor",
-        "context_parallel_size": "sequence",
-        "sequence_parallel_degree": "sequence",
-    }
-    for theirs, ours in parts.items():
+    sizes = {"tensor_parallel_size": "tensor", "context_parallel_size": "sequence"}
+    sizes["sequence_parallel_degree"] = "sequence"  # the older name
+    for theirs, ours in sizes.items():
         if config.has(theirs) and config.number(theirs, int) > 1:
             draft.put(f"parallel.{ours}", config.number(theirs, int), theirs)
     if not config.has("save_total_limit"):  # the Trainer's default, which is set already, keeps all checkpoints
@@ -196,10 +194,11 @@ def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     `loss_type` may choose another loss of its DPOTrainer; TRL can add several up, which has no counterpart.
     """
     loss, loss_key = _LOSSES[kind], "rl"
-    if kind == "dpo" and (losses := config.names("loss_type")):
-        [loss, *more], loss_key = losses, "loss_type"
-        if more or loss not in ("sigmoid", "robust", "hinge", "ipo"):
-            raise config.without_counterpart("loss_type", ("sigmoid", "robust", "hinge", "ipo"))
+    losses = config.names("loss_type") if kind == "dpo" else []
+    if losses:
+        loss, loss_key = losses[0], "loss_type"
+        if len(losses) > 1 or loss not in _DPO_LOSSES:
+            raise config.without_counterpart("loss_type", _DPO_LOSSES)
     terms = {"cpo_alpha": config.number("cpo_alpha")} if kind == "simpo" else {}
     if config.has("rpo_alpha"):
         terms = {"rpo_alpha": config.number("rpo_alpha")}
@@ -217,16 +216,16 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     if validation:
         draft.put("data.validation", validation, "test_datasets")
     else:
-        set_validation_size(config, draft, "val_set_size")
+        set_held_out(draft, config.number("val_set_size"), "val_set_size")
     set_evaluation(config, draft, bool(validation) or config.number("val_set_size") > 0)
     strategy = str(config.get("excess_length_strategy"))
-    if strategy not in _TOO_LONG:  # such as "raise"
+    if strategy not in ("drop", "truncate"):  # such as "raise"
         draft.lost["excess_length_strategy"] = tr("rows that are too long are dropped and counted")
         draft.put("data.too_long", "drop")
     elif strategy == "drop" or not kind:  # pairs cannot be truncated here: the recipe's default drops them
         # axolotl cuts the texts of pretraining into blocks, whatever the key says.
-        draft.put("data.too_long", "split" if is_text else _TOO_LONG[strategy], "excess_length_strategy")
-    if kind or config.flag("reward_model"):
+        draft.put("data.too_long", "split" if is_text else strategy, "excess_length_strategy")
+    if kind or config.flag("reward_model"):  # pairs and rated answers: the rest is for texts and conversations
         return
     if not is_text:
         draft.put("data.train_on", "all")
@@ -312,8 +311,9 @@ def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:
-    """Return the keys of a dataset, of its `type` and `roles`, that have a meaning in axolotl and none here. Left out
-    are those whose value says what is done here anyway: to train all turns of the assistant, each with its end.
+    """Return what of a dataset (`entry`) has a meaning in axolotl and none here: its keys, `type.KEY` of a type that is
+    a mapping, and `roles: NAME` of names that are not read. Left out are keys whose value says what is done here
+    anyway: to train all turns of the assistant, each with its end.
     """
     settings = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
     if all(role in _ASSISTANT for role in _listed(settings.get("roles_to_train"))):
@@ -346,8 +346,8 @@ def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any]
         return _preference_format(entry, kind, is_reward)
     row_type = entry.get("type")
     if isinstance(row_type, dict) and row_type:
-        fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
-        return named_format("instruction", {ours: row_type.get(f"field_{theirs}") for ours, theirs in fields.items()})
+        names = ("instruction", "input", "output", "system")
+        return named_format("instruction", {name: row_type.get(f"field_{name}") for name in names})
     base = _base_type(row_type)
     if base == "alpaca":
         return {"format": "instruction"}
@@ -378,13 +378,15 @@ def _preference_format(entry: dict[str, Any], kind: str, is_reward: bool) -> dic
         fields = {"system": "field_system", "prompt": "field_prompt", **answers}
         return named_format(row_format, {ours: row_type.get(theirs) for ours, theirs in fields.items()})
     base, last = _base_type(row_type), str(row_type).rpartition(".")[2]
-    pair_columns = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
-    if pair_columns is None and base != "chat_template":
+    of_type = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
+    if of_type is None and base != "chat_template":
         return None
-    columns = dict(pair_columns or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
-    # Taken out of `columns`: rated answers (kto) have no pair, and a name that the dataset gives counts more.
-    pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
-    return named_format(row_format, columns if kind == "kto" else columns | pair)
+    of_type = of_type or {}  # our column -> the file's
+    columns = {name: column for name, column in of_type.items() if name not in _PAIR}
+    columns |= {"messages": entry.get("field_messages"), **_roles(entry)}
+    if kind != "kto":  # rated answers are no pairs
+        columns |= {name: entry.get(f"field_{name}") or of_type.get(name) for name in _PAIR}
+    return named_format(row_format, columns)
 
 
 def _base_type(row_type: Any) -> str:

@@ -16,7 +16,7 @@ from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_p
 from toolkit.config.program_keys import sentence
 from toolkit.engine import ds_config, ds_import
 from toolkit.extras.translate import programs, read
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, parsed_json, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, parsed_json, shortened, tr
 from toolkit.secrets import hide_all
 
 _LIMITS = frozenset(
@@ -32,6 +32,7 @@ _LIMITS = frozenset(
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""
 _USED = frozenset(("deepspeed", "dataset_dir", "stage", "optim"))
 """Keys that are read, but not to set one of ours."""
+_LONGEST_VALUE = 80
 _ALWAYS = ("micro_means", "cutoff_len", "two_lengths")
 """Said of these keys whatever their value is, the default too."""
 
@@ -208,7 +209,9 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
     """Sort every key that is not translated as it is into lists of `result`: differs, lost, needless, unknown. Keys
     with the same sentence share a line: "KEY, KEY: SENTENCE".
     """
-    shown = {name: _short(str(value)) for name, value in hide_all(config.values).items()}
+    shown = {
+        name: shortened(" ".join(str(value).split()), _LONGEST_VALUE) for name, value in hide_all(config.values).items()
+    }
     differs: dict[str, list[str]] = {}  # sentence -> keys that it is about, as all of them
     needless: dict[str, list[str]] = {}
     lost: dict[str, list[str]] = {}
@@ -236,15 +239,6 @@ def _sort_keys(config: read.ForeignConfig, draft: programs.RecipeDraft, result: 
         lost.setdefault(reason, []).append(f"{spelled} = {shown[name]}" if name in shown else spelled)
     for lines, names_by_text in ((result.differs, differs), (result.lost, lost), (result.needless, needless)):
         lines += [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
-
-
-_LONGEST_VALUE = 80
-
-
-def _short(text: str) -> str:
-    """Return a value as it is shown in reports, on one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _is_default(value: Any, default: Any) -> bool:

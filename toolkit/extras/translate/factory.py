@@ -13,8 +13,8 @@ from toolkit.extras.translate.programs import (
     set_added_tokens,
     set_chat_template,
     set_evaluation,
+    set_held_out,
     set_preference,
-    set_validation_size,
 )
 from toolkit.extras.translate.read import ForeignConfig
 from toolkit.messages import ConfigError, did_you_mean, joined, json_object, tr
@@ -143,7 +143,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     if validation:
         draft.put("data.validation", validation, "eval_dataset", *limit)
     else:
-        set_validation_size(config, draft, "val_size")
+        set_held_out(draft, config.number("val_size"), "val_size")
     set_evaluation(config, draft, bool(validation) or config.number("val_size") > 0)
     if stage in ("dpo", "kto", "rm"):
         return
@@ -226,34 +226,36 @@ def _format(
     `columns`: the entry's, LLaMA-Factory's name -> the file's.
     """
     if stage == "pt":
-        return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
+        return named_format("text", {"text": columns.get("prompt") if columns else "instruction"})
     row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")  # "": by the entry's formatting
     answers_of_stage = {"dpo": ("chosen", "rejected"), "rm": ("chosen", "rejected"), "kto": ("kto_tag",)}
     answers: tuple[str, ...] = answers_of_stage.get(stage, ())
     shared = {column: columns.get(column) for column in ("system", "tools", *answers)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
-        tags: dict[str, Any] = entry.get("tags") or {}
-        for tag, aliases in names_of("roles").items():  # user_tag -> what the user's role may be called, …
-            if tags.get(tag, aliases[0]) not in aliases:
-                draft.notes.append(
-                    tr(
-                        "the dataset {name}: {tag} = {value} is no name that is read here; known are {known}.",
-                        name=name,
-                        tag=tag,
-                        value=tags[tag],
-                        known=", ".join(aliases),
-                    )
-                )
-        message_tags = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
-        return named_format(
-            row_format or "sharegpt",
-            {"conversations": columns.get("messages", "conversations"), **message_tags, **shared},
-        )
+        fields = {"conversations": columns.get("messages", "conversations"), **_message_columns(name, entry, draft)}
+        return named_format(row_format or "sharegpt", fields | shared)
     shared["history"] = columns.get("history")
     if columns and not columns.get("query"):  # no second text that belongs to the prompt
-        return named_format(
-            row_format or "prompt_response",
-            {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},
-        )
+        fields = {"prompt": columns.get("prompt"), "response": columns.get("response")}
+        return named_format(row_format or "prompt_response", fields | shared)
     fields = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
     return named_format(row_format or "instruction", fields | shared)
+
+
+def _message_columns(name: str, entry: dict[str, Any], draft: RecipeDraft) -> dict[str, Any]:
+    """Return our column -> the file's for the parts of a message, by the entry's tags; note names of roles that are not
+    read here. `name`, `entry`: as of `_source`.
+    """
+    tags: dict[str, Any] = entry.get("tags") or {}
+    for tag, aliases in names_of("roles").items():  # user_tag -> what the user's role may be called, …
+        if tags.get(tag, aliases[0]) not in aliases:
+            draft.notes.append(
+                tr(
+                    "the dataset {name}: {tag} = {value} is no name that is read here; known are {known}.",
+                    name=name,
+                    tag=tag,
+                    value=tags[tag],
+                    known=", ".join(aliases),
+                )
+            )
+    return {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}

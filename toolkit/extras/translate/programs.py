@@ -245,10 +245,10 @@ def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) ->
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)  # its warm-up begins at the rate where its decay ends
         _decay_shape(values, draft)
-    schedule_keys = names_of("schedule_arguments").get(name, [])
-    unread = {key: value for key, value in values.items() if key not in schedule_keys}
-    if rest := [key for key, value in unread.items() if (key, value) != ("num_cycles", 0.5)]:  # the default
-        draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(rest))
+    read = names_of("schedule_arguments").get(name, [])
+    unread = [key for key, value in values.items() if key not in read and (key, value) != ("num_cycles", 0.5)]
+    if unread:  # num_cycles = 0.5 is the default
+        draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(unread))
 
 
 def _decay_shape(values: dict[str, Any], draft: RecipeDraft) -> None:
@@ -482,7 +482,7 @@ def set_preference(
         draft.put("preference.label_smoothing", config.number(keys["smoothing"]), keys["smoothing"])
     if loss == "simpo":
         draft.put("preference.gamma", config.number("simpo_gamma"), "simpo_gamma")
-    if loss == "kto" and _TRL_KTO[0] in config.keys:
+    if loss == "kto" and "desirable_weight" in config.keys:  # TRL's names; LLaMA-Factory's are set in its module
         for key in _TRL_KTO:
             draft.put(f"preference.{key}", config.number(key), key)
     elif loss != "kto":
@@ -586,9 +586,8 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
                 "which the Trainer's is not. Choose optim.lr again; 1e-3 to 1e-2 is usual."
             )
         )
-    if "betas" not in rule_tables.OPTIMIZERS[kind].reads:
-        return
-    draft.put("optim.betas", [config.number("adam_beta1"), config.number("adam_beta2")], "adam_beta1", "adam_beta2")
+    if "betas" in rule_tables.OPTIMIZERS[kind].reads:
+        draft.put("optim.betas", [config.number("adam_beta1"), config.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -616,8 +615,7 @@ def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
 def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set the precision, fp8 and TF32; ConfigError if fp16 and bf16 are both true. fp8 computes in bf16 besides.
 
-    In configs of the Trainer and TRL, `dtype` is what the weights are loaded in. Without fp16 and bf16 they are trained
-    in it; where it is the one of them that is true, it is named as a source, too.
+    In configs of the Trainer and TRL, `dtype` is what weights are loaded in; without fp16 and bf16 also trained in.
     """
     fp16, bf16 = config.flag("fp16"), config.flag("bf16")
     if fp16 and bf16:
@@ -704,12 +702,12 @@ def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
 
 
-def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, same: str) -> None:
-    """Set the chat template that a config names in `key`, or note which of ours suits a model without one. `same`: name
-    of the table (program_keys.yaml) of templates that have an equal one here, which replaces the tokenizer's.
+def set_chat_template(config: ForeignConfig, draft: RecipeDraft, key: str, table: str) -> None:
+    """Set the chat template that a config names in `key`, or note which of ours suits a model without one. `table`: in
+    program_keys.yaml, of the program's templates that have an equal one here, which replaces the tokenizer's.
     """
     name = str(config.get(key) or "")
-    if ours := names_of(same).get(name):
+    if ours := names_of(table).get(name):
         draft.put("model.chat_template", ours, key)
     elif name:
         ours = names_of("similar_templates").get(name.removeprefix("tokenizer_default_fallback_"))
@@ -780,11 +778,6 @@ def _lora_start(config: ForeignConfig, draft: RecipeDraft) -> None:
                     draft.put("tuning.init_iterations", int(iterations), name)
             elif kind != "true":
                 draft.lost[name] = tr("tuning.init knows default, gaussian, pissa and olora; pissa is the nearest")
-
-
-def set_validation_size(config: ForeignConfig, draft: RecipeDraft, key: str) -> None:
-    """Set what is split off the training rows: the value of `key` is a fraction, or from 1 on a number of rows."""
-    set_held_out(draft, config.number(key), key)
 
 
 def set_held_out(draft: RecipeDraft, size: float, *sources: str) -> None:

@@ -221,23 +221,22 @@ def _command_of(words: list[str], number: int, variables: dict[str, str], shown:
         return None  # such as `swift infer`
     if any(word.startswith("--") for word in words[index + 1 :]):  # arguments, with or without a config
         return _parse_command(words, index, number, variables, shown)
-    config = next((position for position, word in enumerate(words) if position > index and word.endswith(_CONFIGS)), 0)
-    if not config:
+    named = next((word for word in words[index + 1 :] if word.endswith(_CONFIGS)), "")  # the config
+    if not named:
         return None
-    if not any(os.path.isfile(folder / words[config]) for folder in (Path(), Path(shown).parent)):
+    if not any(os.path.isfile(folder / named) for folder in (Path(), Path(shown).parent)):
         raise ConfigError(
             "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
             file=shown,
             line=number,
-            named=words[config],
+            named=named,
         )
-    # Positional arguments are given the form --NAME=VALUE, which `_parse_command` reads. Before the config stand
-    # subcommands (`llamafactory-cli train CONFIG`); in ChatGLM3's and GLM-4's demo PROGRAM DATA_DIR MODEL_DIR CONFIG.
-    names = ("data_dir", "model_dir") if config == index + 3 else ()
-    arguments = [f"--{name}={word}" for name, word in zip(names, words[index + 1 :], strict=False)]
-    subcommand = [] if names else words[index + 1 : config]
-    words = [*words[: index + 1], *subcommand, *arguments, f"--config={words[config]}"]
-    return _parse_command(words, index, number, variables, shown)
+    # Before the config stands a subcommand, as in `llamafactory-cli train CONFIG`; or, in ChatGLM3's and GLM-4's demo,
+    # PROGRAM DATA_DIR MODEL_DIR CONFIG, two arguments, which get the form that `_parse_command` reads.
+    before = words[index + 1 : words.index(named, index + 1)]
+    if len(before) == 2:
+        before = [f"--data_dir={before[0]}", f"--model_dir={before[1]}"]
+    return _parse_command([*words[: index + 1], *before, f"--config={named}"], index, number, variables, shown)
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:
@@ -327,19 +326,16 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
     """
     launcher, program, rest = words[:program_index], words[program_index], words[program_index + 1 :]
     ends_command = re.compile(r"(?:\d?>|\||&|;)")  # a redirection, a pipe, or another command
-    if end := next((index for index, word in enumerate(rest) if ends_command.match(word)), None):
+    end = next((index for index, word in enumerate(rest) if ends_command.match(word)), 0)
+    if end:  # at 0 arguments follow a redirection
         rest = rest[:end]
     values = _parse_arguments(rest, program, line, shown)
     options = _launcher_options(launcher, program)
-    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
-    resolved = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
-    return Command(
-        values,
-        line,
-        _world_size(launcher, options, variables),
-        _script_of(program, rest),
-        accelerate=resolved if is_accelerate else {},
-    )
+    accelerate: dict[str, str] = {}
+    if any(word.rpartition("/")[2] == "accelerate" for word in launcher):
+        accelerate = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
+    world_size = _world_size(launcher, options, variables)
+    return Command(values, line, world_size, _script_of(program, rest), accelerate)
 
 
 def _script_of(program: str, rest: Sequence[str]) -> str:
@@ -378,26 +374,8 @@ def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) 
     values: dict[str, Any] = {}
     name = ""  # of the option whose values follow
     for word in words:
-        if _UNKNOWN in word:  # what is needed is not known: a variable, or what a command would print
-            variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
-            what = f"${variable[1]}" if variable else "$(…)"
-            if not name:
-                raise ConfigError(
-                    "{file}:{line}: the argument {what} of {program} is not in the file: nothing is executed here, and "
-                    "the environment is not read. Write its value.",
-                    file=shown,
-                    line=line,
-                    what=what,
-                    program=program,
-                )
-            raise ConfigError(
-                "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
-                "the environment is not read. Write the value itself.",
-                file=shown,
-                line=line,
-                option=f"--{name}",
-                what=what,
-            )
+        if _UNKNOWN in word:
+            raise _unknown_value_error(word, name, program, line, shown)
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -411,10 +389,34 @@ def _parse_arguments(words: Sequence[str], program: str, line: int, shown: str) 
     return values
 
 
+def _unknown_value_error(word: str, option: str, program: str, line: int, shown: str) -> ConfigError:
+    """Return the error for a word with a variable that the script does not set, or with what a command would print.
+    `option`: the option, without dashes, whose value it is; "" for an argument without one.
+    """
+    variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
+    what = f"${variable[1]}" if variable else "$(…)"
+    if not option:
+        return ConfigError(
+            "{file}:{line}: the argument {what} of {program} is not in the file: nothing is executed here, and "
+            "the environment is not read. Write its value.",
+            file=shown,
+            line=line,
+            what=what,
+            program=program,
+        )
+    return ConfigError(
+        "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
+        "the environment is not read. Write the value itself.",
+        file=shown,
+        line=line,
+        option=f"--{option}",
+        what=what,
+    )
+
+
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
     """Return the number of ranks that a command starts on all nodes together, None if the file does not say it.
-    `launcher`: the words before the program; `options`: among them, name with dashes -> value; `variables`: the
-    script's.
+    `launcher`: the words before the program, `options` of these: name with dashes -> value; `variables`: the script's.
     """
     if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
         return _product([variables["NPROC_PER_NODE"], variables.get("NNODES", "1")])
@@ -478,9 +480,7 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
 
 
 def _read_config(path: Path) -> ForeignConfig | None:
-    """Read one file: a config, or a script with a training command; return None for a DeepSpeed JSON. ConfigError for a
-    file that is neither.
-    """
+    """Read one file: a config, or a script with a training command; None for a DeepSpeed JSON, ConfigError for others."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
             "{file}: files of this kind are not read. Known are {known}: a YAML of LLaMA-Factory, axolotl "
@@ -534,18 +534,20 @@ def _read_config(path: Path) -> ForeignConfig | None:
 
 
 def _values_by_key(values: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a config that are not null by their names in `keys`, and how it spells those that have
-    another name there (name in `keys` -> in the config): a program's own name is read as the Trainer's, and --no_NAME
-    as NAME = false, unless a key is really called no_NAME.
+    """Return a config's values, without nulls, by their names in `keys`: a program's own name for one of the Trainer's
+    keys is read as that, and --no_NAME as NAME = false, unless a key is really called no_NAME. Also return the
+    Trainer's name -> the program's own where the former was taken.
     """
     values_by_key, spelled = dict[str, Any](), dict[str, str]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
         bare = name.removeprefix("no_")
-        is_off = bare != name and name not in keys and bare in keys
-        read_as = keys[name].same_as if name in keys else ""
-        if read_as:
-            spelled[read_as] = name
-        values_by_key[read_as or (bare if is_off else name)] = False if is_off else value
+        if name in keys and keys[name].same_as:
+            values_by_key[keys[name].same_as] = value
+            spelled[keys[name].same_as] = name
+        elif bare != name and name not in keys and bare in keys:
+            values_by_key[bare] = False
+        else:
+            values_by_key[name] = value
     return values_by_key, spelled
 
 
