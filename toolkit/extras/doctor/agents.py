@@ -167,20 +167,12 @@ class Host:
     """One node, with an agent on it, started through ssh or here."""
 
     def __init__(self, name: str, ssh: SshOptions) -> None:
+        """Start the agent, and a thread each that reads its answers (stdout) and its complaints (stderr)."""
         command = [sys.executable, *_AGENT]
-        if ssh.through_ssh:
-            # As DeepSpeed's launcher starts ranks (0.19.8, PDSHRunner): the same folder, first on the path of the same
-            # Python. Other variables are sent later, where no list of processes shows them.
-            folder = os.getcwd()
-            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-            source = f"source {shlex.quote(ssh.script)}; " if ssh.script else ""
-            inside = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(path)} exec "
-            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", "-o", f"SendEnv={PACKED}"]
-            command = ["ssh", *ssh.arguments, *options, name, inside + shlex.join(command)]
         self.answers: queue.Queue[str] = queue.Queue()
         self.complaints: list[str] = []
         self.process = children.start(
-            command,
+            _through_ssh(command, name, ssh) if ssh.through_ssh else command,
             ends_with_input=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -233,6 +225,18 @@ class Host:
         self.process.wait()
         for pump in self.pumps:  # not for ever: a process that an agent has left behind holds its output open
             pump.join(timeout=max(0.0, until + 1 - time.monotonic()))
+
+
+def _through_ssh(command: Sequence[str], host: str, ssh: SshOptions) -> list[str]:
+    """Return the command that starts `command` on a host as DeepSpeed's launcher starts ranks (0.19.8, PDSHRunner): in
+    this folder, which is first on Python's path. Other variables are sent later, where no list of processes shows them.
+    """
+    folder = os.getcwd()
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    source = f"source {shlex.quote(ssh.script)}; " if ssh.script else ""
+    inside = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(path)} exec "
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", "-o", f"SendEnv={PACKED}"]
+    return ["ssh", *ssh.arguments, *options, host, inside + shlex.join(command)]
 
 
 class Hosts:

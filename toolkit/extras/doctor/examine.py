@@ -288,6 +288,7 @@ def plan_examination(
         ssh=agents.SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
         # The first mapping counts: the last .deepspeed_env, then those before it, then this shell.
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
+        # With pdsh secrets are sent through ssh, which a node may not accept.
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),

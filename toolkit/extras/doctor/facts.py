@@ -104,11 +104,10 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what is known of this machine without a recipe; `environ`: the variables of the ranks. `memory` is in
     bytes; of `limits` -1 is none; `environment` has hashes, as values may be secret.
     """
-    nccl_versions = [version(name) for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     return {
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
-        "nccl": next(filter(None, nccl_versions), ""),
+        "nccl": version("nvidia-nccl-cu13") or version("nvidia-nccl-cu12"),
         "code": _code(),
         "accelerator": devices.device_here(environ),
         "is_cpu_by_default": devices.is_cpu_by_default(environ),
@@ -202,7 +201,8 @@ def _gpus() -> dict[str, Any]:
     for index, uuid, name, _, *sizes in rows:
         mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
         cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": used.count(uuid)})
-    return {"driver": rows[0][3] if rows else "", "cards": cards, "late": False}
+    driver = rows[0][fields.split(",").index("driver_version")] if rows else ""
+    return {"driver": driver, "cards": cards, "late": False}
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, Any]:
