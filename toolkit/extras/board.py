@@ -242,9 +242,9 @@ class Board:
             return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
 
     def new(self, body: Body) -> Iterator[str]:
-        """Start `toolkit new` with the answers `model`, `data` and `gpus`; return an iterator of its output lines as
-        JSON (`text`), and once it has written the recipe, of what the form that starts it is filled in with: `file`,
-        `name` of the run, `base` (the recipe's name; "" if it lies where recipes are not found by name) and `ranks`.
+        """Start `toolkit new` with the answers `model`, `data` and `gpus`, which writes the recipe `file`; return an
+        iterator of JSON lines: {"text"} of each line that it prints, and after success what the page's form for a run
+        begins with: `file`, `name` of the run, `base` (the recipe's name, "" if it is not found by name) and `ranks`.
         """
         file = Path(str(body.get("file", "")))
         words = [f"{name}={body[name]}" for name in ("model", "data", "gpus") if str(body.get(name, "")).strip()]
@@ -253,7 +253,7 @@ class Board:
         process = self._start_tool("new", *words, f"output={file}")
 
         def lines() -> Iterator[str]:
-            """Yield the process's output, and what it has made."""
+            """Yield the process's output, and what the form begins with."""
             for line in _output(process):
                 yield json.dumps({"text": line}) + "\n"
             if process.wait() == 0:
@@ -281,8 +281,8 @@ class Board:
         return self.tool
 
     def open_chat(self, body: Body) -> Iterator[str]:
-        """Start a process that loads the model in `path`; return an iterator of its lines until it is loaded, which end
-        as those of an answer do.
+        """Start a process that loads the model in `path`; return an iterator of its lines until it is loaded, of which
+        {"end" begins the last, as in an answer.
         """
         self.close(body)
         self.chat = _start_module("toolkit.jobs.chat", str(body.get("path", "")), messages.current_language())
@@ -290,8 +290,8 @@ class Board:
         return self._answer()
 
     def ask(self, body: Body) -> Iterator[str]:
-        """Return an iterator that sends `text` to the loaded model, as it may have to wait for that, and yields the
-        answer's lines. ConfigError if no model is loaded.
+        """Return an iterator that sends the question `text` to the loaded model and yields the answer's lines; it may
+        wait for the model even to send. ConfigError if no model is loaded.
         """
         if self.chat is None or self.chat.poll() is not None:
             raise messages.ConfigError(tr("no model is loaded."))
@@ -725,26 +725,26 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
     (`notes`) and `plan`, and the `values` in effect. `folder`: where the text is written to be read. Nothing is
     downloaded: a model known only to Hugging Face is not planned.
     """
-    problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
-    answer: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
-    before, messages.console.write = messages.console.write, lines.append  # what is printed becomes the notes
+    problems, language, notes = messages.Problems(), messages.current_language(), list[str]()
+    answer: dict[str, Any] = {"notes": notes, "plan": [], "values": {}}
+    write_before, messages.console.write = messages.console.write, notes.append  # what is printed becomes the notes
     file = folder / "recipe.yaml"
     try:
         answer["text"] = recipe_text(body, problems)
         file.write_text(answer["text"], encoding="utf-8")
-        words = [f"recipe={file}", f"language={language}"]  # the reader's language, whatever the recipe's
+        words = [f"recipe={file}", f"language={language}"]  # the page's language, whatever the recipe's
         loaded = problems.attempt(lambda: load(words, problems=messages.Problems()))
         if loaded is not None:
             answer["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
-            gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}  # the arguments of `toolkit plan` and check
+            gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}  # as `toolkit plan` takes it
             machine = problems.attempt(machine_for, gpus, loaded.cfg)
-            check_words = [f"world_size={machine.world_size}"] if machine else []
+            check_words = [*words, *([f"world_size={machine.world_size}"] if machine else [])]
             check_words += [f"{name}={value}" for name, value in gpus.items()]
-            problems.attempt(lambda: check_recipe([*words, *check_words], fetch=False))
+            problems.attempt(lambda: check_recipe(check_words, fetch=False))
             if machine and not problems.errors:
                 answer["plan"] = _plan(loaded, machine)
     finally:
-        messages.console.write = before
+        messages.console.write = write_before
         messages.set_language(language)
     # Without the temporary directory, which says nothing to who typed the recipe.
     answer["errors"] = [{"keys": error.keys, "text": str(error).replace(f"{folder}/", "")} for error in problems.errors]

@@ -68,7 +68,7 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
     weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
-    # Behind a GPU's computation ZeRO-3's gathering hides, so there the links' own speed is what counts (0: as `link`).
+    # On GPUs ZeRO-3 gathers while they compute, so that only the links' own speed counts: 0 stands for `link`.
     is_cpu_group = device.type == "cpu" and world_size > 1
     gather = _gather_rate(full_cfg, outline, layer_s, device, world_size) if is_cpu_group else 0.0
     return Rates(
@@ -97,7 +97,7 @@ def _time_layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) 
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
     for _ in range(_TRIES):
-        first_s, layer_s = _seconds_and_more(calls)
+        first_s, layer_s = _seconds_and_difference(calls)
         if layer_s > 0:
             return first_s, layer_s, flops[0], flops[1] - flops[0]
     raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
@@ -138,7 +138,7 @@ def _gather_rate(
         engines.append(engine)
         # As default values, each call keeps the engine and batch of its own turn of the loop.
         calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
-    _, zero3_layer_s = _seconds_and_more(calls)
+    _, zero3_layer_s = _seconds_and_difference(calls)
     for engine in engines:
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
@@ -198,16 +198,16 @@ def _seconds(call: Callable[[], object]) -> float:
     return statistics.median(_once(call) for _ in range(_REPEATS))
 
 
-def _seconds_and_more(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+def _seconds_and_difference(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
     """Return this rank's median seconds of the first of two calls, and how many more the second takes, the largest
     median of all ranks. They are timed in turns, as a machine's speed drifts. A collective.
     """
     first, second = calls
-    first(), second()
+    first(), second()  # not timed
     pairs = [(_once(first), _once(second)) for _ in range(_REPEATS)]
     # Of the slowest rank, as all wait for it; so all find the same, and do the same about it.
-    more = max(process_group.gather(statistics.median(second_s - first_s for first_s, second_s in pairs)))
-    return statistics.median(first_s for first_s, _ in pairs), more
+    own_difference = statistics.median(second_s - first_s for first_s, second_s in pairs)
+    return statistics.median(first_s for first_s, _ in pairs), max(process_group.gather(own_difference))
 
 
 def _once(call: Callable[[], object]) -> float:

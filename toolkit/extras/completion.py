@@ -22,17 +22,14 @@ def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()  # without variables before the program: HF_HOME=/x toolkit
     is_new_word = not words or line[-1].isspace()
     typed = "" if is_new_word else words.pop()
-    if not words:
-        choices: Iterable[str] = ()  # the program's own name is the shell's to complete
-    elif len(words) == 1:
+    choices: Iterable[str] = ()  # also for the program's own name, which the shell completes
+    if len(words) == 1:
         choices = (*commands, "help", "--help", "--version")
     elif words[1:] == ["help"]:
         choices = commands
-    elif words[1] in commands:
+    elif len(words) > 1 and words[1] in commands:
         file = files.PACKAGE.parent / Path(*commands[words[1]].split(".")).with_suffix(".py")
         choices = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
-    else:
-        choices = ()
     # A name with white space would have to be quoted for the shell: it is not proposed.
     return [word for word in dict.fromkeys(choices) if word.startswith(typed) and not re.search(r"\s", word)]
 

@@ -344,13 +344,14 @@ def data_page(title: str, facts: Facts, files: Sequence[readers.DataFile], prepa
             similar=SIMILAR,
         ),
     )
+    nothing_found = tr("No control strings of templates, declined or cut answers or unusable rows.")
     sections = [
         Section(id="duplicates", title=tr("Duplicates"), tables=[repeated]),
         Section(
             id="texts",
             title=tr("Texts to look at"),
             tables=[_findings_table(facts)] if facts.found else [],
-            empty=_no_findings(facts),
+            empty="" if facts.found else nothing_found,
         ),
         Section(id="lengths", title=tr("Lengths and turns"), tables=_lengths(facts)),
         Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts)]),
@@ -373,11 +374,6 @@ def _duplicates_row(name: str, repeated: Alike, total: int, where: Callable[[int
     """Return a row of the table of duplicates; `where`: row number -> "file:line"."""
     pairs = "; ".join(f"{where(row)} = {where(earlier)}" for row, earlier in repeated.pairs)
     return [name, f"{repeated.count:,}", f"{repeated.count / max(total, 1):.2%}", pairs]
-
-
-def _no_findings(facts: Facts) -> str:
-    """Return the sentence of a section without findings; "" if there are some."""
-    return "" if facts.found else tr("No control strings of templates, declined or cut answers or unusable rows.")
 
 
 def _findings_table(facts: Facts) -> Table:

@@ -81,6 +81,7 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
             name=llama_cpp.CONVERTERS[0],
         )
     quantizer = _quantizer(options)
+    kind = "auto" if quantizer else options.kind  # what the converter writes, for llama-quantize or as the result
     with scratch_directory(output) as scratch, _model_directory(path, scratch, options.base) as folder:
         content = scratch / "content"
         content.mkdir()
@@ -92,7 +93,7 @@ def export_gguf(path: Path, output: Path, name: str, options: GgufOptions) -> Re
                 source = folder.rename(content / "model")
         else:
             # The converter writes the type that it has chosen in place of {ftype}.
-            source = llama_cpp.convert(command, folder, content / f"{name}-{{ftype}}.gguf", _converted(options))
+            source = llama_cpp.convert(command, folder, content / f"{name}-{{ftype}}.gguf", kind)
             if quantizer:
                 full, source = source, content / f"{name}-{options.kind}.gguf"
                 llama_cpp.quantize(quantizer, full, source, options.kind)
@@ -134,11 +135,6 @@ def _quantizer(options: GgufOptions) -> str | None:
         kind=options.kind,
         known=", ".join(llama_cpp.CONVERTED),
     )
-
-
-def _converted(options: GgufOptions) -> str:
-    """Return the type that the converter is to write: "auto" if llama-quantize makes another one of it."""
-    return options.kind if options.kind in llama_cpp.CONVERTED else "auto"
 
 
 @contextmanager

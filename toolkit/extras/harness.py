@@ -192,7 +192,7 @@ def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks)
             )
         )
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch_size)
-    if process_group.world_size() > 1:  # HFLM takes one process for granted where it is given a loaded model
+    if process_group.world_size() > 1:  # HFLM takes one process for granted with a loaded model (lm_eval 0.4.13)
         language_model.accelerator = _OtherRanks(model)
         language_model._rank, language_model._world_size = process_group.rank(), process_group.world_size()
         language_model.gather_object = lambda values, dst=0: process_group.gather(values)

@@ -163,7 +163,7 @@ def _method(cfg: schema.RunConfig) -> Method:
 def _tried(cfg: schema.RunConfig) -> tuple[Any, str]:
     """Return (model, "") with the model as a run with this config would train it, or (None, why it would reject it)."""
     try:
-        return check_model(cfg, None, compared=False), ""
+        return check_model(cfg, tokenizer=None, compared=False), ""
     except ToolkitError as error:
         return None, str(error)
     except Exception as error:  # of a library on the meta device

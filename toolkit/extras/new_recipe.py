@@ -80,9 +80,8 @@ def check_model(arguments: Arguments) -> None:
 
 def check_data(arguments: Arguments) -> None:
     """Raise a ConfigError if the argument `data` names no group, and no file that can be read here or from afar."""
-    data = arguments["data"]
-    columns = _columns(arguments)
-    if data not in load.group_choices()["data"] and isinstance(columns, dict):
+    data, columns = arguments["data"], _columns(arguments)
+    if data not in load.group_choices()["data"] and isinstance(columns, dict):  # others: `data_facts` tells
         problems = Problems()
         source = schema.SourceConfig(path=data, columns=columns)
         check_sources(schema.DataConfig(sources=[source]), (), problems)
@@ -266,8 +265,9 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
     for word in overrides(RunConfig(), cfg):  # where the plan differs from the defaults
         key, _, value = word.partition("=")
         set_leaf(settings, key, yaml.safe_load(value))
-    estimate, epochs = estimated_samples(cfg.data, 10**12), int(cfg.train.epochs)  # (samples, sequences) of an epoch
-    epoch_steps = math.ceil(estimate[1] / cfg.batch.global_size) if estimate else 0
+    estimate = estimated_samples(cfg.data, 10**12)  # None if an epoch has more than can be counted in a second
+    samples, sequences = estimate or (0, 0)
+    epoch_steps, epochs = math.ceil(sequences / cfg.batch.global_size), int(cfg.train.epochs)
     if epoch_steps:  # of few samples more passes
         epochs = max(epochs, min(_MOST_EPOCHS, math.ceil(FEWEST_STEPS / epoch_steps)))
     plan_facts = {
@@ -279,7 +279,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "machine": plan.machine.name,
         "device": gib(layout.peak),
         "host": gib(layout.host_peak),
-        "rows": f"{estimate[0]:,}" if estimate else "",  # more than can be counted in a second
+        "rows": f"{samples:,}" if estimate else "",
         "epochs": epochs,
         "steps": epochs * epoch_steps,
         "commands": commands,

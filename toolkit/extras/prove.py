@@ -349,13 +349,13 @@ def _find_suspects(proof: Proof) -> list[str]:
         job = proof.train([word], cfg)
         is_right = job.state == DONE and all(finding.is_right for finding in proof.findings(job, [word], cfg))
         if is_right:
+            suspects.append(word)
             result = tr("right")
         elif job.state == DONE:
             result = tr("deviates too")
         else:
             result = tr("failed")
         say(f"  {word}  {result}")
-        suspects += [word] if is_right else []
     if suspects:
         say("Right with {words}: what that changes deviates.", words=listed(*suspects))
     else:

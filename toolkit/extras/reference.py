@@ -94,15 +94,14 @@ def follow(
     losses, norms = [], []
     for samples in _batches(cfg, data, world_size, cfg.train.max_steps):
         losses.append(_backward(model, samples, data.pad_id))
-        for name, parameter in trained.items():
-            if is_low:
-                masters[name].grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
+        for name, parameter in trained.items() if is_low else ():  # gradients to the copies
+            masters[name].grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
         max_norm = cfg.train.gradient_clipping or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(masters.values()), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-        for name, parameter in trained.items() if is_low else ():
+        for name, parameter in trained.items() if is_low else ():  # and the new weights back
             parameter.data.copy_(masters[name])
     return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), rows, data.pad_id)}
 

@@ -105,7 +105,7 @@ def read_request(values: dict[str, str], sampling: Sampling) -> Request:
         tasks=tasks,
         questions=values.get("questions", ""),
         sampling=sampling,
-        batch_size=1 if batch_size == "auto" else int(batch_size),
+        batch_size=1 if batch_size == "auto" else int(batch_size),  # "auto": there are no questions
         system=system,
         allow_code=allow_code,
         family=values.get("model.family") or "auto",

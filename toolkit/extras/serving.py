@@ -219,11 +219,8 @@ def verify_serving(
     cases, left_out = trained_answers(encoder, [*conversations, *built], train_on)
     served = Served(folder, encoder, cases, style)
     findings = [_check_files(folder)]
-    saved = probe.read(folder)
-    probes = [] if saved is None else [saved]  # ids with logits: training's, and this toolkit's of a conversation
-    if longest := max(cases, key=lambda case: case.start, default=None):  # the case with the longest prompt
-        with suppress(ModelError):  # transformers says what is wrong with it, too
-            probes.append(logits_of_directory(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
+    saved = probe.read(folder)  # ids and logits, by the training
+    probes = [found for found in (saved, _own_probe(folder, cases)) if found is not None]
     try:
         answer, logits = _ask_transformers(served, probes)
     except ModelError as error:
@@ -252,6 +249,18 @@ def verify_serving(
         else:
             findings.append(compare_prompts(served, name, engine_prompts, [], note))
     return findings
+
+
+def _own_probe(folder: Path, cases: Sequence[Case]) -> probe.Probe | None:
+    """Return the longest prompt of the cases with this toolkit's logits; None without cases, or if the model cannot be
+    loaded: transformers will say what is wrong with it.
+    """
+    if not cases:
+        return None
+    longest = max(cases, key=lambda case: case.start)
+    with suppress(ModelError):
+        return logits_of_directory(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]]))
+    return None
 
 
 def require_serving(
@@ -427,13 +436,13 @@ def _check_stop_tokens(served: Served, ends: int | list[int] | None) -> Finding:
     stop_ids = {ends} if isinstance(ends, int) else {*(ends or [])}
     trained = {case.ids[-1] for case in served.cases} | {*served.encoder.stop_ids}
     names = {token: served.encoder.tokenizer.convert_ids_to_tokens(token) for token in sorted(trained)}
-    missing = [f"{names[token]} ({token})" for token in names if token not in stop_ids]
-    details = [
-        tr("{token} ends answers and is not in eos_token_id {known}", token=token_name, known=sorted(stop_ids))
-        for token_name in missing
-    ]
+    known, details = sorted(stop_ids), []
+    for token, name in names.items():
+        if token not in stop_ids:
+            shown = f"{name} ({token})"
+            details.append(tr("{token} ends answers and is not in eos_token_id {known}", token=shown, known=known))
     text = tr("answers end with {tokens}", tokens=", ".join(names.values()))
-    return Finding(tr("stop tokens of generation_config.json"), FAILED if missing else PASSED, text, details)
+    return Finding(tr("stop tokens of generation_config.json"), FAILED if details else PASSED, text, details)
 
 
 def _check_config_fields(folder: Path, answer: dict[str, Any]) -> Finding:
@@ -506,7 +515,7 @@ class NotRun(Exception):
 
 @contextmanager
 def _server(command: Sequence[str]) -> Iterator[str]:
-    """Start a server on a free port and yield its address once it is ready; NotRun if it ends before."""
+    """Start a server on a free port and yield its address once it is ready; NotRun if that does not happen."""
     port, alone = free_port(), {"HF_HUB_OFFLINE": "1"}
     with NamedTemporaryFile() as log:
         process = children.start_tree(

@@ -150,8 +150,9 @@ class SweepPlan:
             for error in job_problems.errors:
                 jobs_by_error.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
         for sentence, overrides in jobs_by_error.items():
-            is_common = len(overrides) == len(jobs) > 1 or not overrides[0]
-            problems.add(messages.ConfigError(sentence if is_common else f"{overrides[0]}: {sentence}"))
+            is_of_all = len(overrides) == len(jobs) > 1
+            names_job = overrides[0] and not is_of_all  # "": a job without overrides
+            problems.add(messages.ConfigError(f"{overrides[0]}: {sentence}" if names_job else sentence))
         return configs
 
     def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:

@@ -43,10 +43,9 @@ def run(words: list[str]) -> int:
     optional = ("max_length",) if paths else ()
     values = command_line.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
     is_text = len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0]
-    text = paths[0] if is_text else ""
-    # The full name of a model of the list is rejected below, with the command that downloads it.
-    if not paths or (text and not (conf_folder() / "model" / f"{text}.yaml").is_file()):
-        _list_groups(text)
+    is_full_name = is_text and (conf_folder() / "model" / f"{paths[0]}.yaml").is_file()
+    if not paths or (is_text and not is_full_name):  # `model_folders` rejects a full name, and says how to download it
+        _list_groups("".join(paths))
         return 0
     max_length = command_line.positive_int(values, "max_length") or DataConfig().max_length
     from toolkit.extras.model_facts import facts_of, model_folders
@@ -84,7 +83,7 @@ def _list_groups(text: str) -> None:
 
 def _rows(facts: "ModelFacts") -> list[tuple[str, str]]:
     """Return the names and values of what is known of one directory."""
-    if not facts.architecture:
+    if not facts.architecture:  # no model could be built of it
         return [(tr("cannot be trained"), facts.refused)]
     rows = [
         (tr("type"), f"{facts.type} ({facts.architecture})"),
@@ -153,14 +152,5 @@ def _summary(facts: "list[ModelFacts]") -> list[str]:
         )
         for each in facts
     ]
-    heads = (
-        tr("directory"),
-        tr("type"),
-        tr("parameters"),
-        "tuning",
-        tr("packing"),
-        "parallel",
-        tr("quantisation"),
-        tr("chat template"),
-    )
-    return text_table(heads, rows, texts=True)
+    heads = (tr("directory"), tr("type"), tr("parameters"), "tuning", tr("packing"), "parallel", tr("quantisation"))
+    return text_table((*heads, tr("chat template")), rows, texts=True)

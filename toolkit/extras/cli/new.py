@@ -50,7 +50,7 @@ def run(words: list[str]) -> None:
     names = (*_OPTIONAL, "preference")  # taken to say which command trains preferences
     arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=names, usage=_USAGE)}
     if loss := arguments.pop("preference", ""):
-        raise _of_preferences(arguments, loss)
+        raise _preferences_error(arguments, loss)
     check_output(arguments)
     tuning = one_of(arguments, "tuning", ("auto", *(method.value for method in METHODS)))
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
@@ -111,11 +111,11 @@ def _facts(arguments: Mapping[str, str]) -> dict[str, Any]:
         return data_facts(arguments)
     except DataError as error:  # of such data the reader's message names the setting that they need
         if needed := re.search(r"preference=(\w+)", str(error)):
-            raise _of_preferences(arguments, needed[1]) from error
+            raise _preferences_error(arguments, needed[1]) from error
         raise
 
 
-def _of_preferences(arguments: Mapping[str, str], loss: str) -> ConfigError:
+def _preferences_error(arguments: Mapping[str, str], loss: str) -> ConfigError:
     """Return the error about preferences, for which no recipe is made here, with the command that trains them."""
     data, model = arguments.get("data", "FILE.jsonl"), arguments.get("model", "NAME")
     is_shipped = "/" not in model and not Path(model).is_dir()
