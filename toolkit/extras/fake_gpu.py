@@ -140,7 +140,7 @@ def begin(rank: int, world_size: int) -> None:
     FakeTensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder  # compiled ops take real tensors alone
-    # ZeRO-3 compares lists of parameters with rank 0's, which is not there: each rank takes its own for right.
+    # ZeRO-3 compares lists of parameters with rank 0's, which is not there; the ranks' collectives are compared later.
     zero_utils.get_lst_from_rank0 = list
     zero_utils.assert_lst_len_same_as_other_ranks = lambda _: None
     dist.init_process_group(f"cpu:fake,{NAME}:fake", rank=rank, world_size=world_size, store=FakeStore())

@@ -480,7 +480,7 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
 
 
 def _read_config(path: Path) -> ForeignConfig | None:
-    """Read one file: a config, or a script with a training command; None for a DeepSpeed JSON, ConfigError for others."""
+    """Read a file: a config, or a script with a training command; None for a DeepSpeed JSON, ConfigError for others."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
             "{file}: files of this kind are not read. Known are {known}: a YAML of LLaMA-Factory, axolotl "
