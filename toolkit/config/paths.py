@@ -8,7 +8,6 @@ from pathlib import Path
 
 from toolkit.config import dotted_keys, files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed
-from toolkit.file_patterns import matching
 from toolkit.messages import ConfigError, joined, tr
 
 
@@ -88,6 +87,13 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 yield validate.error_about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
+def _is_pattern_of_files(path: str) -> bool:
+    """Whether a path is a pattern that some file fits."""
+    from toolkit.file_patterns import matching
+
+    return bool(matching(path))
+
+
 def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = False) -> Iterator[str]:
     """Yield a sentence for each mistake in a data source; `location` names it, such as data.sources[0]; `streams`:
     whether it is read while it is trained.
@@ -110,7 +116,7 @@ def _wrong_source(source: schema.SourceConfig, location: str, streams: bool = Fa
                 key=f"{location}.path",
                 path=source.path,
             )
-    elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
+    elif source.path and not os.path.exists(files.located(source.path)) and not _is_pattern_of_files(source.path):
         from toolkit.config import suggest  # read in errors alone
 
         key, folder = f"{location}.path", Path.cwd()

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit import disk
 from toolkit.checkpoint import directory, intact
+from toolkit.config.schema import OnBadStep
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import Diverged, tr, warn
 from toolkit.train import run_dir
@@ -85,6 +86,17 @@ def record_samples(
         return rows, ""
 
     return on_rank0(write)
+
+
+def check_may_rewind(run: RunContext, what: str) -> None:
+    """Raise Diverged with `train.on_bad_step=stop`. `what`: the bad step, for the message."""
+    if run.cfg.train.on_bad_step is OnBadStep.stop:
+        raise Diverged(
+            "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
+            "skips their data. The last checkpoint is {checkpoint}.",
+            what=what,
+            checkpoint=run.checkpointer.newest or tr("none"),
+        )
 
 
 def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path], what: str) -> directory.RunState:

@@ -1,5 +1,6 @@
 """The directory of an earlier run: whether a config means it, whether it can be resumed, from what, where it ended."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from toolkit.config import paths
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import watchdog
 from toolkit.launch import environment
-from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, say
+from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, say, tr
 from toolkit.train import run_lock
 from toolkit.train.run_dir import (
     AUTO,
@@ -180,3 +181,23 @@ def reached_step(folder: Path) -> int:
     in_step = (watchdog.STEP, watchdog.DATA)
     was_after_step = any(beat["step"] == logged and beat["phase"] not in in_step for beat in beats)
     return logged if logged and was_after_step else logged + 1
+
+
+def what_was_trained(folder: Path, shown: str, step: int) -> str:
+    """Return a sentence on what a run has left when its export failed after its last `step`: the export, or how to make
+    it later. `shown`: its directory, as messages have it.
+    """
+    saved = directory.published_checkpoints(folder / "checkpoints")  # the newest first
+    steps, export = f"{step:,}", f"{shown}/export"
+    if (folder / "export").exists():
+        return tr("All {steps} steps are trained, and the export is in {folder}.", steps=steps, folder=export)
+    if not saved:
+        return tr("All {steps} steps are trained, but no checkpoint was saved (checkpoint.at_end).", steps=steps)
+    checkpoint = f"{shown}/checkpoints/{saved[0].name}"
+    command = shlex.join(["toolkit", "export-model", checkpoint, f"output={export}"])
+    return tr(
+        "All {steps} steps are trained, and the checkpoint {checkpoint} is untouched. Export it later:  {command}",
+        steps=steps,
+        checkpoint=checkpoint,
+        command=command,
+    )

@@ -15,7 +15,7 @@ from toolkit.config import mesh, schema
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group, signals, watchdog
 from toolkit.evaluate.loss import describe_evaluation
-from toolkit.messages import Diverged, Stopped, say, tr
+from toolkit.messages import Stopped, say, tr
 from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import run_dir, run_lock
 from toolkit.train.baseline import Baseline
@@ -252,40 +252,25 @@ class TrainLoop:
         """Warn of the bad step just done, and do what `train.on_bad_step` says; return whether the run was rewound.
         With `stop`, or if no checkpoint helps, Diverged is raised. `lr`: the step's, for the log.
         """
-        from toolkit.train.bad_steps import warn_of_bad_step
+        from toolkit.train import bad_steps
 
         self.state.bad_steps += 1
         logs, samples = self.run.folder / "logs", lambda: self.task.describe_samples_at(self.step_position)
-        what = warn_of_bad_step(logs, self.step, anomaly, result, samples)
-        policy = self.cfg.train.on_bad_step
-        if policy is schema.OnBadStep.skip:
+        what = bad_steps.warn_of_bad_step(logs, self.step, anomaly, result, samples)
+        if self.cfg.train.on_bad_step is schema.OnBadStep.skip:
             return False
         self._log(lr)
-        if policy is schema.OnBadStep.stop:
-            raise Diverged(
-                "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
-                "skips their data. The last checkpoint is {checkpoint}.",
-                what=what,
-                checkpoint=self.checkpointer.newest or tr("none"),
-            )
-        self._rewind(what)
-        return True
-
-    def _rewind(self, what: str) -> None:
-        """Go back to a checkpoint, but not in the data: training continues after the batches of the bad step. `what`: a
-        description of that step, for messages.
-        """
-        from toolkit.train.bad_steps import rewind
-
+        bad_steps.check_may_rewind(self.run, what)
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
-        state = rewind(self.run, self.state, self.rewinds, what)
+        state = bad_steps.rewind(self.run, self.state, self.rewinds, what)
         self.metrics.forget()
         self.progress.back_to(state.step)
         for hook in self.hooks:
             hook.at_rewind(state.step)
         say("Rewound to step {step}; the data of the steps up to {bad} is skipped.", step=state.step, bad=self.step)
-        self.begin_at(state, self.position)
+        self.begin_at(state, self.position)  # not back in the data: after the batches of the bad step
+        return True
 
     def _state(self) -> directory.RunState:
         """Return the run's state after the last step, as a checkpoint saves it."""

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +29,7 @@ from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 
 BuiltEngine = tuple[DeepSpeedEngine, StepGuard]
+_LOOK_EVERY_S = 1.0
 
 
 class Trainer:
@@ -313,32 +313,14 @@ def _naming_what_was_trained(run: RunContext, result: FitResult) -> Iterator[Non
     """Add to an error of the export what was trained, where it is, and how to export it."""
     try:
         yield
-    except ToolkitError as error:
-        raise type(error)(f"{error}\n{_what_was_trained(run, result)}") from error
-    except Exception:
-        warn(_what_was_trained(run, result))
+    except Exception as error:
+        from toolkit.train.existing_run import what_was_trained
+
+        trained = what_was_trained(run.folder, run.display_folder, result.state.step)
+        if isinstance(error, ToolkitError):
+            raise type(error)(f"{error}\n{trained}") from error
+        warn(trained)
         raise
-
-
-def _what_was_trained(run: RunContext, result: FitResult) -> str:
-    """Return a sentence on what a run has left when its export failed: the export, or how to make it later."""
-    saved = directory.published_checkpoints(run.folder / "checkpoints")  # the newest first
-    steps, export = f"{result.state.step:,}", f"{run.display_folder}/export"
-    if (run.folder / "export").exists():
-        return tr("All {steps} steps are trained, and the export is in {folder}.", steps=steps, folder=export)
-    if not saved:
-        return tr("All {steps} steps are trained, but no checkpoint was saved (checkpoint.at_end).", steps=steps)
-    checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}"
-    command = shlex.join(["toolkit", "export-model", checkpoint, f"output={export}"])
-    return tr(
-        "All {steps} steps are trained, and the checkpoint {checkpoint} is untouched. Export it later:  {command}",
-        steps=steps,
-        checkpoint=checkpoint,
-        command=command,
-    )
-
-
-_LOOK_EVERY_S = 1.0
 
 
 def _peers_that_see(folder: Path) -> list[presence.Peer]:
