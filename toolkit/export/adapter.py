@@ -174,7 +174,8 @@ def export_part(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write an adapter alone, its base with the adapter merged in, or a model of which a part was trained.
+    """Write an adapter alone, its base with the adapter merged in, or a model of which a part was trained. An adapter's
+    official layout is that of ChatGLM's P-Tuning v2: the prefix's weights, without our files and probe.
 
     Args:
         source: the checkpoint or the adapter that `part` is of.

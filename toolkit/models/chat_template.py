@@ -139,8 +139,8 @@ class Examination:
             )
 
     def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether the template writes `WORD`, which a conversation has; True if it rejects the conversation, as such
-        rows become errors anyway.
+        """Whether the template writes the part of a conversation that `WORD` stands for, rather than drop it; True if it
+        rejects the conversation, as such rows become errors anyway.
         """
         try:
             return WORD in self.render(messages, tools, add_generation_prompt=False)

@@ -37,11 +37,11 @@ def offloaded_bytes(rank: RankPlanner) -> Parts:
 
 
 def _rounding_by_kind(rank: RankPlanner) -> Parts:
-    """Return the bytes by which page-locked blocks are larger than their content: torch 2.13 rounds each up to a power
-    of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block). DeepSpeed 0.19.8 pins,
-    below stage 3, for each parameter group (one is assumed) master weights, their gradients and a copy in the model's
-    type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients, those of a tile, each offloaded
-    weight, and then all trained ones (stage3.py).
+    """Return the bytes that page-locked blocks take besides what `offloaded_bytes` counts: torch 2.13 rounds each up to
+    a power of two, and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block). DeepSpeed
+    0.19.8 pins, below stage 3, for each parameter group (one is assumed) master weights, their gradients and a copy
+    in the model's type, and each accumulated gradient (stage_1_and_2.py); in stage 3 all gradients, those of a
+    tile, each offloaded weight, and then all trained ones (stage3.py).
     """
     zero, weight, own_numbers = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = {name: math.prod(shape) for name, shape in rank.outline.shapes.items()}
@@ -61,7 +61,8 @@ def _rounding_by_kind(rank: RankPlanner) -> Parts:
         if zero.offload_optimizer.device is schema.Device.cpu:
             parts["gradients"] += _rounding_bytes(4, *tiles)
     if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
-        parts["weights"] = weight * own_numbers + _rounding_bytes(weight, own_numbers, *map(rank.part, sizes.values()))
+        of_each_weight = _rounding_bytes(weight, own_numbers, *map(rank.part, sizes.values()))
+        parts["weights"] = weight * own_numbers + of_each_weight  # trained ones are pinned a second time, together
     return parts
 
 

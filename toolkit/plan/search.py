@@ -42,6 +42,7 @@ _LAYOUT_KEYS = (
     "zero.overlap_comm",
     "optim.torch",
     "train.activation_checkpointing.enabled",
+    "train.activation_checkpointing.cpu_checkpointing",
     "batch.micro_per_gpu",
 )
 

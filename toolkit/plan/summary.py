@@ -72,6 +72,7 @@ def plan_lines(
         "",
         advice,
         *_bf16_states_line(outline, machine, rates, cfg, best),
+        *([] if best else _offloaded_inputs_line(outline, machine, rates, cfg)),
         *(
             [*_switched_off_line(cfg, best, layouts), *_tight_memory_line(cfg, best, layouts), _leanest_line(layouts)]
             if best
@@ -117,6 +118,26 @@ def _bf16_states_line(
     return [
         tr(
             "With optimizer states in bf16, rounded at each step (docs/optimizers.md), {seconds} s per step: {words}",
+            seconds=f"{fast.time.seconds:.3g}",
+            words=" ".join(overrides(cfg, fast.cfg)),
+        )
+    ]
+
+
+def _offloaded_inputs_line(outline: Outline, machine: Machine, rates: Rates, cfg: RunConfig) -> list[str]:
+    """Return a line, in a list, about the fastest layout that keeps the inputs of recomputed layers in host memory, for
+    a config of which no layout fits; [] if it does that already, or it does not help.
+    """
+    if cfg.train.activation_checkpointing.cpu_checkpointing or machine.on_cpu:
+        return []
+    leaner = deepcopy(cfg)
+    leaner.train.activation_checkpointing.cpu_checkpointing = True
+    fast = fastest(list(layouts_of(outline, leaner, machine, rates)))
+    if fast is None:
+        return []
+    return [
+        tr(
+            "With the inputs of recomputed layers in host memory, {seconds} s per step: {words}",
             seconds=f"{fast.time.seconds:.3g}",
             words=" ".join(overrides(cfg, fast.cfg)),
         )

@@ -247,8 +247,7 @@ class StreamTask(LanguageTask):
         if saved["files"] == self.stream.signatures and len(saved["lanes"]) == self.stream.lanes:
             self.positions[state.row] = dict(enumerate(saved["lanes"]))
             return
-        if "data" in self.cfg.checkpoint.allow_changes:
-            self.positions[state.row] = {}
+        self.positions[state.row] = {}  # checkpoint.allow_changes names what has changed, or the resume was rejected
         say(tr("The stream begins again with the first rows of its files."))
 
     def longest_batch(self, position: Position) -> tuple[Batch, str]:
