@@ -73,6 +73,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: 
             cases.append({"overrides": words(folder, again, cell), "died": died})
         if ranks == 2:
             cases += [{"overrides": [*words(folder, name, "packed"), *LAYOUTS[name]]} for name in LAYOUTS]
+        else:
+            changed = ["batch.global_size=2", "checkpoint.allow_changes=[batch.global_size]"]
+            died = {"of": f"{folder}/runs/alone-2", "step": EVERY, "as": f"{folder}/runs/half"}
+            cases.append({"overrides": [*words(folder, "half", "alone"), *changed], "died": died})
         listing = folder / f"cases-{ranks}.json"
         listing.write_text(json.dumps(cases))
         finished = run([*forked(ranks if ranks > 1 else 0, WORKER), str(listing)], cwd=folder, timeout_s=400)
@@ -181,6 +185,12 @@ def test_a_resumed_run_is_the_run(cell: str, runs: Path) -> None:
     lost = (runs / f"{cell}-again-1/logs/metrics-lost.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lost if "loss" in json.loads(line)]
     assert steps[:1] == [EVERY + 1]
+
+
+def test_a_stream_begins_again_with_another_batch_size(runs: Path) -> None:
+    """Its places are those of as many parts as the global batch has sequences."""
+    state = json.loads((runs / f"half/checkpoints/step-{STEPS}/state.json").read_text())
+    assert [len(lanes) for lanes in (state["stream"]["lanes"], losses(runs / "half"))] == [2, STEPS]
 
 
 def test_epochs_become_steps(runs: Path) -> None:

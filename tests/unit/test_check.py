@@ -288,7 +288,7 @@ def test_a_finished_run_is_rejected_before_torch_is_imported(command: str, tmp_p
         [sys.executable, "-c", script + "sys.exit(code)", *words], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"RunFolderError: the run {tmp_path}/runs/mine has finished already (DONE).")
+    assert done.stderr.startswith(f"RunFolderError: the run {tmp_path}/runs/mine has finished already (DONE)")
     assert "\n" not in done.stderr.strip() and not done.stdout
 
 

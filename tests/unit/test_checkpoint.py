@@ -1183,9 +1183,13 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
     words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.name=mine", f"resume={old}"]
     assert not [*paths._resume(load(words))]
     (run / "DONE").touch()
-    with pytest.raises(RunFolderError, match=r"has finished already.*, set model\.path=.*/export as well\."):
+    with pytest.raises(
+        RunFolderError, match=r"has finished already \(DONE\), without an export.*export-model .*/mine$"
+    ):
         begin()
     (run / "export").mkdir()
+    with pytest.raises(RunFolderError, match=r"has finished already.*, set model\.path=.*/export as well\."):
+        begin()
     (run / "export" / "adapter_config.json").touch()
     with pytest.raises(RunFolderError, match=r"has finished already.*, set tuning\.adapter=.*/export as well\."):
         begin()

@@ -65,12 +65,18 @@ def check_unfinished(cfg: RunConfig) -> None:
     folder = Path(cfg.run.dir).absolute() / cfg.run.name
     if not cfg.run.name or cfg.resume == NEVER or not os.path.exists(folder / "DONE"):
         return
-    is_adapter = (folder / "export" / "adapter_config.json").is_file()
+    export = folder / "export"
+    if not export.is_dir():
+        raise RunFolderError(
+            "the run {folder} has finished already (DONE), without an export. For another one choose another run.name; "
+            "its checkpoints can be exported: toolkit export-model {folder}",
+            folder=folder,
+        )
     raise RunFolderError(
         "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
         "further, set {key}={folder}/export as well.",
         folder=folder,
-        key="tuning.adapter" if is_adapter else "model.path",
+        key="tuning.adapter" if (export / "adapter_config.json").is_file() else "model.path",
     )
 
 
