@@ -139,7 +139,7 @@ class Examination:
             )
 
     def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Whether the template writes the part of a conversation that `WORD` stands for, rather than drop it; True if it
+        """Whether the template writes the part of a conversation that holds `WORD`, rather than drop it; True if it
         rejects the conversation, as such rows become errors anyway.
         """
         try:
