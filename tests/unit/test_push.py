@@ -167,6 +167,24 @@ def test_all_files_arrive_in_one_commit_with_the_licence_in_the_card(hub: _Hub, 
     assert hub.created[0]["name"] == "tuned" and hub.created[0].get("private", True)
 
 
+def test_the_card_gets_the_scores_of_the_run_and_the_base_models_licence_is_named(
+    hub: _Hub, run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlanguage: zh\nlicense: mit\n---\n# Base\nlicense: none\n")
+    (run_folder / "config.yaml").write_text(f"model: {{path: {tmp_path}/base}}\n")
+    scores = [{"task": "my|quiz", "metric": "acc", "value": 0.75, "error": None, "samples": 4, "base": 0.5}]
+    (run_folder / "evaluations").mkdir()
+    (run_folder / "evaluations" / "scores-1.json").write_text(json.dumps({"model": "runs/mine", "scores": scores}))
+    done = pushed(hub, str(run_folder), "hub=me/tuned", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "The base model's is mit." in done.stdout and "are added to the model card" in done.stdout
+    card = hub.commits[0]["README.md"].decode()
+    assert card.startswith('---\ntags: ["deepspeed"]\n---\n\n# 微调\n\n## ')
+    assert "\n### runs/mine\n\n|  | examples | base model | model | change |\n| --- |" in card
+    assert "\n| my/quiz acc | 4 | 0.5000 | 0.7500 | +0.2500 |\n" in card
+
+
 def test_an_interrupted_upload_sends_the_rest(hub: _Hub, run_folder: Path) -> None:
     hub.failing = True
     failed = pushed(hub, str(run_folder), "hub=me/tuned", "--yes")

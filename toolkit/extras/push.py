@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from toolkit.config import files
 from toolkit.messages import CheckpointError, ConfigError, ModelError, tr
+from toolkit.report.run import Run, is_run, read_run
+from toolkit.report.scores import tables_of
 from toolkit.secrets import hide
 
 CARD = "README.md"
@@ -67,17 +69,55 @@ def card_with_license(card: str, license_id: str) -> str:
     return "\n".join(["---", f"license: {license_id}", *lines]) + end + text
 
 
+def run_of(folder: Path) -> Run | None:
+    """Return the run that a directory is the export of; None for any other directory."""
+    return read_run(folder.parent) if folder.name == "export" and is_run(folder.parent) else None
+
+
+def scores_section(run: Run) -> str:
+    """Return a run's scores (`toolkit eval`) as Markdown with a heading, the newest first; "" if it has none."""
+    lines = []
+    for title, heads, rows in tables_of([run]):
+        table = [heads, ["---"] * len(heads), *rows]
+        lines += [
+            f"### {title}",
+            "",
+            *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table),
+            "",
+        ]
+    return "\n".join([f"## {tr('Scores of `toolkit eval`')}", "", *lines]) if lines else ""
+
+
+def base_license(run: Run) -> str:
+    """Return the licence that the card of a run's base model names; "" if it names none, or is not in a directory."""
+    path = run.section("model").get("path")
+    card = Path(path) / CARD if isinstance(path, str) and path else None
+    if card is None or not card.is_file():
+        return ""
+    front = card.read_text(encoding="utf-8", errors="replace").removeprefix("---\n").partition("\n---\n")[0]
+    named = re.search(r"^license: *['\"]?([A-Za-z0-9.-]+)['\"]? *$", front, re.MULTILINE)
+    return named[1] if named else ""
+
+
+def changed_card(folder: Path, license_id: str) -> bytes | None:
+    """Return the model card with the licence (if not "") and the scores of the run; None if they change nothing."""
+    card, run = folder / CARD, run_of(folder)
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    changed = card_with_license(text, license_id) if license_id else text
+    if run is not None and (scores := scores_section(run)):
+        changed = f"{changed.rstrip()}\n\n{scores}"
+    return None if changed == text else changed.encode()
+
+
 def upload(target: Target, folder: Path, *, private: bool, license_id: str) -> str:
     """Upload a directory's files in one commit and return the repository's address. Large files that have arrived are
     not sent again by a further call. ConfigError if the hub's library or a token is missing, or the hub refuses the
     token; CheckpointError if the connection or the hub fails.
     """
     names = [str(path.relative_to(folder)) for path in uploaded_files(folder)]
-    card = folder / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    changed = card_with_license(text, license_id).encode() if license_id else None
+    card = changed_card(folder, license_id)
     with _library_errors_translated(target):
-        return _SENDERS[target.hub](target.repository, folder, names, changed, private)
+        return _SENDERS[target.hub](target.repository, folder, names, card, private)
 
 
 def _to_hugging_face(repository: str, folder: Path, names: Sequence[str], card: bytes | None, private: bool) -> str:
@@ -110,7 +150,7 @@ def _to_modelscope(repository: str, folder: Path, names: Sequence[str], card: by
         commit_message=f"Upload {folder.parent.name}",
     )
     if card is not None:
-        api.upload_file(repository, "model", card, CARD, commit_message="Name the licence")
+        api.upload_file(repository, "model", card, CARD, commit_message="Complete the model card")
     return f"https://modelscope.cn/models/{repository}"
 
 
@@ -131,7 +171,7 @@ def _library_errors_translated(target: Target) -> Iterator[None]:
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None) or getattr(error, "status_code", None)  # of HTTP; None without
         lines = str(error).strip().splitlines()
-        reason = hide(lines[0] if lines else type(error).__name__)
+        reason = hide(lines[0].rstrip(".") if lines else type(error).__name__)
         if status in _REFUSED or type(error).__name__ == "LocalTokenNotFoundError":
             raise ConfigError(
                 "{repository}: the hub rejects the upload: {reason}. Set {variable} to a token that may write there.",

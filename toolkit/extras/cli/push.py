@@ -10,8 +10,9 @@ toolkit push PATH hub=OWNER/NAME [private=true] [license=ID] [--yes]
   --yes             upload; without it the files are listed, and nothing is sent
 
 All files of the directory are uploaded in one commit, with the model card README.md: look through it first, it names
-data and settings. Interrupted uploads continue with the same command. The token comes from HF_TOKEN (`hf auth login`)
-or MODELSCOPE_API_TOKEN (`modelscope login`), and is never printed.
+data and settings. Scores of `toolkit eval` on the run are added to the card. Interrupted uploads continue with the same
+command. The token comes from HF_TOKEN (`hf auth login`) or MODELSCOPE_API_TOKEN (`modelscope login`), and is never
+printed.
 """
 
 from pathlib import Path
@@ -53,8 +54,13 @@ def run(words: list[str]) -> None:
             repository=target.repository,
         )
     )
+    run = push.run_of(folder)
+    if run is not None and push.scores_section(run):
+        print(tr("The scores of `toolkit eval` are added to the model card."))
     if not license_id:
         print(tr("No licence is named: license=ID puts it into the model card."))
+        if run is not None and (base := push.base_license(run)):
+            print(tr("The base model's is {license}.", license=base))
     if not is_confirmed:
         print(tr("Nothing was sent. To upload, add --yes"))
         return
