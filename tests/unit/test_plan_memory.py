@@ -409,3 +409,16 @@ def test_a_layout_that_hardly_fits_is_not_recommended_while_another_leaves_memor
     lines = plan_lines(outline, machine, rates, evaluate_layout(outline, cfg, machine, rates), found)
     warned = r"Faster, \S+ s per step, but with 9\d % of the memory a little more than planned runs out: \S+"
     assert any(re.match(warned, line) for line in lines)
+
+
+def test_where_nothing_fits_inputs_of_layers_are_offered_to_host_memory() -> None:
+    words = ["recipe=chatglm", "tuning=lora", "data.max_length=131072", "batch.global_size=1"]
+    cfg, machine = load(words).cfg, parse_machine("1x64GB", 1, "512GB")
+    outline, rates = outline_of(cfg), assumed(machine, "bf16")
+    found = list(layouts(outline, cfg, machine, rates))
+    assert fastest(found) is None
+    lines = plan_lines(outline, machine, rates, evaluate_layout(outline, cfg, machine, rates), found)
+    [line] = [line for line in lines if line.startswith("With the inputs of recomputed layers in host memory")]
+    changes = line.partition(" s per step: ")[2].split()
+    assert "train.activation_checkpointing.cpu_checkpointing=true" in changes
+    assert evaluate_layout(outline, load([*words, *changes]).cfg, machine, rates).fits
