@@ -126,6 +126,23 @@ def _lock_to_resume(folder: Path, cfg: RunConfig) -> None:
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
+def finished_error(folder: Path) -> RunFolderError:
+    """Return the error for a command that would resume a finished run."""
+    export = folder / "export"
+    if not export.is_dir():
+        return RunFolderError(
+            "the run {folder} has finished already (DONE), without an export. For another one choose another run.name; "
+            "its checkpoints can be exported: toolkit export-model {folder}",
+            folder=folder,
+        )
+    return RunFolderError(
+        "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
+        "further, set {key}={folder}/export as well.",
+        folder=folder,
+        key="tuning.adapter" if (export / "adapter_config.json").is_file() else "model.path",
+    )
+
+
 def _prepare_to_resume(folder: Path, checkpoint: Path | None, digest: str) -> None:
     """Record the start in an existing run directory, and rename what the resumed run would overwrite, except for what
     `set_aside_settings` renames once nothing prevents it any more. `digest`: of the config, see `config_digest`.

@@ -63,21 +63,10 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
 def check_unfinished(cfg: RunConfig) -> None:
     """Raise RunFolderError if `run.name` is that of a run that has finished, which this command would resume."""
     folder = Path(cfg.run.dir).absolute() / cfg.run.name
-    if not cfg.run.name or cfg.resume == NEVER or not os.path.exists(folder / "DONE"):
-        return
-    export = folder / "export"
-    if not export.is_dir():
-        raise RunFolderError(
-            "the run {folder} has finished already (DONE), without an export. For another one choose another run.name; "
-            "its checkpoints can be exported: toolkit export-model {folder}",
-            folder=folder,
-        )
-    raise RunFolderError(
-        "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
-        "further, set {key}={folder}/export as well.",
-        folder=folder,
-        key="tuning.adapter" if (export / "adapter_config.json").is_file() else "model.path",
-    )
+    if cfg.run.name and cfg.resume != NEVER and os.path.exists(folder / "DONE"):
+        from toolkit.train import existing_run
+
+        raise existing_run.finished_error(folder)
 
 
 def begin_new(cfg: RunConfig, checkpoint: Path | None = None, step: int = 0) -> RunSource:
