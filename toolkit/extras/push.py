@@ -71,6 +71,7 @@ def card_with_license(card: str, license_id: str) -> str:
 
 def run_of(folder: Path) -> Run | None:
     """Return the run that a directory is the export of; None for any other directory."""
+    folder = folder.absolute()
     return read_run(folder.parent) if folder.name == "export" and is_run(folder.parent) else None
 
 
@@ -94,28 +95,39 @@ def base_license(run: Run) -> str:
     card = Path(path) / CARD if isinstance(path, str) and path else None
     if card is None or not card.is_file():
         return ""
-    front = card.read_text(encoding="utf-8", errors="replace").removeprefix("---\n").partition("\n---\n")[0]
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = text.removeprefix("---\n").partition("\n---\n")[0] if text.startswith("---\n") else ""
     named = re.search(r"^license: *['\"]?([A-Za-z0-9.-]+)['\"]? *$", front, re.MULTILINE)
     return named[1] if named else ""
 
 
-def changed_card(folder: Path, license_id: str) -> bytes | None:
-    """Return the model card with the licence (if not "") and the scores of the run; None if they change nothing."""
-    card, run = folder / CARD, run_of(folder)
+def changed_card(folder: Path, license_id: str, scores: str) -> bytes | None:
+    """Return the model card with a licence and a section of scores, each "" for none; None if they change nothing."""
+    card = folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     changed = card_with_license(text, license_id) if license_id else text
-    if run is not None and (scores := scores_section(run)):
+    if scores:
         changed = f"{changed.rstrip()}\n\n{scores}"
     return None if changed == text else changed.encode()
 
 
-def upload(target: Target, folder: Path, *, private: bool, license_id: str) -> str:
-    """Upload a directory's files in one commit and return the repository's address. Large files that have arrived are
-    not sent again by a further call. ConfigError if the hub's library or a token is missing, or the hub refuses the
-    token; CheckpointError if the connection or the hub fails.
+def upload(target: Target, folder: Path, *, private: bool, license_id: str, scores: str = "") -> str:
+    """Upload a directory's files in one commit, and return the repository's address. Large files that have arrived are
+    not sent again by a further call.
+
+    Args:
+        target: the repository.
+        folder: the directory.
+        private: whether the repository, if it is created, is not public.
+        license_id: put into the model card that is uploaded; "" leaves it as it is.
+        scores: a section that is added to this card; see `scores_section`.
+
+    Raises:
+        ConfigError: the hub's library or a token is missing, or the hub rejects the token.
+        CheckpointError: the connection or the hub fails.
     """
     names = [str(path.relative_to(folder)) for path in uploaded_files(folder)]
-    card = changed_card(folder, license_id)
+    card = changed_card(folder, license_id, scores)
     with _library_errors_translated(target):
         return _SENDERS[target.hub](target.repository, folder, names, card, private)
 

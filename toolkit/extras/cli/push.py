@@ -55,8 +55,9 @@ def run(words: list[str]) -> None:
         )
     )
     run = push.run_of(folder)
-    if run is not None and push.scores_section(run):
-        print(tr("The scores of `toolkit eval` are added to the model card."))
+    scores = "" if run is None else push.scores_section(run)
+    if scores:
+        print(tr("The scores of `toolkit eval` are added to the model card."), scores, sep="\n\n")
     if not license_id:
         print(tr("No licence is named: license=ID puts it into the model card."))
         if run is not None and (base := push.base_license(run)):
@@ -64,4 +65,5 @@ def run(words: list[str]) -> None:
     if not is_confirmed:
         print(tr("Nothing was sent. To upload, add --yes"))
         return
-    print(tr("Uploaded: {url}", url=push.upload(target, folder, private=private, license_id=license_id)))
+    url = push.upload(target, folder, private=private, license_id=license_id, scores=scores)
+    print(tr("Uploaded: {url}", url=url))
