@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit import disk
 from toolkit.checkpoint import directory, intact
-from toolkit.config.schema import OnBadStep
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import Diverged, tr, warn
 from toolkit.train import run_dir
@@ -88,22 +87,30 @@ def record_samples(
     return on_rank0(write)
 
 
-def check_may_rewind(run: RunContext, what: str) -> None:
-    """Raise Diverged with `train.on_bad_step=stop`. `what`: the bad step, for the message."""
-    if run.cfg.train.on_bad_step is OnBadStep.stop:
-        raise Diverged(
-            "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
-            "skips their data. The last checkpoint is {checkpoint}.",
-            what=what,
-            checkpoint=run.checkpointer.newest or tr("none"),
-        )
+def stopped_error(checkpointer: Checkpointer, what: str) -> Diverged:
+    """Return the error that ends a run with `train.on_bad_step=stop`. `what`: the bad step, for the message."""
+    return Diverged(
+        "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
+        "skips their data. The last checkpoint is {checkpoint}.",
+        what=what,
+        checkpoint=checkpointer.newest or tr("none"),
+    )
 
 
 def rewind(run: RunContext, current: directory.RunState, rewinds: Counter[Path], what: str) -> directory.RunState:
-    """Load the weights and optimizer of a checkpoint, cut metrics.jsonl to what it held then, and return the state to
-    continue from: the checkpoint's, with the counts of bad steps and rewinds of `current`, the state at the bad step.
-    `rewinds`: how often the run went back to each checkpoint, counted here; `what`: the bad step, for messages.
-    Diverged if there is no checkpoint, or none that helps. A collective.
+    """Load the weights and optimizer of a checkpoint, and cut metrics.jsonl to what it held then. A collective.
+
+    Args:
+        run: The run.
+        current: Its state at the bad step, whose counts of bad steps and rewinds are kept.
+        rewinds: Rewinds to each checkpoint so far; counted here.
+        what: The bad step, for messages.
+
+    Returns:
+        The state to continue from.
+
+    Raises:
+        Diverged: If there is no checkpoint, or none that helps.
     """
     checkpoint = _choose_checkpoint(run.checkpointer, rewinds, what)
     saved = intact.read_run_state(checkpoint)

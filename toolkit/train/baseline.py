@@ -137,15 +137,15 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
     """
     shapes: outline.Shapes = {}
     trained: set[str] = set()
-    config, without = getattr(model, "config", None), tuple[str, ...]()
+    config, untrained = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
         config = model.config.get_text_config()
         if record_of(model).tuned:  # by a method that trains parts of the text model; else everything is trained
             from toolkit.models.trainable import untrained_prefixes
 
-            without = untrained_prefixes(model)
+            untrained = untrained_prefixes(model)
     for name, parameter in model.named_parameters():
-        if name.startswith(without):
+        if name.startswith(untrained):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):

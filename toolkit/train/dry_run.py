@@ -170,8 +170,8 @@ def check_disk(run: RunContext, saves: int) -> None:
     try_checkpoint(checkpoints)
     if cfg.checkpoint.export:
         on_rank0(lambda: try_export(export))
-    each_bytes, num_bytes = run.checkpointer.least_bytes(), export_bytes(run.engine, cfg.checkpoint)
-    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, each_bytes, num_bytes))
+    least_bytes, num_bytes = run.checkpointer.least_bytes, export_bytes(run.engine, cfg.checkpoint)
+    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), num_bytes))
 
 
 def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:

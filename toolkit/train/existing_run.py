@@ -10,7 +10,7 @@ from toolkit.config import paths
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import watchdog
 from toolkit.launch import environment
-from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, say, tr
+from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say, tr
 from toolkit.train import run_lock
 from toolkit.train.run_dir import (
     AUTO,
@@ -20,7 +20,6 @@ from toolkit.train.run_dir import (
     STOP,
     RunSource,
     begin_new,
-    check_unfinished,
     config_digest,
     read_rows,
     record_start,
@@ -35,7 +34,7 @@ def choose(cfg: RunConfig) -> RunSource:
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
     if named is not None and is_path and _was_started_with(named, cfg):
-        _lock_to_resume(named, cfg)
+        _lock_to_resume(named)
         say(
             "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
             "another run.name.",
@@ -52,7 +51,7 @@ def choose(cfg: RunConfig) -> RunSource:
         is_run = named is not None and any((named / name).exists() for name in (run_lock.LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:
-        _lock_to_resume(named, cfg)
+        _lock_to_resume(named)
         return _resume(named, checkpoint, cfg)
     if cfg.resume == MUST:
         raise CheckpointError(
@@ -112,12 +111,11 @@ def _resolve_checkpoint(path: Path) -> Path:
     return checkpoint
 
 
-def _lock_to_resume(folder: Path, cfg: RunConfig) -> None:
-    """Lock the existing run that `run.name` names, unless it has finished; remove a `stop` that was meant for an
-    earlier start of it.
-    """
+def _lock_to_resume(folder: Path) -> None:
+    """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
     disk.check_no_symlinks(folder, RunFolderError)
-    check_unfinished(cfg)
+    if (folder / "DONE").exists():
+        raise finished_error(folder)
     run_lock.lock_run_dir(folder)
     stop = folder / STOP
     # After a restart by the launcher the file counts: it was made since the command was typed.
@@ -130,11 +128,14 @@ def finished_error(folder: Path) -> RunFolderError:
     """Return the error for a command that would resume a finished run."""
     export = folder / "export"
     if not export.is_dir():
-        return RunFolderError(
-            "the run {folder} has finished already (DONE), without an export. For another one choose another run.name; "
-            "its checkpoints can be exported: toolkit export-model {folder}",
+        is_saved = bool(directory.published_checkpoints(folder / "checkpoints"))
+        command = shlex.join(["toolkit", "export-model", str(folder)])
+        end = tr("Its checkpoints can be exported:  {command}", command=command) if is_saved else ""
+        without = tr(
+            "the run {folder} has finished already (DONE), without an export. For another one choose another run.name.",
             folder=folder,
         )
+        return RunFolderError(joined(without, end) if end else without)
     return RunFolderError(
         "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
         "further, set {key}={folder}/export as well.",

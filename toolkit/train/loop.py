@@ -191,7 +191,7 @@ class TrainLoop:
             hook.at_resume()
 
     def _log(self, lr: float) -> None:
-        """Append a row about the steps since the last row to metrics.jsonl, and print it. `lr`: of the last step."""
+        """Append a row on the steps since the last row to metrics.jsonl; print it. A collective. `lr`: of this step."""
         own_figures: dict[str, float] = {}
         for hook in self.hooks:
             own_figures |= hook.rank_figures()
@@ -260,7 +260,8 @@ class TrainLoop:
         if self.cfg.train.on_bad_step is schema.OnBadStep.skip:
             return False
         self._log(lr)
-        bad_steps.check_may_rewind(self.run, what)
+        if self.cfg.train.on_bad_step is schema.OnBadStep.stop:
+            raise bad_steps.stopped_error(self.checkpointer, what)
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
         state = bad_steps.rewind(self.run, self.state, self.rewinds, what)

@@ -20,8 +20,11 @@ def explained(
     sections: tuple[str, ...],
     error: Exception,
 ) -> OutOfMemory:
-    """Return the error for a run that is out of memory, with overrides that help. `measured`: bytes before what was
-    done, at most until it failed, and those that may be used (0: unknown); `sections`: how told overrides may begin.
+    """Return the error for a run that is out of memory, with overrides that help.
+
+    Args:
+        measured: bytes before what was done, at most until it failed, and those that may be used (0: unknown).
+        sections: beginnings of the overrides that are told.
     """
     before, highest, limit = measured
     lines = [

@@ -61,9 +61,9 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
 
 
 def check_unfinished(cfg: RunConfig) -> None:
-    """Raise RunFolderError if `run.name` is that of a run that has finished, which this command would resume."""
+    """Raise RunFolderError if this command would resume a finished run. On any rank, as nodes share its directory."""
     folder = Path(cfg.run.dir).absolute() / cfg.run.name
-    if cfg.run.name and cfg.resume != NEVER and os.path.exists(folder / "DONE"):
+    if cfg.run.name and cfg.resume in (AUTO, MUST) and os.path.exists(folder / "DONE"):
         from toolkit.train import existing_run
 
         raise existing_run.finished_error(folder)
