@@ -5,7 +5,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from toolkit.messages import DataError
@@ -61,10 +61,12 @@ def matching(pattern: str) -> list[Path]:
 
     # All directories are walked first: too many entries are a DataError.
     paths = [directory / name for directory, names in list(walk(base, pattern, can_hold_matches)) for name in names]
-    return [path for path in paths if _matches(globs, below_base(path)) and os.path.isfile(path)]
+    files = [path for path in paths if _matches(globs, below_base(path)) and os.path.isfile(path)]
+    _matches.cache_clear()  # which holds the names of all that were walked
+    return files
 
 
-@lru_cache(1 << 16)
+@cache
 def _matches(globs: tuple[str, ...], names: tuple[str, ...], is_prefix: bool = False) -> bool:
     """Whether the names of a path match the globs, one by one: ("a", "b.txt") matches ("**", "*.txt").
     `is_prefix`: names that match the first globs alone are enough, as more names may follow.

@@ -47,25 +47,27 @@ def _wrapped_table(rows: Sequence[Sequence[str]], widths: Sequence[int], indent:
     """Return the lines of a table of texts: the columns that fit stand side by side, the last wrapped if there is room
     for it; what does not fit follows on lines of its own, indented. `room`: the terminal's columns.
     """
-    # `beside`: how many columns stand side by side; with two spaces after each they take `taken` of the `room`.
-    taken, beside = len(indent), 0
+    # `num_beside`: how many columns stand side by side; with two spaces after each they take `taken` of the `room`.
+    taken, num_beside = len(indent), 0
     for width in widths[:-1]:
         if taken + width + 2 > room:
             break
-        taken, beside = taken + width + 2, beside + 1
-    is_last_beside = beside == len(widths) - 1 and room - taken >= _LEAST
+        taken, num_beside = taken + width + 2, num_beside + 1
+    is_last_beside = num_beside == len(widths) - 1 and room - taken >= _LEAST
     lines = []
     for row in rows:
-        first = indent + "".join(_padded(cell, width + 2) for cell, width in zip(row[:beside], widths, strict=False))
+        first = indent + "".join(
+            _padded(cell, width + 2) for cell, width in zip(row[:num_beside], widths, strict=False)
+        )
         if is_last_beside:
             head, *more = _wrapped(row[-1], room - taken)  # its further lines stand below its first one
             lines += [(first + head).rstrip(), *(" " * taken + line for line in more)]
             continue
         below = indent
-        if beside:
+        if num_beside:
             lines.append(first.rstrip())
             below += "    "
-        lines += [below + line for cell in filter(None, row[beside:]) for line in _wrapped(cell, room - len(below))]
+        lines += [below + line for cell in filter(None, row[num_beside:]) for line in _wrapped(cell, room - len(below))]
     return lines
 
 

@@ -11,6 +11,7 @@ from toolkit.tables import text_table
 
 ALL = ("keys", "key", "config")
 """Words that stand for all keys: `toolkit help keys`, `toolkit help keys report` where a command has the same name."""
+
 _END_OF_BRIEF = re.compile(r"[.;] (?=[A-Z\"\d])|[.。；]$|。")
 _LONGEST_BRIEF = 90
 

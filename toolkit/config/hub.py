@@ -82,8 +82,12 @@ def _config_folder(name: str, revision: str) -> str:
         file = hub.hf_hub_download(name, "config.json", revision=revision or None)
     folder = Path(file).parent
     if '"auto_map"' in Path(file).read_text(encoding="utf-8") and not any(folder.glob("*.py")):
-        get = partial(hub.snapshot_download, name, revision=revision or None)
-        return str(get(allow_patterns=["config.json", "*.py"], ignore_patterns=_IGNORED_FILES))
+        wanted = ["config.json", "*.py"]
+        return str(
+            hub.snapshot_download(
+                name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_IGNORED_FILES
+            )
+        )
     return str(folder)
 
 

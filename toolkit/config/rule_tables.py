@@ -215,6 +215,7 @@ READ_WHEN: tuple[ReadWhen, ...] = (
         lambda c: files.is_hub_name(c.distill.teacher),
     ),
 )
+
 RANGES: tuple[Rule, ...] = (
     *_rules(_TABLES["ranges"]),
     Rule(
@@ -250,6 +251,7 @@ BOUNDS: dict[str, str] = _TABLES["bounds"]
 UNUSUAL: dict[str, float] = _TABLES["unusual"]
 """Key -> the largest usual value."""
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
+
 INCOMPATIBLE: tuple[Rule, ...] = (
     Rule(
         "schedule.decay_steps",
@@ -295,6 +297,7 @@ INCOMPATIBLE: tuple[Rule, ...] = (
     ),
 )
 """Settings that contradict each other in any program."""
+
 INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
     Rule(  # a mistyped folder must not run a stranger's code, nor a branch what is pushed to it after one has read it
         "model.revision",
@@ -310,6 +313,7 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
     *_rules_of("incompatible_of_models"),
 )
 """Settings of a language model that contradict each other."""
+
 INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
     *_rules_of("incompatible_with_custom_models"),
     Rule(

@@ -268,8 +268,7 @@ class PartBuilder:
                 counts.reject(row, error, value)
                 continue
             leaves_all_negatives = len(texts) == 2 and len(all_texts) > 2  # with embed.negatives=0
-            columns = frozenset(parsed if isinstance(parsed, dict) else ()), leaves_all_negatives
-            if columns not in columns_seen and isinstance(parsed, dict):
+            if isinstance(parsed, dict) and (columns := (frozenset(parsed), leaves_all_negatives)) not in columns_seen:
                 columns_seen.add(columns)
                 unused = reader.unused(parsed) + (["negatives"] if leaves_all_negatives else [])
                 counts.add(RowCounts(unused=unused))
@@ -405,12 +404,14 @@ class PartBuilder:
         if length > self.limit:
             counts.longer += counts.note_row("longer", row)
             counts.longest = max(counts.longest, length)
-            from toolkit.data.too_long import Shortener
+            samples = []
+            if self.too_long in (TooLong.split, TooLong.truncate):
+                from toolkit.data.too_long import Shortener
 
-            shortener = Shortener(self.encoder, self.limit)
-            if self.too_long is TooLong.split:
-                return shortener.split(conversation, encoded, row, counts)
-            samples = shortener.truncated(conversation, encoded, counts) if self.too_long is TooLong.truncate else []
+                shortener = Shortener(self.encoder, self.limit)
+                if self.too_long is TooLong.split:
+                    return shortener.split(conversation, encoded, row, counts)
+                samples = shortener.truncated(conversation, encoded, counts)
             if not samples:
                 counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []

@@ -194,8 +194,8 @@ class Watchdog:
             self._is_excused = True  # the watchdog of the rank that waits for its data has a limit for that
             return
         self._write_stacks(waited)
-        values = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
-        values["files"] = str(self.folder / "hang-rank-*.txt")
+        files = str(self.folder / "hang-rank-*.txt")
+        values = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}", "files": files}
         if phase == DATA:
             text = tr(
                 "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half "

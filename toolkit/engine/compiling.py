@@ -35,10 +35,15 @@ def reaches_recomputed_layers(
 
 
 def compile_layers(engine: DeepSpeedEngine, model: PreTrainedModel, compiling: schema.CompileConfig) -> None:
-    """Compile each layer of the engine's `model` (of a pipeline, this rank's stage) by itself: layers of a kind share
-    what is compiled, so that 28 take as long as one. As one graph, a ChatGLM3-6B was not compiled after 150 s (torch
-    2.11, one H200). A model without layers is compiled as a whole, as is one under DeepCompile, which changes the
-    graph, or ZeRO 3, whose hooks end each graph anyway.
+    """Compile each layer of the engine's model by itself: layers of a kind share what is compiled, so that 28 take as
+    long as one. As one graph, a ChatGLM3-6B was not compiled after 150 s (torch 2.11, one H200).
+
+    Compiled as a whole is what has no layers, what DeepCompile changes, and ZeRO 3, whose hooks end each graph anyway.
+
+    Args:
+        engine: what trains `model`.
+        model: the transformers model; of a pipeline, this rank's stage.
+        compiling: the settings.
 
     Raises:
         ConfigError: the backend is not installed, or there is no DeepCompile here.

@@ -31,10 +31,10 @@ def load_ops(names: Iterable[str]) -> str:
     """
     drop_unreadable_architectures(os.environ)
     deadline = time.monotonic() + STALE_S
-    for name, builder in ((name, _BUILDERS[name]) for name in names if name in _BUILDERS):
+    for name in filter(_BUILDERS.__contains__, names):
         while True:
             try:
-                get_accelerator().create_op_builder(builder).load(verbose=False)
+                get_accelerator().create_op_builder(_BUILDERS[name]).load(verbose=False)
                 break
             except Exception as error:  # whatever a missing CUDA toolkit, a compiler or a linker make of it
                 # A file server may still hide what another node has built.

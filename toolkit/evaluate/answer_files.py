@@ -162,7 +162,9 @@ class AnswerFile:
                 self.record.unlink()
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
-        """Lock the file, cut it after the last complete window, return its lines; ConfigError if it is not ours."""
+        """Lock the file, cut it after the last complete window, and return its number of lines; ConfigError if another
+        process writes it, or it was started with other settings.
+        """
         if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)

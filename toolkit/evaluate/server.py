@@ -50,6 +50,7 @@ _MOST_STOPS, _LONGEST_STOP = 4, 256
 """Number and length of strings that end an answer, as each is compared with the whole vocabulary."""
 _REQUEST_ERRORS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """Raised by transformers for a field of an unexpected type or value."""
+
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 

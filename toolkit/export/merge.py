@@ -6,7 +6,7 @@ merged model has two (tie_word_embeddings=false). Trained biases that the base l
 can do that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ _UNCHANGING_INITS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
 """`init_lora_weights` with which peft (0.21) leaves the base's weights unchanged."""
 _OF_PEFT = (".lora_", ".modules_to_save.", ".token_adapter.")
 """In the names of parameters that peft adds to a model."""
+
 _TRIAL_ROWS = 4
 # How far a merged layer's output may be from that with the adapter beside it, in float32: as shares of what the adapter
 # adds, and of the output, whose rounding hides adapters that add hardly anything.
@@ -115,7 +116,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
         config |= dict.fromkeys(_bias_keys(part, empty_model, base_shapes, missing_biases), True)
     model = part.shaped(load_empty(part.base, config))
     shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
-    _check_room(part, model, changes, untied)
+    _check_room(part, type(model).__name__, shapes, still_tied, changes, untied)
     # The key unties all pairs at once: also those that no change has separated get a weight of their own.
     copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
     added = frozenset(shapes.keys() - base_shapes.keys() - copied.keys())
@@ -123,10 +124,16 @@ def plan_merge(part: TunedPart) -> MergePlan:
 
 
 def _check_room(
-    part: TunedPart, model: PreTrainedModel, changes: Mapping[str, list[Change]], untied: Mapping[str, str]
+    part: TunedPart,
+    architecture: str,
+    shapes: Collection[str],
+    still_tied: Container[str],
+    changes: Iterable[str],
+    untied: Iterable[str],
 ) -> None:
-    """Raise NotMergeable unless the merged `model` has a parameter for each name in `changes` and `untied`."""
-    shapes, still_tied = weights.shapes_of(model), weights.tied_parameter_names(model)
+    """Raise NotMergeable unless the merged model has a parameter for each name in `changes`, and one of its own for
+    each in `untied`. `shapes`: names of its parameters; `still_tied`: those that it ties to others.
+    """
     if not_untied := sorted(name for name in untied if name in still_tied or name not in shapes):
         raise _not_mergeable(
             part,
@@ -134,7 +141,7 @@ def _check_room(
                 "it changes {names} and the weight that the model ties to it in different ways, and {architecture} "
                 "cannot have two",
                 names=", ".join(not_untied),
-                architecture=type(model).__name__,
+                architecture=architecture,
             ),
         )
     if lost := sorted({*changes} - {*shapes}):
@@ -143,7 +150,7 @@ def _check_room(
             tr(
                 "it trains {names}, for which {architecture} has no place",
                 names=clauses(lost[:5]),
-                architecture=type(model).__name__,
+                architecture=architecture,
             ),
         )
 

@@ -140,22 +140,22 @@ class Board:
         runs_by_folder = self._read_in_threads("look", _runs_in, folders)
         runs = [run for found in runs_by_folder.values() if isinstance(found, list) for run in found]
         unread = {path: error for path, error in runs_by_folder.items() if isinstance(error, Exception)}
-        found_or_errors = unread | self._read_in_threads("read", self._row, runs)
-        rows = [self._listed_row(path, found, blank) for path, found in found_or_errors.items()]
+        outcomes = unread | self._read_in_threads("read", self._row, runs)
+        rows = [self._listed_row(path, outcome, blank) for path, outcome in outcomes.items()]
         without_directory = {*self.launches.names()} - {row["run"] for row in rows}
         rows += [self._launched_row(name, blank) for name in without_directory]
         rows.sort(key=lambda row: -float(row["stamp"]))
         note = tr("Only {count} of the directories are listed.", count=f"{_MOST_FOLDERS:,}") if is_cut else ""
         return {"heads": heads, "rows": rows, "note": note}
 
-    def _listed_row(self, path: Path, found: dict[str, Any] | Exception, blank: Sequence[str]) -> dict[str, Any]:
-        """Return the row of a directory: `found`, as `_row` returns it, or one that shows the error of reading it."""
+    def _listed_row(self, path: Path, outcome: dict[str, Any] | Exception, blank: Sequence[str]) -> dict[str, Any]:
+        """Return the row of a directory: `outcome`, as `_row` returns it, or one that shows the error of reading it."""
         name = str(path.relative_to(self.runs))
-        if isinstance(found, Exception):
-            state = "unfinished" if isinstance(found, _Waiting) else "failed"
-            found = {"stamp": 0.0, "state": state, "cells": [name, hide(str(found)), *blank], "path": str(path)}
-        is_alive = found["state"] == "running" or self.launches.is_alive(name)
-        return {"run": name, **found, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()}
+        if isinstance(outcome, Exception):
+            state = "unfinished" if isinstance(outcome, _Waiting) else "failed"
+            outcome = {"stamp": 0.0, "state": state, "cells": [name, hide(str(outcome)), *blank], "path": str(path)}
+        is_alive = outcome["state"] == "running" or self.launches.is_alive(name)
+        return {"run": name, **outcome, "is_alive": is_alive, "has_log": self.launches.log(name).is_file()}
 
     def _launched_row(self, name: str, blank: Sequence[str]) -> dict[str, Any]:
         """Return the row of a run that a board has started, and that has no directory (yet)."""

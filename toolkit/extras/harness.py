@@ -225,8 +225,10 @@ def _as_process_0() -> Iterator[None]:
 
 
 def scores_of(results: Mapping[str, Any]) -> list[Score]:
-    """Return the figures of groups, and of tasks that belong to none. `results`: what lm-evaluation-harness'
-    `simple_evaluate` returns: in its `results`, task or group -> {"metric,filter": value}.
+    """Return the figures of groups, and of tasks that belong to none.
+
+    Args:
+        results: What lm-evaluation-harness' `simple_evaluate` returns: in `results`, task -> {"metric,filter": value}.
     """
     subtasks: dict[str, list[str]] = results.get("group_subtasks", {})
     members = {member for names in subtasks.values() for member in names}

@@ -107,8 +107,9 @@ def _fill(facts: ModelFacts, folder: Path, max_length: int) -> None:
     facts.quantization = quantized.method_of(folder, config)
     quantized.check_readable(folder)
     facts.kernels = kernels.describe_missing(config)
-    has_own_format = official_files.official_vocabulary(folder) is not None  # of an official ChatGLM
-    facts.chat_template = has_own_format or bool(directory.saved_template(folder))
+    facts.chat_template = bool(directory.saved_template(folder))
+    # Read only where no template is: the vocabulary of an official ChatGLM, which has a chat format, may be an error.
+    facts.chat_template = facts.chat_template or official_files.official_vocabulary(folder) is not None
     model = _built(folder)
     facts.architecture = type(model).__name__
     facts.parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -171,10 +171,16 @@ def modelfile(
     stops: Sequence[str],
     sampling: Mapping[str, Any],
 ) -> str:
-    """Return a Modelfile. `source`: GGUF file or model directory, as Ollama finds it from there. `turns`: of the
-    chat template, None leaves it to the file's. `bos`: the token that the server puts in front of a prompt by itself,
-    "" none. `system`: the system message of conversations that bring none, "" the template's. `context`: in tokens.
-    `stops`: tokens that end an answer. `sampling`: generation_config.json.
+    """Return a Modelfile.
+
+    Args:
+        source: the GGUF file or model directory, as Ollama finds it from the Modelfile.
+        turns: those of the chat template; None leaves it to the one in the GGUF file.
+        bos: the text of the token that the server puts in front of a prompt by itself; "" none.
+        system: the system message of conversations that bring none; "" the template's.
+        context: the context window in tokens.
+        stops: tokens that end an answer.
+        sampling: generation_config.json.
     """
     own_system = system or (turns.system if turns else "")
     if _QUOTES in own_system or own_system.endswith('"'):

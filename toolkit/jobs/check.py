@@ -287,8 +287,8 @@ def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
 
 def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
     """Return the nodes that `toolkit plan` plans for, by its arguments gpus, nodes and host_memory (`values`). Without
-    gpus they are like this machine, or have the usual GPUs if it has no NVIDIA GPU, which is said. ConfigError if their
-    GPUs do not have the config's precision.
+    gpus they are like this machine, or have the usual GPUs if it has no NVIDIA GPU, which is printed. They use no more
+    GPU memory than plan.max_gpu_gib. ConfigError if their GPUs do not have the config's precision.
     """
     nodes = positive_int(values, "nodes") or 1
     host_memory = values.get("host_memory", "")

@@ -98,8 +98,12 @@ def _announce_death(run: Path, code: int, restart: int, most: int) -> bool:
 
 
 def exit_code_of_run(status: Mapping[str, Any], launcher_code: int, is_stopping: bool) -> int:
-    """Return the exit code of a run by what its ranks have reported (`environment.read_status`) and the exit code of
-    their launcher, negative if a signal killed it; `is_stopping`: whether this process has passed on a signal to stop.
+    """Return the exit code of a run.
+
+    Args:
+        status: what its ranks have reported, see `environment.read_status`.
+        launcher_code: exit code of their launcher, negative if a signal killed it.
+        is_stopping: whether this process has got a signal to stop, and has passed it on.
     """
     if "folder" in status and (Path(status["folder"]) / "DONE").exists():
         return 0

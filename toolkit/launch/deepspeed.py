@@ -48,14 +48,21 @@ OTHER_NAMES = {
     **dict.fromkeys(("main_process_ip",), "--master_addr"),
 }
 """What torchrun, accelerate and people call some of them -> the option."""
+
 TOOLKIT_OPTIONS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
 """Option of `toolkit` commands -> whether it takes a value."""
 
 
 def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
-    """Raise a LaunchError if the launcher above this rank has not started what was asked for: the hostfile is missing
-    or malformed, other nodes take part than it or `launch.num_nodes` (`num_nodes`, 0: any number) says, or ranks are
-    not bound to cores as asked.
+    """Check that the launcher above this rank has started what was asked for.
+
+    Args:
+        num_nodes: `launch.num_nodes`; 0: any number.
+        ranks: who this process is.
+
+    Raises:
+        LaunchError: the hostfile that was asked for is missing or malformed; other nodes take part than it, or
+            `num_nodes`, says; or ranks are not bound to cores as asked.
     """
     chain = list(processes_above())
     # DeepSpeed's node launcher is told all nodes: host -> its GPUs, as JSON in base64.
@@ -360,9 +367,14 @@ def check_restarts(
     environ: Mapping[str, str] = os.environ,
     least_nodes: int = 0,
 ) -> None:
-    """Raise a LaunchError if the launcher would not restart a run that crashes as often as the config says: `most`
-    times (`run.max_restarts`), with `least_nodes` (`launch.min_nodes`) on other nodes. `words`: overrides, for the
-    command in the message.
+    """Raise a LaunchError if the launcher would not restart a run that crashes as often as the config says.
+
+    Args:
+        most: `run.max_restarts`.
+        ranks: who this process is.
+        words: the overrides, for the command in the message.
+        environ: this process's environment.
+        least_nodes: `launch.min_nodes`.
     """
     if environment.read_status(environ):  # `toolkit launch` has started it, which does
         return

@@ -92,14 +92,21 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
 
 Resources = dict[str, list[int]]
 """Host -> its GPUs that take part, in the order of the hostfile; ranks are counted in this order."""
+
 SELECTION_OPTIONS = ("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
 """Options of `deepspeed` that choose among the nodes and GPUs of a hostfile."""
 
 
 def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
-    """Return the GPUs of a hostfile (`hosts`: host -> slots) that --include, --exclude, --num_nodes and --num_gpus of
-    the launcher's `options` leave, as DeepSpeed 0.19.8 reads them. LaunchError if these name what is not there,
-    contradict each other or leave nothing, or DeepSpeed would silently take fewer nodes, or more GPUs, than asked for.
+    """Return the GPUs that --include, --exclude, --num_nodes and --num_gpus leave, as DeepSpeed 0.19.8 reads them.
+
+    Args:
+        hosts: host -> slots, of the hostfile.
+        options: the launcher's, by name.
+
+    Raises:
+        LaunchError: the options name what is not there, contradict each other, or leave nothing; or DeepSpeed would
+            silently take fewer nodes, or more GPUs, than were asked for.
     """
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""

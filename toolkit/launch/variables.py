@@ -44,9 +44,17 @@ def apply_env(
     inherited: Mapping[str, str],
     replace_process: Callable[[str, list[str], dict[str, str]], object] = os.execve,
 ) -> None:
-    """Set the variables of `launch.env` (`env`: name -> value, None for a secret that comes from the environment) in
-    `environ`; restart the process if a changed one is read at its start only, by `os.execve`, which keeps its id.
-    `inherited`: the environment that it was started with. LaunchError if a secret has no value here.
+    """Set the variables of `launch.env` in this rank; restart the process if a changed one is read at its start only.
+
+    Args:
+        env: `launch.env`: name -> value; without a value it is a secret that comes from the environment.
+        ranks: who this process is.
+        environ: the environment to change.
+        inherited: the environment that this process was started with.
+        replace_process: `os.execve`, by which a restarted process keeps its id.
+
+    Raises:
+        LaunchError: a secret has no value here.
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
     forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
@@ -94,8 +102,13 @@ def launcher_environment(
 ) -> tuple[dict[str, str], list[str]]:
     """Return how DeepSpeed's launcher hands secrets on to several nodes: (its environment, further options for it).
 
-    `names`: the secrets, which are in `environ`; `launcher`: its --launcher, such as pdsh. LaunchError for one with
-    which this is not tested.
+    Args:
+        names: the secrets, which are in `environ`.
+        launcher: its --launcher, such as pdsh.
+        environ: this process's environment.
+
+    Raises:
+        LaunchError: how this launcher hands variables on is not tested.
     """
     if not names:
         return dict(environ), []

@@ -150,10 +150,10 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     # Indices of the tokens before trained ones: which are in this part, and those in the part's B x S / P tokens.
     is_own, before = part_indices(part_batch, part_batch["target_indices"] - 1)
     part_batch["target_indices"] = before + 1
-    own_rows = {"targets": is_own, "sources": is_own, "taught": is_own}  # a row for each trained token
+    row_masks = {"targets": is_own, "sources": is_own, "taught": is_own}  # a row for each trained token
     if "taught" in batch:  # these have a row only for each trained token that the teacher scored
-        own_rows["teacher_ids"] = own_rows["teacher_logs"] = is_own[batch["taught"]]
-    return part_batch | {name: batch[name][is_kept] for name, is_kept in own_rows.items() if name in batch}
+        row_masks["teacher_ids"] = row_masks["teacher_logs"] = is_own[batch["taught"]]
+    return part_batch | {name: batch[name][mask] for name, mask in row_masks.items() if name in batch}
 
 
 def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:

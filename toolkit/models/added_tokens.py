@@ -135,7 +135,7 @@ def _tables(folder: Path, num_rows: int) -> _Tables:
     names = _names_of_tables(model)
     config = directory.read_object(folder / _CONFIG)
     if rows[0] < rows[1]:
-        changed, others = _growing_parameters(folder, model, rows[1])
+        changed, others = _growing_parameters(folder, model, names, rows[1])
         # Where config.json describes the text model: at its top, or in a section such as text_config.
         sections = [config] if text_config is model.config else []
         sections += [part for key, part in config.items() if getattr(model.config, key, None) is text_config]
@@ -155,13 +155,15 @@ def _tables(folder: Path, num_rows: int) -> _Tables:
     return _Tables(names, rows, stored_form.TransformersLayout(model, weights.WeightFiles(folder).shapes), config)
 
 
-def _growing_parameters(folder: Path, model: PreTrainedModel, num_rows: int) -> tuple[set[str], set[str]]:
+def _growing_parameters(
+    folder: Path, model: PreTrainedModel, tables: set[str], num_rows: int
+) -> tuple[set[str], set[str]]:
     """Return what of the model in `folder` grows with a vocabulary of `num_rows`: the names of all such parameters, and
-    of those that are no tables, which cannot be made to grow.
+    of those that are not its `tables`, which cannot be made to grow.
     """
     grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": num_rows})), weights.shapes_of(model)
     changed = {name for name, shape in grown.items() if shape != old[name]}
-    others = changed - _names_of_tables(model)
+    others = changed - tables
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
         others.add(tr("embeddings of each layer"))
     return changed, others
@@ -178,7 +180,7 @@ def _write_config_and_weights(folder: Path, tables: _Tables, target: Path, with_
     """Write into `target` what a model's directory has besides the tokenizer, made of that in `folder`."""
     for file, content in directory.processor_files(folder).items():
         (target / file).write_bytes(content)
-    if (generation := folder / "generation_config.json").is_file():
+    if (generation := folder / load.GENERATION_FILE).is_file():
         (target / generation.name).write_bytes(generation.read_bytes())
     (target / _CONFIG).write_text(json.dumps(tables.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     if with_weights:

@@ -88,8 +88,8 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
 
 
 def _check_has_scores(config: Any, labels: tuple[str, ...]) -> None:
-    """Raise ModelError unless a classifier with this config has a score for each label, in their order. A score of
-    another name, such as LABEL_0, gets the label's.
+    """Raise ModelError unless a classifier with this config has a score for each label, in their order. Names
+    such as LABEL_0 pass: `_set_labels` replaces them.
     """
     if config.num_labels != len(labels):
         raise ModelError(

@@ -64,10 +64,14 @@ def apply_tuning(
     ds_config: dict[str, Any] | None = None,
     is_resumed: bool = False,
 ) -> None:
-    """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `ModelRecord.tuned`. `base`:
-    directory of the model; `tokenizer`: for prompt tuning's initial text; `seed`: of the adapter's initial values,
-    which are the same on every rank; `ds_config`: the DeepSpeed dict if parameters are partitioned, which makes this a
-    collective; `is_resumed`: whether a checkpoint's values follow.
+    """Apply a fine-tuning method: add its adapter, or freeze parameters; recorded in `ModelRecord.tuned`.
+
+    Args:
+        base: directory of the model.
+        tokenizer: for prompt tuning's initial text.
+        seed: of the adapter's initial values, which are the same on every rank.
+        ds_config: the DeepSpeed dict if parameters are partitioned, which makes this a collective.
+        is_resumed: whether a checkpoint's values follow.
     """
     method = config.method
     if method is TuningMethod.full:

@@ -74,9 +74,8 @@ def read_weights(
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
 
-    def read(name: str, targets: tuple[str, ...]) -> None:
-        """Write the stored tensor `name` into the parameters that it fills."""
-        index = layout.index(name)
+    def read(name: str, index: Any, targets: tuple[str, ...]) -> None:
+        """Write the stored tensor `name` into the parameters that it fills, at `index`."""
         with files.open(name) as stored:
             for target, part in zip(targets, layout.split(name, stored), strict=True):
                 if is_partitioned:  # into the gathered parameter, else in place of the empty one
@@ -89,8 +88,9 @@ def read_weights(
             partitioned = [tensors[target] for target in targets if hasattr(tensors[target], "ds_shape")]
             with weights.full_params(partitioned, modifier_rank=0):  # all ranks keep what rank 0 writes
                 for name in names:
-                    if (is_rank0 or not partitioned) and _is_within(layout.index(name), rows[targets[0]]):
-                        read(name, targets)
+                    index = layout.index(name)
+                    if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
+                        read(name, index, targets)
                     advance(num_bytes[name])
             if ready is not None:
                 for target in targets:

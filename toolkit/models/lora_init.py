@@ -55,8 +55,11 @@ class InitializedLinear(Linear):
 
 def attach(model: PreTrainedModel, kind: str, compute: bool) -> None:
     """Turn a model's LoRA layers into `InitializedLinear`, all of whose factors are 0 or random until they are loaded,
-    or with `compute` those of the weights; not on the meta device, and not where a checkpoint's values follow. A
-    collective if there are several ranks. `kind`: pissa, pissa_niter_N (randomized SVD with N iterations) or olora.
+    or with `compute` those of the weights. A collective if there are several ranks.
+
+    Args:
+        kind: pissa, pissa_niter_N (randomized SVD with N iterations) or olora.
+        compute: not on the meta device, and not where a checkpoint's values follow.
     """
     layers: list[tuple[str, Any]] = [
         (name, part) for name, part in model.named_modules() if isinstance(part, LoraLayer)

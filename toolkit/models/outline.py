@@ -54,14 +54,16 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
     kinds = [kind if kind in WITHOUT_ATTENTION else "attention" for kind in layer_types]
     last_of_kind = {kind: number for number, kind in enumerate(kinds)}
     try:
-        saved_by_kind = {kind: _saved_by_like(folder, dtype, trains, number) for kind, number in last_of_kind.items()}
+        saved_by_kind = {
+            kind: _saved_by_layers_like(folder, dtype, trains, number) for kind, number in last_of_kind.items()
+        }
     except LookupError:  # Zamba2 needs a layer of each kind
-        saved_by_kind = dict.fromkeys(kinds, _saved_by_like(folder, dtype, trains, -1))
-    # `_saved_by_like` measures _LAYERS layers and _LENGTH tokens.
+        saved_by_kind = dict.fromkeys(kinds, _saved_by_layers_like(folder, dtype, trains, -1))
+    # `_saved_by_layers_like` measures _LAYERS layers and _LENGTH tokens.
     return sum(saved_by_kind[kind] for kind in kinds) // (len(kinds) * _LAYERS * _LENGTH)
 
 
-def _saved_by_like(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
+def _saved_by_layers_like(folder: Path, dtype: torch.dtype, trains: bool, number: int) -> int:
     """Return the bytes that `_LAYERS` layers like layer `number` save for `_LENGTH` tokens: a model of twice as many
     layers less one of `_LAYERS`, so that embedding and output layer do not count.
     """

@@ -14,9 +14,14 @@ def full_row_segments(batch: Batch) -> torch.Tensor:
 
 
 def part_indices(batch: Batch, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert `indices` of the B x S tokens of full rows, int64 [N], to indices in this rank's part of the rows: return
-    which are in the part, bool [N], and the indices of these in its B x S / P tokens. The `part` of a batch, if it has
-    one, is (this rank's number among P ranks, P).
+    """Convert token indices of full rows to indices in this rank's part of the rows.
+
+    Args:
+        batch: `part`, if it has one, is this rank's number among P ranks, and P.
+        indices: of the B x S tokens of full rows, row by row, int64 [N].
+
+    Returns:
+        Which indices are in the part, bool [N]; and the indices of these in its B x S / P tokens.
     """
     if "part" not in batch:
         return torch.ones_like(indices, dtype=torch.bool), indices

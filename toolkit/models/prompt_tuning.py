@@ -174,12 +174,17 @@ class SoftPrompt(nn.Module):
         return torch.cat((prompt.expand(len(embedded), -1, -1), embedded[:, self.num_tokens :]), dim=1)
 
     def remove_prompt_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Cut `output.logits` from [B, P + S, V] to [B, S, V], as no caller knows of the prompt: a hook after the
-        forward pass.
+        """Remove the logits at the prompt's positions, which no caller knows of: a hook after the forward pass.
 
-        The prompt's logits are there only if the output layer ran on every token of the pass and that was its first.
-        Not so in later passes of generation, nor where it computes losses or logits of chosen tokens alone (`loss`,
-        `logits_to_keep`). `kwargs`: the pass's arguments as `reserve_prompt_tokens` returned them.
+        They are there only if the output layer ran on every token of the pass and that was its first. Not so in later
+        passes of generation, nor where it computes losses or logits of chosen tokens alone (`loss`, `logits_to_keep`).
+
+        Args:
+            kwargs: the pass's arguments as `reserve_prompt_tokens` returned them.
+            output: the model's output, with `logits` [B, P + S, V].
+
+        Returns:
+            `output`, its `logits` cut to [B, S, V].
         """
         # A part of rows has a mask of the whole rows, but positions of its own tokens.
         per_token = kwargs["position_ids"] if kwargs.get("in_parts") else kwargs["attention_mask"]

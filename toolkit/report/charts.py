@@ -25,6 +25,7 @@ _SPREAD = 30
 _DIGITS = 5
 """Significant digits of the values in the page."""
 _LONG_NAME, _LABEL_PIXELS = 14, 260
+
 Record = dict[str, Any]
 """A point: x, y, s (its series); low and high where it stands for several rows."""
 

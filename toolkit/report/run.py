@@ -28,6 +28,7 @@ from toolkit.messages import ConfigError, RunFolderError, parsed_json, printable
 from toolkit.secrets import hide, hide_all
 
 T = TypeVar("T")
+
 LIMIT = 400
 """Fewest groups of a curve, once there are as many rows; it has at most twice as many."""
 MOST_EVENTS = 200
@@ -339,6 +340,7 @@ def no_answer(folder: Path, seconds: float) -> RunFolderError:
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
 """Most samples and evaluations shown, lines of a file that are read, and letters of a text."""
 _TEXTS = ("where", "prompt", "reference", "output")
+
 EXPERTS = "experts.json"
 """Tokens of each expert between the last two rows of metrics.jsonl, in a run's directory."""
 SCORES = "scores"

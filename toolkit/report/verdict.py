@@ -24,8 +24,10 @@ _SKIPPED = 0.05
 """Share of skipped steps from which on a verdict names them."""
 _CHANCE = 0.5
 """Share of pairs that a coin puts in the right order."""
+
 Points = Sequence[tuple[int, float]]
 """(step, value) in the order of steps, finite numbers alone."""
+
 LEARNED, SHORT, OVERFIT, FLAT, DIVERGED, UNSEEN = "learned", "short", "overfit", "flat", "diverged", "unseen"
 """Kinds of verdicts; `short`: too few steps or evaluations, `unseen`: without a validation set."""
 

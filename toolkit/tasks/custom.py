@@ -115,7 +115,7 @@ class CustomTask(task.Task):
         self.spec = spec
 
     def begin(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the dataset and make the model, which may need the process group; seed this rank; note its `card`."""
+        """Open the dataset, make the model, which may need the process group, note its card, and seed this rank."""
         self.cfg, self.ranks = cfg, ranks
         data = self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity

@@ -118,9 +118,10 @@ class DistillTask(language.LanguageTask):
         tables = {}
         for split, cache in (("train", self.data.train), ("validation", self.data.validation)):
             if cache is not None:
-                is_taught = is_general_sample(self.cfg, cache)
                 if self.cfg.distill.teacher:
                     is_taught = np.ones(len(cache), np.bool_)
+                else:
+                    is_taught = is_general_sample(self.cfg, cache)
                 tables[split] = targets.TokenTargets(cache, is_taught)
         return tables
 

@@ -185,8 +185,8 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
 
 
 def _packing_and_layout(cfg: schema.RunConfig) -> tuple[schema.Packing, Layout]:
-    """Return how samples become sequences, and these rows of a batch. Packed samples, and answers that share the tokens
-    of their prompt, need a model that keeps samples of a row apart; with others samples are grouped, a row for each.
+    """Return how samples become sequences, and these rows of a batch. Packing, and answers that share the tokens of
+    their prompt, need a model that keeps samples of a row apart; with others samples are grouped at most.
     """
     packing, shares_prompts = cfg.data.packing, objective.shares_prompts(cfg)
     is_packed = packing is schema.Packing.packed

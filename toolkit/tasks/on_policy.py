@@ -170,10 +170,12 @@ class OnPolicyTask(distill.DistillTask):
         if self._client is None:
             answers = self._generate(engine, prompts, seeds)
         else:
-            own = slice(process_group.rank(), None, process_group.world_size())  # this rank asks for every n-th answer
-            own_answers = self._client.answer_all(list(prompts.values())[own], seeds[own])
+            rank_share = slice(
+                process_group.rank(), None, process_group.world_size()
+            )  # this rank asks for every n-th answer
+            own_answers = self._client.answer_all(list(prompts.values())[rank_share], seeds[rank_share])
             answers = {}
-            for of_rank in process_group.gather(dict(zip(samples[own], own_answers, strict=True))):
+            for of_rank in process_group.gather(dict(zip(samples[rank_share], own_answers, strict=True))):
                 answers |= of_rank
         self._write(step, {sample: answers[sample] for sample in samples})
         failures = [answer for answer in answers.values() if isinstance(answer, str)]

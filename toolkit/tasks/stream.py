@@ -214,7 +214,7 @@ class StreamTask(LanguageTask):
         steps.close()
         tokenizer, micro_batches = self.data.tokenizer, self._in_micro_batches(sequences)
         return [
-            [describe_sample(one.where, one.ids, one.trained, tokenizer) for samples in rows for one in samples]
+            [describe_sample(each.where, each.ids, each.trained, tokenizer) for samples in rows for each in samples]
             for rows in micro_batches
         ]
 

@@ -20,6 +20,7 @@ from toolkit.track.metrics import append_rows, hf_name, tracked_name
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 TRAIN, EVAL, ANSWERS, SAMPLES = "train", "eval", "answers", "samples"
 """Parts of what is tracked: rows of steps, of evaluations, answers to validation samples and to `evaluate.prompts`."""
+
 Row = tuple[int, Mapping[str, float]]
 """A step and its figures, under their names in metrics.jsonl."""
 

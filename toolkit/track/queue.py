@@ -228,6 +228,7 @@ LOOK_EVERY_S = 0.2
 RECORD_EVERY_S = 1.0
 """Between two writes of the record, which take longer than delivering a row."""
 SLOW_S = 60.0
+
 _IMPORTING = threading.Lock()
 """Several threads that import large libraries at once may see half-imported modules."""
 

@@ -20,6 +20,7 @@ from toolkit.launch import deepspeed, environment, hostfile, variables
 from toolkit.messages import LaunchError, current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
+
 Cards = Mapping[str, tuple[str, dict[str, Any]]]
 """Host -> the network card that its collectives would use: its name, and `address`, `mtu` and others."""
 

@@ -201,7 +201,7 @@ def _gpus() -> dict[str, Any]:
     for index, uuid, name, _, *sizes in rows:
         mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
         cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": used.count(uuid)})
-    driver = rows[0][fields.split(",").index("driver_version")] if rows else ""
+    driver = rows[0][3] if rows else ""
     return {"driver": driver, "cards": cards, "late": False}
 
 
@@ -356,8 +356,16 @@ class _Datagrams(socketserver.UDPServer):
 
 
 class Listener:
-    """Answers other nodes until it is closed, so that they can test their way to this one: over TCP with as many bytes
-    as they ask for, over UDP with their own datagrams.
+    """Answers other nodes until it is closed, so that they can test their way to this one.
+
+    Over TCP it sends as many bytes as it is asked for, over UDP each datagram back.
+
+    Args:
+        address: of the network card that the collectives will use.
+        port: where the ranks are to meet, on the first node; 0 elsewhere.
+
+    Raises:
+        OSError: the address is not this node's, or the port is taken.
     """
 
     def __init__(self, address: str, port: int = 0) -> None:

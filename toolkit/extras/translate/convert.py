@@ -32,6 +32,7 @@ _LIMITS = frozenset(
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""
 _USED = frozenset(("deepspeed", "dataset_dir", "stage", "optim"))
 """Keys that are read, but not to set one of ours."""
+
 _LONGEST_VALUE = 80
 _ALWAYS = ("micro_means", "cutoff_len", "two_lengths")
 """Said of these keys whatever their value is, the default too."""

@@ -286,6 +286,7 @@ def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 _TRL_PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo_gamma")
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
+
 _TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "orpo", "kto")
 _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 """Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
