@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from feature_costs import FEATURES, modules
 from ranks import run
 
 ROOT = Path(__file__).parents[2]
@@ -37,3 +38,5 @@ def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
     assert len(with_code) <= MOST_FILES, f"{len(with_code)} files\n{listed}"
     assert sum(with_code.values()) <= MOST_LINES, f"{sum(with_code.values())} lines\n{listed}"
     assert not [file for file in with_code if "toolkit/extras/" in file], listed
+    optional = {str(file): feature.en for feature in FEATURES for file in modules(feature)}
+    assert not {file: optional[file] for file in with_code if file in optional}
