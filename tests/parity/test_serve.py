@@ -111,10 +111,43 @@ def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.
     assert main(["serve", str(model), f"adapter={adapter}"]) == 2
     assert "adds to down_proj of the experts, and not to gate_up_proj" in capsys.readouterr().err
     assert main(["serve", str(model), f"adapter={adapter}", "backend=transformers"]) == 2
-    assert "transformers' server takes no adapter" in capsys.readouterr().err
+    assert "transformers' server serves no adapter" in capsys.readouterr().err
     (adapter / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
     assert main(["serve", str(model), f"adapter={adapter}"]) == 2
     assert f"{adapter} is no LoRA adapter" in capsys.readouterr().err
+    merged_only = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed": [7]}, "use_dora": True}
+    for key, value in merged_only.items():
+        (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, key: value}))
+        assert main(["serve", str(model), f"adapter={adapter}"]) == 2
+        assert f"has {key}, which servers do not apply" in capsys.readouterr().err
+
+
+def test_an_adapter_is_served_with_its_base(
+    started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is named, and its adapter and the recorded base are served; the adapter's template is in place of none."""
+    model, adapter = write_random(tmp_path / "model"), tmp_path / "lora-run" / "export"
+    adapter.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": str(model), "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "chat_template.jinja").write_text("{{ 1 }}")
+    (model / "chat_template.jinja").unlink()
+    served = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", "8000", "--served-model-name"]
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--chat-template", f"{adapter}/chat_template.jinja"]
+    for words in ([f"{tmp_path}/lora-run"], [str(model), f"adapter={tmp_path}/lora-run"]):
+        found = command(started, *words)
+        assert found == [*served, "model", str(model), *lora, "--lora-modules", f"lora-run={adapter}"]
+        assert '"model": "lora-run"' in capsys.readouterr().out
+    found = command(started, f"{tmp_path}/lora-run", "served_name=model")
+    assert found[8:10] == ["model-base", str(model)] and found[-1] == f"model={adapter}"
+
+
+def test_options_of_the_server_that_are_arguments_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_random(tmp_path / "model")
+    for option, argument in (("--port", "port"), ("--served-model-name", "served_name")):
+        assert main(["serve", str(model), "--device", "cpu", option, "1"]) == 2
+        assert main(["serve", str(model), f"{option}=1"]) == 2
+        assert capsys.readouterr().err.count(f"Write {argument}=… before the first option") == 2
 
 
 def test_sglang(
@@ -123,11 +156,12 @@ def test_sglang(
     """Its arguments and the name of an adapter in requests are those of SGLang 0.5."""
     model, adapter = write_random(tmp_path / "model"), tmp_path / "mine"
     assert main(["serve", str(model), "backend=sglang"]) == 2
-    assert "there is no sglang here:  pip install sglang" in capsys.readouterr().err
-    (tmp_path / "packages" / "sglang").mkdir(parents=True)
-    (tmp_path / "packages" / "sglang" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    served = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
+    assert "no program sglang is on PATH" in capsys.readouterr().err
+    program = tmp_path / "bin" / "sglang"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    served = [str(program), "serve", "--model-path", str(model), "--host", "127.0.0.1"]
     served += ["--port", "8000", "--served-model-name", "model"]
     assert command(started, str(model), "backend=sglang") == served
     adapter.mkdir()
@@ -157,10 +191,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "there is no directory" in refused(tmp_path / "nothing")
     adapter = tmp_path / "lora-run" / "export"
     adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/nowhere"}')
+    assert f"the base model of {adapter} was not found: /nowhere" in refused(tmp_path / "lora-run")
+    base = f"{write_random(tmp_path / 'base')}"
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
     assert f"toolkit export-model {adapter} merge=true" in refused(tmp_path / "lora-run")
     model = write_random(tmp_path / "model")
-    assert "there is no vllm here:  pip install vllm" in refused(model, "backend=vllm")
+    assert "no program vllm is on PATH" in refused(model, "backend=vllm")
     monkeypatch.setattr(server, "_PACKAGES", ("json", "no_such_package"))
     assert "needs packages that are not installed:  pip install no_such_package" in refused(model)
     assert "the @ in" in refused(write_random(tmp_path / "me@home"))

@@ -40,19 +40,20 @@ def asked(path: str, parts: list[bytes]) -> tuple[int, bytes | None]:
     return sent[0]["status"], got[0] if got else None
 
 
-@pytest.mark.parametrize("vllm", ["", "/bin/vllm"])
-def test_each_server_has_its_command(vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.shutil, "which", lambda *_, **__: vllm or None)
+@pytest.mark.parametrize("installed", [[], ["vllm"], ["vllm", "sglang"]])
+def test_each_server_has_its_command(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {name: f"/bin/{name}" for name in installed}
+    monkeypatch.setattr(server.shutil, "which", lambda name, **_: programs.get(name))
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: True)
     folder, listen = Path("dir"), ["--port", "1"]
-    assert server.server_program("auto")[0] == ("vllm" if vllm else "transformers")
-    for backend in ("transformers", "sglang", *(["vllm"] if vllm else [])):
+    assert server.server_program("auto")[0] == ("vllm" if installed else "transformers")
+    for backend in ("transformers", *installed):
         name, program = server.server_program(backend)
         command = _command(name, program, folder, "NAME", listen)
         assert name == backend and command[: len(program)] == program
         after = {
             "vllm": ["serve", "dir", "--port", "1", "--served-model-name", "NAME", "dir"],
-            "sglang": ["--model-path", "dir", "--port", "1", "--served-model-name", "NAME"],
+            "sglang": ["serve", "--model-path", "dir", "--port", "1", "--served-model-name", "NAME"],
             "transformers": ["NAME", "serve", "dir", "--port", "1"],
         }
         assert command[len(program) :] == after[backend]

@@ -3,12 +3,12 @@
 toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 
   PATH             (or model.path=PATH) a run directory with an export, or a model in transformers' layout; convert
-                   an official ChatGLM directory with `toolkit export-model`
-  backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai); or sglang
+                   an official ChatGLM directory with `toolkit export-model`. A LoRA adapter is served with its base
+  backend=auto     vllm if that program is on PATH, else transformers (pip install fastapi uvicorn openai); or sglang
   host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as no server
                    authenticates users
   served_name=NAME name of the model in requests; default: name of its directory, or of the run
-  adapter=DIR      a LoRA adapter in peft's layout (vllm, sglang)
+  adapter=DIR      a run or a LoRA adapter in peft's layout, served on PATH in place of its own base (vllm, sglang)
   --…              passed to the server unchanged, with everything after it: --device cpu
 
 A request names the model: POST http://HOST:PORT/v1/chat/completions, {"model": "NAME", "messages": […]}; its full path
@@ -22,11 +22,19 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from toolkit.command_line import named_arguments, one_of, port_number
-from toolkit.evaluate.servable import resolve_servable
-from toolkit.evaluate.server import adapter_options, server_program
-from toolkit.messages import say, tr
+from toolkit.evaluate.servable import exported, resolve_servable
+from toolkit.evaluate.server import adapter_options, check_adapter, server_program
+from toolkit.messages import ConfigError, say, tr
 
 USAGE = "toolkit serve PATH"
+_ARGUMENTS = {
+    "--host": "host",
+    "--port": "port",
+    "--served-model-name": "served_name",
+    "--lora-modules": "adapter",
+    "--lora-paths": "adapter",
+}
+"""Option of a server -> the argument of this command that sets it."""
 BACKENDS = ("auto", "vllm", "sglang", "transformers")
 
 
@@ -41,17 +49,20 @@ def run(words: list[str]) -> None:
         usage=USAGE,
         bare="model.path",
     )
-    folder = resolve_servable(Path(arguments["model.path"]))
-    host, port = arguments.get("host", "127.0.0.1"), port_number(arguments, 8000)
-    model = arguments.get("served_name") or name_of(folder)
+    _check_options(options)
+    folder, adapter = _model_and_adapter(Path(arguments["model.path"]), arguments.get("adapter"))
     backend, program = server_program(one_of(arguments, "backend", BACKENDS))
-    command = _command(backend, program, folder, model, ["--host", host, "--port", str(port)])
+    host, port = arguments.get("host", "127.0.0.1"), port_number(arguments, 8000)
+    model = base = arguments.get("served_name") or name_of(adapter or folder)
+    if adapter is not None:
+        base = f"{model}-base" if name_of(folder) == model else name_of(folder)
+    command = _command(backend, program, folder, base, ["--host", host, "--port", str(port)])
     if backend == "transformers" and "--dtype" not in options:
         command += ["--dtype", _precision(options)]
-    if arguments.get("adapter"):
-        name = Path(arguments["adapter"]).resolve().name
-        command += adapter_options(Path(arguments["adapter"]), folder, name, backend)
-        model = f"{model}:{name}" if backend == "sglang" else name  # how a request names the adapter
+    if adapter is not None:
+        check_adapter(adapter, backend)
+        command += adapter_options(adapter, folder, model, backend)
+        model = f"{base}:{model}" if backend == "sglang" else model  # how a request names the adapter
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": tr("Hello")}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(
@@ -63,10 +74,34 @@ def run(words: list[str]) -> None:
     os.execve(command[0], [*command, *options], os.environ | alone)  # noqa: S606  the command is made above
 
 
+def _check_options(options: list[str]) -> None:
+    """ConfigError if the server's own option is given for what is an argument here, and is printed."""
+    for option in options:
+        if argument := _ARGUMENTS.get(option.split("=")[0]):
+            raise ConfigError(
+                "{option} is an option of the server. Write {argument}=… before the first option instead.",
+                option=option,
+                argument=argument,
+            )
+
+
+def _model_and_adapter(path: Path, adapter: str | None) -> tuple[Path, Path | None]:
+    """Return the directory of the model to serve and, if `path` is an adapter or one is named, the adapter's."""
+    if adapter:
+        folder = exported(Path(adapter))
+    elif ((folder := exported(path)) / "adapter_config.json").is_file():
+        from toolkit.models.adapters import base_of_adapter
+
+        path = base_of_adapter(folder)
+    else:
+        return resolve_servable(path), None
+    return resolve_servable(path, folder), folder
+
+
 def _command(backend: str, program: list[str], folder: Path, model: str, listen: list[str]) -> list[str]:
     """Return the command by which a backend's `program` serves a directory as `model`; `listen`: --host and --port."""
     if backend == "sglang":
-        return [*program, "--model-path", str(folder), *listen, "--served-model-name", model]
+        return [*program, "serve", "--model-path", str(folder), *listen, "--served-model-name", model]
     if backend == "vllm":  # several names: the full path is accepted as well
         return [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
     return [*program, model, "serve", str(folder), *listen]

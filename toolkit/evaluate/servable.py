@@ -7,16 +7,22 @@ from toolkit.messages import ConfigError, ModelError
 from toolkit.models.directory import Architecture, architecture_of, read_config, saved_template
 
 
-def resolve_servable(path: Path) -> Path:
-    """Return the directory to serve: `path`, or a run's export; ConfigError or ModelError if no server loads it."""
+def exported(path: Path) -> Path:
+    """Return the export of a run directory, any other directory itself; ConfigError if there is none."""
     files.check_directory(path)
     suggest.check_is_no_folder_of_runs(path)
     is_run = not (path / "config.json").is_file() and (path / "export").is_dir()
-    folder = (path / "export" if is_run else path).resolve()
+    return (path / "export" if is_run else path).resolve()
+
+
+def resolve_servable(path: Path, adapter: Path | None = None) -> Path:
+    """Return the directory to serve: `path`, or a run's export; ConfigError or ModelError if no server loads it.
+    `adapter`: directory of an adapter that is served on it, whose chat template replaces its own.
+    """
+    folder = exported(path)
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
-            "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
+            "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true output=DIR.",
             folder=folder,
         )
     config = read_config(str(folder))
@@ -27,13 +33,19 @@ def resolve_servable(path: Path) -> Path:
             "chat`, `toolkit generate`, and the original's own servers (`toolkit export-model format=official`).",
             folder=folder,
         )
+    if architecture is not None and adapter is not None:
+        raise ConfigError(
+            "{adapter} belongs to an official ChatGLM directory, which servers load with its remote code only. Merge "
+            "it: toolkit export-model {adapter} merge=true format=hf output=DIR",
+            adapter=adapter,
+        )
     if architecture is not None:
         raise ConfigError(
             "{folder} is an official ChatGLM directory, which servers load with its remote code only. "
             "Convert it first: toolkit export-model model.path={folder} format=hf output=DIR",
             folder=folder,
         )
-    if not saved_template(folder):
+    if not any(saved_template(source) for source in (adapter, folder) if source):
         raise ConfigError(
             "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
         )

@@ -27,6 +27,10 @@ from toolkit.models.directory import read_object, saved_template
 _PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
+_MERGED_ONLY = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "layer_replication")
+"""Settings in adapter_config.json that vLLM rejects (0.32, lora/peft_helper.py) or, as the rows of added tokens, leaves
+out without a word (lora/lora_model.py, `is_base_embedding_weights`).
+"""
 _EXPERT_MATRICES = {"gate_up_proj", "down_proj"}
 MAX_REQUEST_BYTES = 16 << 20
 """Largest body of a request; a context of a million tokens takes a fraction of it."""
@@ -55,17 +59,23 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
+def find_program(name: str) -> str | None:
+    """Return the path of a program next to this Python or on PATH, None if there is none."""
+    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
 def server_program(backend: str) -> tuple[str, list[str]]:
     """Return a server's name (`auto` chooses) and its command without options; ConfigError if not installed."""
-    if backend == "sglang":
-        if importlib.util.find_spec("sglang") is None:
-            raise ConfigError(tr("backend = sglang, but there is no sglang here:  pip install sglang"))
-        return backend, [sys.executable, "-m", "sglang.launch_server"]
-    vllm = shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if vllm and backend != "transformers":
-        return "vllm", [vllm]
-    if backend == "vllm":
-        raise ConfigError(tr("backend = vllm, but there is no vllm here:  pip install vllm"))
+    name = "vllm" if backend == "auto" else backend
+    program = find_program(name)
+    if program and backend != "transformers":
+        return name, [program]
+    if backend in ("vllm", "sglang"):
+        raise ConfigError(
+            "backend = {name}: no program {name} is on PATH. It needs its own versions of torch and transformers:\n"
+            "python -m venv DIR && DIR/bin/pip install {name} && export PATH=$PATH:DIR/bin",
+            name=name,
+        )
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -75,18 +85,34 @@ def server_program(backend: str) -> tuple[str, list[str]]:
     return "transformers", [sys.executable, "-m", "toolkit.evaluate.server"]
 
 
-def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[str]:
-    """Return vLLM's or SGLang's options to serve a LoRA adapter as `name`; ConfigError if the server cannot."""
-    if backend == "transformers":
-        raise ConfigError(
-            tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
-        )
+def check_adapter(adapter: Path, backend: str) -> None:
+    """ConfigError if a server does not apply an adapter, or not all of it."""
     file = adapter / "adapter_config.json"
     config: dict[str, Any] = read_object(file) if file.is_file() else {}
     if config.get("peft_type") != "LORA":
         raise ConfigError(
             "{folder} is no LoRA adapter in peft's layout; servers take no other kind of adapter.", folder=adapter
         )
+    if backend == "transformers":
+        raise ConfigError(
+            "transformers' server serves no adapter ({folder}); vLLM and SGLang do. Or merge it: toolkit export-model "
+            "{folder} merge=true output=DIR",
+            folder=adapter,
+        )
+    if unsupported := [key for key in _MERGED_ONLY if config.get(key)]:
+        raise ConfigError(
+            "{folder} has {keys}, which servers do not apply. Merge it: toolkit export-model {folder} merge=true "
+            "output=DIR",
+            folder=adapter,
+            keys=", ".join(unsupported),
+        )
+
+
+def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[str]:
+    """Return vLLM's or SGLang's options to serve as `name` a LoRA adapter that passed `check_adapter`; ConfigError if
+    it adds to one of the two matrices of experts alone.
+    """
+    config = read_object(adapter / "adapter_config.json")
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
     rank = next((allowed for allowed in _RANKS if allowed >= needed), needed)
     options = ["--enable-lora", "--max-lora-rank", str(rank)]

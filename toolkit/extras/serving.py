@@ -9,10 +9,7 @@ vLLM and llama.cpp return the ids of a chat's prompt (`/tokenize` with messages;
 SGLang only their number (`usage.prompt_tokens`).
 """
 
-import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -36,6 +33,7 @@ from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, mark_trained
 from toolkit.evaluate.servable import resolve_servable
+from toolkit.evaluate.server import find_program
 from toolkit.export.verify import judge_logits, logits_of_directory
 from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
@@ -566,8 +564,7 @@ def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], li
 
 def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Ask vLLM's server for the prompts of cases."""
-    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]  # also next to this Python
-    if not (program := shutil.which("vllm", path=os.pathsep.join(folders))):
+    if not (program := find_program("vllm")):
         raise NotRun(tr("it is not installed"))
     with _server([program, "serve", str(folder), "--served-model-name", "model"]) as url:
         return _prompts_of_server(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))
@@ -575,9 +572,9 @@ def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
 
 def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Ask SGLang's server for the prompts of cases, of which it tells the number of tokens."""
-    if importlib.util.find_spec("sglang") is None:
+    if not (program := find_program("sglang")):
         raise NotRun(tr("it is not installed"))
-    with _server([sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]) as url:
+    with _server([program, "serve", "--model-path", str(folder)]) as url:
         chat = f"{url}/v1/chat/completions"
         return _prompts_of_server(
             cases, lambda body: int(_post(chat, {**body, "max_tokens": 1})["usage"]["prompt_tokens"])
