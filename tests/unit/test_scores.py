@@ -119,10 +119,9 @@ def test_the_stand_in_has_the_signatures() -> None:
 def test_a_run_before_and_after(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: list[dict[str, Any]]
 ) -> None:
-    base, run = write_random(tmp_path / "base"), fake_run(tmp_path / "run", 40)
-    write_speaker(run / "export")
+    base = write_random(tmp_path / "base")
+    run = write_run(tmp_path / "run", base)
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    config["model"]["path"] = str(base)
     config["track"]["tensorboard"]["enabled"] = True
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     questions = tmp_path / "faq.jsonl"
@@ -200,6 +199,75 @@ def test_errors_come_before_the_model(
     assert not stand_in
 
 
+def write_run(folder: Path, base: Path) -> Path:
+    """Write a run with an export that was trained from `base`."""
+    run = fake_run(folder, 40)
+    write_speaker(run / "export")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["model"]["path"] = str(base)
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return run
+
+
+def write_questions(file: Path, *prompts: str) -> Path:
+    """Write questions with a check each."""
+    rows = [{"prompt": prompt, "check": {"contains": "and so on"}} for prompt in prompts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_errors_of_the_base_come_before_the_first_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: list[dict[str, Any]]
+) -> None:
+    base = write_random(tmp_path / "base")
+    run, questions = write_run(tmp_path / "run", base), write_questions(tmp_path / "faq.jsonl", "1", "2 " * 150)
+
+    def error(*words: str) -> str:
+        assert main(["eval", str(run), "compare=base", *words]) == 2
+        assert not stand_in and not list((run / "evaluations").glob("scores-*"))
+        return capsys.readouterr().err
+
+    def without(file: str, *words: str) -> str:
+        content = (base / file).read_bytes()
+        (base / file).unlink()
+        said = error(*words)
+        (base / file).write_bytes(content)
+        return said
+
+    assert f"The tokenizer '{base}' has no chat template" in without("chat_template.jinja", "tasks=gsm8k")
+    assert str(base) in without("tokenizer.json", "tasks=gsm8k")
+    assert str(base) in without("model.safetensors", "tasks=gsm8k")
+    said = error(f"questions={questions}", "max_new_tokens=300")
+    assert f"{base} cannot be asked any question of {questions}: a prompt of" in said and ".." not in said
+
+    assert main(["eval", str(run), "compare=base", f"questions={questions}", "max_new_tokens=8"]) == 0
+    assert f"{base} cannot be asked 1 of 2 questions of {questions}" in capsys.readouterr().out
+
+
+def test_the_scores_of_a_model_survive_a_failure_of_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.extras import scores
+
+    base = write_random(tmp_path / "base")
+    run, questions = write_run(tmp_path / "run", base), write_questions(tmp_path / "faq.jsonl", "1")
+    load_any = scores.load_any
+
+    def load(path: str, **arguments: Any) -> Any:
+        if path == str(base):
+            raise ModelError("the file system is gone")
+        return load_any(path, **arguments)
+
+    monkeypatch.setattr(scores, "load_any", load)
+    assert main(["eval", str(run), "tasks=gsm8k", f"questions={questions}", "compare=base", "max_new_tokens=32"]) == 2
+    said, error = capsys.readouterr()
+    [record] = (run / "evaluations").glob("scores-*.json")
+    values = json.loads(record.read_text(encoding="utf-8"))
+    assert [score["value"] for score in values["scores"]] == [0.25, 0.5, 1.0] and values["base"] == ""
+    assert record.with_suffix(".jsonl").is_file() and str(record) in said and "faq passed" in said
+    assert "the file system is gone" in error
+
+
 def test_without_the_harness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +283,7 @@ def test_a_tokenizer_that_ends_a_text_is_rejected(stand_in: list[dict[str, Any]]
     tokenizer = SimpleNamespace(chat_template="", encode=lambda text: [5, 1], all_special_ids=[1])
     options = harness.HarnessOptions(tasks=("gsm8k",))
     with pytest.raises(ModelError, match="special tokens behind a text"):
-        harness.run_tasks(None, tokenizer, options, harness.load_tasks(options))
+        harness.check_tokenizer(tokenizer, options)
 
 
 def write_tasks(folder: Path) -> Path:

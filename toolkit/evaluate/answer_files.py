@@ -338,6 +338,23 @@ def _prompt_of_question(
     return prompt
 
 
+def reasons_not_to_ask(
+    questions: Iterable[RowQuestion],
+    model: PreTrainedModel,
+    encoder: chat.AnyChatEncoder,
+    sampling: Sampling,
+    system: str,
+) -> Iterator[str]:
+    """Yield for each question why the model cannot be asked it, "" if it can. `model` may be on the meta device."""
+    for question in questions:
+        try:
+            _prompt_of_question(question, model, encoder, sampling, system)
+        except (RowError, ModelError) as error:
+            yield str(error)
+        else:
+            yield ""
+
+
 def finish_of(ids: Sequence[int], sampling: Sampling) -> str:
     """Return how an answer ended: stop, or length if it has as many tokens as it may have."""
     return "stop" if len(ids) < sampling.max_new_tokens else "length"

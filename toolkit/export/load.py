@@ -12,8 +12,8 @@ from toolkit.checkpoint import directory, intact
 from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import accelerator
-from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters, base_model, chat, load, save, tokenizer_files
+from toolkit.messages import ConfigError, ModelError, NotStreamable, tr
+from toolkit.models import adapters, base_model, chat, load, save, tokenizer_files, trainable
 
 
 class LoadedModel(NamedTuple):
@@ -55,19 +55,51 @@ def load_any(
     precision = Dtype(dtype) if dtype != "auto" else usual_precision(target)
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
-    folder, adapter = _model_and_adapter(path, adapter)
-    is_checkpoint = (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir()
-    if is_checkpoint and not adapter:
-        loaded = _load_from_checkpoint(folder, family, chat_template, precision)
-        return loaded._replace(model=loaded.model.to(target))
-    own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
-    encoder = tokenizer_files.load_chat_encoder(
-        adapter if own_tokenizer else folder, family=family, chat_template=chat_template
-    )
+    folder, adapter_folder = _model_and_adapter(path, adapter)
+    if adapter_folder and not (adapter and path):  # an adapter can name any model: its user shall see which
+        note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter_folder)
+        print(note, file=sys.stderr)  # noqa: T201
+    encoder = _load_encoder(folder, adapter_folder, family, chat_template)
+    if _is_checkpoint(folder) and not adapter_folder:
+        return LoadedModel(_load_checkpoint(folder, precision).to(target), encoder)
     model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
-    if adapter:
-        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))
+    if adapter_folder:
+        adapters.load_adapter(model, Path(adapter_folder), base_model.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)
+
+
+def describe_any(path: str, *, adapter: str = "", family: str = "auto", chat_template: str = "") -> LoadedModel:
+    """Return what `load_any` loads, with empty parameters and without an adapter in it, in about a second. Errors are
+    those of `load_any` that need no weights: of the directories, the tokenizer and its template, and the weight files'
+    headers. Arguments: `load_any`.
+    """
+    folder, adapter_folder = _model_and_adapter(path, adapter)
+    encoder = _load_encoder(folder, adapter_folder, family, chat_template)
+    if is_checkpoint := _is_checkpoint(folder):  # whose manifest vouches for its weights
+        folder /= save.MODEL_DIR
+    try:
+        model = load.load_empty(folder, compared=not is_checkpoint)
+    except NotStreamable:  # transformers reads these files as a whole
+        model = load.load_empty(folder)
+    trainable.check_vocabulary(model, encoder.tokenizer)
+    trainable.check_generates_text(model, folder)
+    return LoadedModel(model, encoder)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir()
+
+
+def _load_encoder(folder: Path, adapter: str, family: str, chat_template: str) -> chat.AnyChatEncoder:
+    """Return the chat encoder of a model's directory or checkpoint, or of the adapter on it if that has its own
+    tokenizer. `adapter`: as `_model_and_adapter` returns it; other arguments: `load_any`.
+    """
+    if adapter:
+        own_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
+        source = Path(adapter) if own_tokenizer else folder
+    else:
+        source = folder / save.MODEL_DIR if _is_checkpoint(folder) else folder
+    return tokenizer_files.load_chat_encoder(source, family=family, chat_template=chat_template)
 
 
 def _model_and_adapter(path: str, adapter: str) -> tuple[Path, str]:
@@ -84,25 +116,19 @@ def _model_and_adapter(path: str, adapter: str) -> tuple[Path, str]:
         path, adapter = "", str(folder)
     if not adapter:
         return folder, ""
-    base = adapters.base_of_adapter(Path(adapter), str(folder) if path else "")
-    if not path:  # an adapter can name any model: its user shall see which
-        note = tr("The base model is {base}, which {adapter} names.", base=base, adapter=adapter)
-        print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
-    return base, adapter
+    return adapters.base_of_adapter(Path(adapter), str(folder) if path else ""), adapter
 
 
-def _load_from_checkpoint(checkpoint: Path, family: str, chat_template: str, precision: Dtype) -> LoadedModel:
-    """Load a checkpoint's model for generation, on the CPU; ModelError if it makes no text. Arguments: `load_any`."""
+def _load_checkpoint(checkpoint: Path, precision: Dtype) -> transformers.PreTrainedModel:
+    """Load a checkpoint's model for generation, on the CPU; ModelError if it makes no text."""
     with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
         from toolkit.export.checkpoint import load_checkpoint
-        from toolkit.models import trainable
 
-    encoder = tokenizer_files.load_chat_encoder(checkpoint / save.MODEL_DIR, family=family, chat_template=chat_template)
     model = load_checkpoint(checkpoint)
     trainable.check_generates_text(model, checkpoint)
     for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
         parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
-    return LoadedModel(model.eval(), encoder)
+    return model.eval()
 
 
 def model_of_run(run: Path) -> Path:

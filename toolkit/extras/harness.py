@@ -173,13 +173,8 @@ class _OtherRanks:
         process_group.barrier()
 
 
-def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks) -> dict[str, Any]:
-    """Return the harness's results for a model, {} on all ranks but 0. A collective: each rank has a copy of the model
-    and takes its share of the examples.
-    """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-
+def check_tokenizer(tokenizer: Any, options: HarnessOptions) -> None:
+    """Raise ModelError if a model cannot be scored with its tokenizer."""
     if options.apply_chat_template and not tokenizer.chat_template:
         raise ModelError(
             tr("apply_chat_template=true: the model has no chat template. Name one: model.chat_template=FILE")
@@ -191,6 +186,15 @@ def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks)
                 "the scores would be wrong. Use questions= instead."
             )
         )
+
+
+def run_tasks(model: Any, tokenizer: Any, options: HarnessOptions, tasks: Tasks) -> dict[str, Any]:
+    """Return the harness's results for a model, {} on all ranks but 0. A collective: each rank has a copy of the model
+    and takes its share of the examples.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch_size)
     if process_group.world_size() > 1:  # HFLM takes one process for granted with a loaded model (lm_eval 0.4.13)
         language_model.accelerator = _OtherRanks(model)

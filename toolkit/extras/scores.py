@@ -18,11 +18,18 @@ from toolkit.config.load import load
 from toolkit.config.schema import DistributedConfig, RowFormat, SourceConfig
 from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
-from toolkit.evaluate.answer_files import AnswerOptions, answer_source, count_passed, question_source, read_questions
+from toolkit.evaluate.answer_files import (
+    AnswerOptions,
+    answer_source,
+    count_passed,
+    question_source,
+    read_questions,
+    reasons_not_to_ask,
+)
 from toolkit.evaluate.generate import Sampling, check_system
-from toolkit.export.load import LoadedModel, load_any, model_of_run
+from toolkit.export.load import LoadedModel, describe_any, load_any, model_of_run
 from toolkit.extras import harness
-from toolkit.messages import ConfigError, ModelError, say, tr
+from toolkit.messages import ConfigError, DataError, ModelError, say, tr, warn
 from toolkit.models import adapters
 from toolkit.models.directory import read_object
 from toolkit.models.save import MODEL_DIR
@@ -129,22 +136,68 @@ def score(values: dict[str, str], sampling: Sampling, world_size: int) -> None:
     source = _questions(request) if request.questions else None
     folder = target.run / "evaluations" if target.run else Path("runs") / "evaluations"
     file = output_file(folder, SCORES, values.get("output", ""))
-    # What is wrong with tasks and questions is said before a model is loaded.
+    # What is wrong with tasks, questions or either model is said before the first is loaded: scoring takes hours.
     tasks = harness.load_tasks(request.tasks) if request.tasks else None
+    models = ["", base] if base else [""]
+    for model in models:
+        _check_model(request, target, model, source)
+    file.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     device = str(process_group.start(DistributedConfig())) if world_size > 1 else request.device
-    scored = [_score_model(request, target, "", device, tasks, source, file)]
-    if base:
-        # Loaded again: the harness keeps a model's answers in its tasks.
-        tasks = harness.load_tasks(request.tasks) if request.tasks else None
-        scored.append(_score_model(request, target, base, device, tasks, source, file))
-    if process_group.rank() == 0:
-        table = _joined_scores(scored)
-        facts = {"base": base, "step": _step(target), "seconds": round(time.time() - started, 1), "scores": table}
-        _write(request, scored, facts, file)
-        _print(request, target, table, file, bool(scored[0].rows))
-        _feed_trackers(target, table)
+    scored: list[_Scored] = []
+    try:
+        for model in models:
+            if scored and request.tasks:  # loaded again: the harness keeps a model's answers in its tasks
+                tasks = harness.load_tasks(request.tasks)
+            scored.append(_score_model(request, target, model, device, tasks, source, file))
+            if process_group.rank() == 0:  # now, as the second model may fail, or its process be killed
+                facts = {"base": model, "step": _step(target), "seconds": round(time.time() - started, 1)}
+                _write(request, scored, facts, file)
+    finally:
+        if scored and process_group.rank() == 0:
+            _print(request, target, _joined_scores(scored), file, bool(scored[0].rows))
+            _feed_trackers(target, _joined_scores(scored))
     process_group.stop()
+
+
+def _loading_arguments(request: Request, target: Target, base: str) -> dict[str, Any]:
+    """Return arguments of `load_any` and `describe_any` for a model to score; `base`: see `_score_model`."""
+    # With adapter=DIR the path is that of its base, as typed; without, a run's stands for its export or checkpoint.
+    path = request.path if request.adapter else str(target.folder)
+    return {
+        "path": base or path,
+        "adapter": "" if base else request.adapter,
+        "family": request.family,
+        "chat_template": request.chat_template,
+    }
+
+
+def _check_model(request: Request, target: Target, base: str, questions: SourceConfig | None) -> None:
+    """Raise what scoring a model would raise for its files, its tokenizer, its chat template, or for questions of which
+    it can be asked none; warn if that are some. Arguments: `_score_model`.
+    """
+    described = describe_any(**_loading_arguments(request, target, base))
+    check_system(described.encoder, request.system)
+    if request.tasks:
+        harness.check_tokenizer(described.encoder.tokenizer, request.tasks)
+    if questions:
+        asked = read_questions(questions, request.allow_code)
+        reasons = list(reasons_not_to_ask(asked, *described, request.sampling, request.system))
+        failed = [reason.rstrip(".") for reason in reasons if reason]
+        name, file = base or target.path, request.questions
+        if len(failed) == len(reasons):
+            raise DataError(
+                "{model} cannot be asked any question of {file}: {reason}.", model=name, file=file, reason=failed[0]
+            )
+        if failed:
+            warn(
+                "{model} cannot be asked {failed} of {rows} questions of {file}, which count as failed: {reason}.",
+                model=name,
+                failed=len(failed),
+                rows=len(reasons),
+                file=file,
+                reason=failed[0],
+            )
 
 
 class _Scored(NamedTuple):
@@ -175,17 +228,11 @@ def _score_model(
     harness's of `request.tasks`, and `questions`: the source of `request.questions`, None without. `output`: file of
     the answers to tasks; those to questions are in a file next to it.
     """
-    # With adapter=DIR the path is that of its base, as typed; without, a run's stands for its export or checkpoint.
-    path = request.path if request.adapter else str(target.folder)
     loaded = load_any(
-        base or path,
-        adapter="" if base else request.adapter,
-        family=request.family,
-        chat_template=request.chat_template,
+        **_loading_arguments(request, target, base),
         dtype=request.dtype or stored_dtype(Path(request.adapter) if request.adapter else target.folder),
         device=device,
     )
-    check_system(loaded.encoder, request.system)
     scores: list[harness.Score] = []
     results: dict[str, Any] = {}
     if loaded_tasks and request.tasks:
@@ -202,7 +249,6 @@ def _score_model(
 
 def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any], file: Path) -> None:
     """Write the answers to tasks to a file, and scores, settings and the harness's results to one next to it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     if rows := [row for model_scored in scored for row in model_scored.rows]:
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_atomically(file, lines.encode("utf-8", "backslashreplace"))
@@ -210,6 +256,7 @@ def _write(request: Request, scored: Sequence[_Scored], facts: Mapping[str, Any]
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": request.path or request.adapter,
         **facts,
+        "scores": _joined_scores(scored),
         "computed": [model_scored.computed for model_scored in scored],
         "settings": asdict(request),
         "harness": [model_scored.results for model_scored in scored if model_scored.results],
@@ -280,7 +327,6 @@ def _score_answers(
     """Answer and check questions; the answers are in a file next to `output`. Return the share that passed."""
     name = Path(request.questions).stem
     file = output.with_name(f"{output.stem}-{name}{'-base' if is_base else ''}.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
     options = AnswerOptions(
         sampling=request.sampling,
         batch_size=request.batch_size,
