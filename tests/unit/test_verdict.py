@@ -1,16 +1,23 @@
 """The verdict that a report begins with: what it says of curves, and that it never says more than they show."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.fake_runs import fake_run, lines, row
-from toolkit.config.schema import EVAL_EMBED, EVAL_LABELS, EVAL_PAIRS
+from toolkit.checkpoint.directory import RunState
+from toolkit.config.load import load, to_dict
+from toolkit.config.schema import EVAL_EMBED, EVAL_LABELS, EVAL_LOSS, EVAL_PAIRS
+from toolkit.engine import parameters
+from toolkit.export.card import card
 from toolkit.messages import set_language
 from toolkit.report.run import read_run
 from toolkit.report.verdict import (
@@ -27,6 +34,11 @@ from toolkit.report.verdict import (
     next_commands,
     verdict_of,
 )
+from toolkit.tasks.classify import ClassifyTask
+from toolkit.tasks.distill import DistillTask
+from toolkit.tasks.embed import EmbedTask
+from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.preference import PreferenceTask
 
 QUICKSTART = ((0, 7.6583), (100, 3.6349), (200, 1.8756), (300, 0.6586), (400, 0.1886), (500, 0.1014), (528, 0.1013))
 """Validation losses of recipe=quickstart on one rank, and its n-gram baselines."""
@@ -120,7 +132,7 @@ CASES = {
     "no validation set, one row": (
         replace(of(has_validation=False, steps=10), training=at(2.0)),
         SHORT,
-        "10 steps are too few: training loss 2.00 -> 2.00.",
+        "10 steps are too few: training loss 2.00.",
     ),
     "pairs": (
         of(at(0.69, 0.41), shares=at(0.0, 0.83), metric="reward accuracy", samples=200, chance=0.5),
@@ -296,3 +308,47 @@ def test_a_run_that_has_not_ended_is_not_judged_as_one_that_has(folder: Path) ->
     assert verdict is not None
     assert verdict.text == "目前：40 步太少：验证 loss 8.00 -> 4.00。"
     assert next_commands(run, verdict, []) == []
+
+
+MEASURED = {
+    "language": (LanguageTask, "Validation loss 0.500 nats/token."),
+    "classify": (ClassifyTask, "Validation loss 0.5000, accuracy 25.0%."),
+    "embed": (EmbedTask, "Validation loss 0.5000, recall at 1 25.0%."),
+    "preference": (PreferenceTask, "Validation loss 0.5000, reward accuracy 25.0%."),
+    "distill": (
+        DistillTask,
+        "Validation loss 0.500 nats/token.\nGeneral validation samples: loss 0.250 nats/token, 0.2500 nats/token from "
+        "the model before training.",
+    ),
+}
+"""Task, and its last lines where its figures were measured once."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_was_measured_once_has_no_arrow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, lines_of_one = MEASURED[name]
+    monkeypatch.setattr(parameters, "count_parameters", lambda model: {})
+    run: Any = SimpleNamespace(
+        cfg=SimpleNamespace(evaluate=SimpleNamespace(ngram_baselines=False)),
+        engine=SimpleNamespace(module=torch.nn.Linear(1, 1)),
+    )
+    task: Any = kind.__new__(kind)  # without data
+    figures = {EVAL_LOSS: 0.5, **{figure: 0.25 for figure, _ in kind.reported}}
+    said = []
+    for steps in ([], [20], [0, 20]):
+        state = RunState(evaluations=[{"step": step, **figures} for step in steps])
+        result: Any = SimpleNamespace(state=state)
+        summary = kind.summary(task, run, result)
+        assert ("first_eval_loss" in summary, "last_eval_loss" in summary) == (len(steps) > 1, bool(steps))
+        said.append("\n".join(kind.end_lines(task, summary)))
+    assert said[:2] == ["", lines_of_one]
+    assert re.sub(r"([\d.]+%?) -> \1", r"\1", said[2]) == lines_of_one != said[2]
+
+
+def test_a_training_loss_of_one_step_has_no_arrow() -> None:
+    verdict = judge(Curves(steps=1, training=[(1, 3.0)], has_validation=False))
+    assert verdict is not None and verdict.text == "1 step is too few: training loss 3.00."
+    config = to_dict(load(["recipe=quickstart"]).cfg)
+    for step, losses in ((1, "training: 3.0000 nats/token"), (2, "training: 3.0000 -> 3.0000 nats/token")):
+        state = RunState(step=step, first_loss=3.0, last_loss=3.0, config=config)
+        assert losses in card(state, is_adapter=False).decode()

@@ -86,8 +86,9 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     if not math.isnan(state.first_loss):
         kind, preference = _task_and_loss(config)
         is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
-        ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
-        lines += [tr("training: {losses}", losses=ends), ""]
+        first = f"{state.first_loss:.4f} -> " if state.step > 1 else ""
+        losses = f"{first}{state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
+        lines += [tr("training: {losses}", losses=losses), ""]
     if state.evaluations:
         names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # no eval_loss/SOURCE
         lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]

@@ -261,8 +261,8 @@ def _ends(points: Points) -> Points:
 
 
 def _from_to(points: Points) -> str:
-    """Return the first and the last of some losses."""
-    return f"{digits(points[0][1])} -> {digits(points[-1][1])}"
+    """Return the first and the last of some losses, as "7.66 -> 0.101"; the only one if they are of one step."""
+    return " -> ".join(digits(loss) for loss in dict([points[0], points[-1]]).values())
 
 
 def curves_of(run: Run) -> Curves:

@@ -59,7 +59,7 @@ class ClassifyTask(samples.ScoreTask):
         return {schema.EVAL_LOSS: total / sum(counts)} | figures_of(torch.tensor(counts).view_as(confusion))
 
     def _result(self, **values: str) -> str:
-        return tr("Validation loss {first} -> {last}, accuracy {before} -> {after}.", **values)
+        return tr("Validation loss {losses}, accuracy {figures}.", **values)
 
 
 def figures_of(confusion: torch.Tensor) -> dict[str, float]:

@@ -267,9 +267,11 @@ class CustomTask(task.Task):
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
         summary["samples"] = result.state.total_tokens  # of which each sample counts as one here
-        if result.state.evaluations:
-            summary["first_eval_loss"] = result.state.evaluations[0][schema.EVAL_LOSS]
-            summary |= {f"last_{name}": value for name, value in result.state.evaluations[-1].items() if name != "step"}
+        evaluations = result.state.evaluations
+        if len(evaluations) > 1:  # a single one is the last
+            summary["first_eval_loss"] = evaluations[0][schema.EVAL_LOSS]
+        if evaluations:
+            summary |= {f"last_{name}": value for name, value in evaluations[-1].items() if name != "step"}
         return summary
 
     def next_steps(self, run: task.RunContext, answers: list[dict[str, str]]) -> list[str]:

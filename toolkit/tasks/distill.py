@@ -307,23 +307,17 @@ class DistillTask(language.LanguageTask):
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         lines = super().end_lines(summary)
-        ends = {name: f"{summary[f'last_{name}']:.4f}" for name in (EVAL_KL, EVAL_GENERAL) if f"last_{name}" in summary}
-        if EVAL_GENERAL in ends:
-            before, after = summary[f"first_{EVAL_GENERAL}"], summary[f"last_{EVAL_GENERAL}"]
+        if losses := language.first_to_last(summary, EVAL_GENERAL):
             lines.append(
                 tr(
-                    "General validation samples: loss {before} -> {after} nats/token, {kl} nats/token from the model "
-                    "before training.",
-                    before=f"{before:.3f}",
-                    after=f"{after:.3f}",
-                    kl=ends[EVAL_KL],
+                    "General validation samples: loss {losses} nats/token, {kl} nats/token from the model before "
+                    "training.",
+                    losses=losses,
+                    kl=f"{summary[f'last_{EVAL_KL}']:.4f}",
                 )
             )
-        elif EVAL_KL in ends:
-            first = f"{summary[f'first_{EVAL_KL}']:.4f}"
-            lines.append(
-                tr("Divergence from the teacher {first} -> {last} nats/token.", first=first, last=ends[EVAL_KL])
-            )
+        elif kl := language.first_to_last(summary, EVAL_KL, ".4f"):
+            lines.append(tr("Divergence from the teacher {kl} nats/token.", kl=kl))
         return lines
 
 

@@ -197,7 +197,7 @@ class EmbedTask(samples.ScoreTask):
         return rows.to(device), sum(sizes[:leader])
 
     def _result(self, **values: str) -> str:
-        return tr("Validation loss {first} -> {last}, recall at 1 {before} -> {after}.", **values)
+        return tr("Validation loss {losses}, recall at 1 {figures}.", **values)
 
     def _use(self, folder: str) -> str:
         return tr("The model, for AutoModel of transformers and sentence-transformers: {folder}", folder=folder)

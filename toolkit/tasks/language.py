@@ -384,10 +384,11 @@ class LanguageTask(task.Task):
             "trained_tokens": result.state.trained_tokens,
             "total_tokens": result.state.total_tokens,
         }
-        ends = result.state.evaluations[:1] + result.state.evaluations[-1:]  # the first and the last, or none
+        evaluations = result.state.evaluations  # of which a single one is the last
+        ends = dict(zip(("last", "first"), [*evaluations[-1:], *evaluations[:-1][:1]], strict=False))
         for figure, name in ((EVAL_LOSS, EVAL_LOSS), *self.reported):
-            if ends and all(figure in row for row in ends):
-                summary |= {f"first_{name}": ends[0][figure], f"last_{name}": ends[1][figure]}
+            if all(figure in row for row in ends.values()):
+                summary |= {f"{end}_{name}": row[figure] for end, row in ends.items()}
         if run.cfg.evaluate.ngram_baselines and self.has_validation and run.ranks.rank == 0:
             summary |= self._baselines()
         return summary
@@ -403,20 +404,12 @@ class LanguageTask(task.Task):
         return {"unigram_loss": unigram, "bigram_loss": bigram}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        losses = {name: f"{loss:.3f}" for name, loss in summary.items() if name.endswith("_loss")}
         lines = []
-        if "last_eval_loss" in losses:
-            first, last = losses["first_eval_loss"], losses["last_eval_loss"]
-            lines.append(tr("Validation loss {first} -> {last} nats/token.", first=first, last=last))
-        if "unigram_loss" in losses:
-            unigram, bigram = losses["unigram_loss"], losses["bigram_loss"]
-            lines.append(
-                tr(
-                    "For comparison, on the same tokens: unigram {unigram}, bigram {bigram}.",
-                    unigram=unigram,
-                    bigram=bigram,
-                )
-            )
+        if losses := first_to_last(summary, EVAL_LOSS):
+            lines.append(tr("Validation loss {losses} nats/token.", losses=losses))
+        if "unigram_loss" in summary:
+            baselines = {name: f"{summary[f'{name}_loss']:.3f}" for name in ("unigram", "bigram")}
+            lines.append(tr("For comparison, on the same tokens: unigram {unigram}, bigram {bigram}.", **baselines))
         return lines
 
     def next_steps(self, run: task.RunContext, answers: list[dict[str, str]]) -> list[str]:
@@ -432,3 +425,8 @@ class LanguageTask(task.Task):
         prompt = answers[0]["prompt"] if answers else "Hello"
         command = shlex.join(["toolkit", "generate", str(folder), f"prompt={prompt}"])
         return [what, tr("Ask it:  {command}", command=command)]
+
+
+def first_to_last(summary: Mapping[str, Any], name: str, form: str = ".3f") -> str:
+    """Return a figure of a summary as "7.658 -> 0.101", "0.101" if it was measured once, "" if never."""
+    return " -> ".join(f"{summary[key]:{form}}" for key in (f"first_{name}", f"last_{name}") if key in summary)

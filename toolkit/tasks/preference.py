@@ -280,7 +280,7 @@ class PreferenceTask(SampleTask):
         return {schema.EVAL_LOSS: mean_loss, PAIRS: int(num_pairs), **figures}
 
     def _result(self, **values: str) -> str:
-        return tr("Validation loss {first} -> {last}, reward accuracy {before} -> {after}.", **values)
+        return tr("Validation loss {losses}, reward accuracy {figures}.", **values)
 
 
 class KtoTask(PreferenceTask):

@@ -9,6 +9,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config import mesh
+from toolkit.config.schema import EVAL_LOSS
 from toolkit.messages import tr
 from toolkit.models.per_sample import samples_in_rows
 from toolkit.models.record import has_adapter
@@ -58,15 +59,15 @@ class SampleTask(language.LanguageTask):
         return {}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        if "last_eval_loss" not in summary:
-            return []
-        losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
         [(_, name)] = self.reported  # such a task reports one figure
-        before, after = summary[f"first_{name}"], summary[f"last_{name}"]
-        return [self._result(**losses, before=f"{before:.1%}", after=f"{after:.1%}")]
+        losses, figures = (
+            language.first_to_last(summary, EVAL_LOSS, ".4f"),
+            language.first_to_last(summary, name, ".1%"),
+        )
+        return [self._result(losses=losses, figures=figures)] if losses else []
 
     def _result(self, **values: str) -> str:
-        """Return the line about the validation: `first` and `last` loss, the reported figure `before` and `after`."""
+        """Return the line about the validation: `losses` and the reported `figures`, both as of `first_to_last`."""
         raise NotImplementedError
 
 
