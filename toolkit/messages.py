@@ -226,16 +226,17 @@ _MOST_NAMES = 8
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to `name`, in any case of letters, or None."""
-    spellings = {candidate.lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.lower(), spellings, n=1, cutoff=0.6)
-    return spellings[matches[0]] if matches else None
+    """Return the candidate that has a name in it (bleu: eval_bleu), is similar to it, or is in it; None without one."""
+    name, spellings = name.lower(), {candidate.lower(): candidate for candidate in candidates}
+    parts = sorted((part for part in spellings if re.search(rf"(\b|_){re.escape(part)}", name)), key=len)
+    begun = sorted((other for other in spellings if re.search(rf"(\b|_){re.escape(name)}", other)), key=len)
+    close = [*begun[: len(name) > 2], *difflib.get_close_matches(name, spellings, n=1, cutoff=0.75), *parts[::-1]]
+    return spellings[close[0]] if close else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "Did you mean 'x'?", or "" without a candidate that is like `name`."""
-    candidate = nearest(name, candidates)
-    return "" if candidate is None else tr("Did you mean '{name}'?", name=candidate)
+    return tr("Did you mean '{name}'?", name=near) if (near := nearest(name, candidates)) is not None else ""
 
 
 def shortlist(names: Iterable[str], more: str, like: str = "") -> str:

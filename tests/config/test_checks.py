@@ -98,7 +98,7 @@ REFUSED = {
         "data.sources[1].general has an effect with task=distill and no distill.teacher only. Remove it."
     ),
     "task=distill distill.teacher=a/b evaluate.keep_best=eval_general_loss": (
-        "evaluate.keep_best = eval_general_loss is none of eval_loss, eval_kl. Did you mean 'eval_loss'?"
+        "evaluate.keep_best = eval_general_loss is none of eval_loss, eval_kl."
     ),
     "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] evaluate.keep_best=eval_k": (
         "evaluate.keep_best = eval_k is none of eval_loss, eval_kl, eval_general_loss. Did you mean 'eval_kl'?"
@@ -299,7 +299,7 @@ REFUSED = {
         "evaluate.keep_best = bleu is none of eval_loss, eval_bleu. Did you mean 'eval_bleu'?"
     ),
     "evaluate.keep_best=eval_length evaluate.metrics=[length,chrf]": (
-        "evaluate.keep_best = eval_length is none of eval_loss, eval_chrf. Did you mean 'eval_loss'?"
+        "evaluate.keep_best = eval_length is none of eval_loss, eval_chrf."
     ),
     "evaluate.metrics=[bleu] evaluate.temperature=1 evaluate.top_p=0": (
         "evaluate.top_p = 0.0 must be above 0 and at most 1."

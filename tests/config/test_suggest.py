@@ -3,10 +3,13 @@
 import pytest
 
 from toolkit.arguments import parse
+from toolkit.cli import COMMANDS
+from toolkit.cli.key_help import help_of_keys
 from toolkit.config.load import load
 from toolkit.config.program_keys import sentence
 from toolkit.config.suggest import foreign_names, keys_meant
 from toolkit.config.validate import field_type
+from toolkit.engine import ds_config, ds_keys
 from toolkit.messages import ConfigError, read_table, shortlist
 
 GUESSES = {
@@ -90,16 +93,71 @@ GUESSES = {
     "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
     "bf16.enabled": "precision.dtype",
     "stage3_param_persistence_threshold": "zero.stage3_param_persistence_threshold",
-    # Nothing is like it.
+    "torch_autocast": "precision.dtype",
+    "zero.compute_grad_norm": "ds_extra.zero_optimization.compute_grad_norm",
+    "zero_optimization.cpu_offload_param": "zero.offload_param",
+    # Nothing is like it: common words and shapes of names do not count.
     "banana": "",
     "foo.bar": "",
     "distributed.port": "",
+    "auto_ratio_x": "",
+    "use_ray": "",
+    "num_beams": "",
+    "max_out_token": "",
+    "oft_rank": "",
+    "trainer_cls": "",
+    "sparse_attention": "",
+    "group_by_length": "",
 }
 
 
 @pytest.mark.parametrize("name", GUESSES)
 def test_what_a_wrong_key_means(name: str) -> None:
     assert " ".join(keys_meant(name)) == GUESSES[name]
+
+
+def test_each_key_of_deepspeeds_json_is_answered_with_ours_or_as_an_extra() -> None:
+    """The help of a key, and the error for one in a config; DeepSpeed's own sections may have another name here."""
+    for key in (*ds_keys.json_keys(), *ds_keys.RENAMED, *ds_keys.REMOVED):
+        if field_type(key) is not None:  # such as checkpoint and compile
+            continue
+        meant = keys_meant(key)
+        try:
+            said = help_of_keys([key])
+        except ConfigError as error:
+            said = str(error)
+        if not meant:
+            assert key in ds_keys.REMOVED and said.endswith("belongs to a feature that was removed from DeepSpeed.")
+        elif meant[0].startswith("ds_extra."):
+            today = ds_keys.RENAMED.get(key, key)
+            assert meant == (f"ds_extra.{today}",) and f"write it as ds_extra.{today}" in said
+            value: object = {} if today in SECTIONS else 1
+            for name in reversed(today.split(".")):
+                value = {name: value}
+            assert isinstance(value, dict)
+            ds_keys.check_extra(value, ds_config.OWNED)
+        else:
+            assert key not in ds_config.OWNED or meant == (ds_config.OWNED[key],)
+            assert f"toolkit help {meant[0]}" in said or meant[0] in said.splitlines() or "is a choice of" in said
+
+
+SECTIONS = {key for key in ds_keys.json_keys() if any(other.startswith(f"{key}.") for other in ds_keys.json_keys())}
+
+
+def test_a_command_that_is_merely_similar_is_not_suggested() -> None:
+    words = {
+        "chek": "check",
+        "import": "import-config",
+        "exportmodel": "export-model",
+        "report_to": "track.tensorboard",
+    }
+    for word, meant in words.items():
+        with pytest.raises(ConfigError, match=rf"Did you mean '(toolkit help )?{meant}"):
+            help_of_keys([word])
+    for word in ("activation_checkpointing", "elastic_checkpoint", "comet_online", "dataset"):
+        with pytest.raises(ConfigError) as caught:
+            help_of_keys([word])
+        assert not any(f"'{command}'" in str(caught.value) for command in COMMANDS)
 
 
 OPTIONS = {

@@ -32,7 +32,7 @@ def help_of_keys(words: list[str]) -> str:
     if not named and not in_group:  # "lr" alone means optim.lr, and whatever else ends so
         named = [key for dotted, key in keys.items() if dotted.rpartition(".")[2] == name]
     if not named and not in_group:
-        raise _unknown(name, list(keys))
+        raise _unknown(name)
     parts = [*map(_help_of_key, named), *map(_help_of_group, in_group)]
     choices = listed(*(path.stem for path in sorted((conf_folder() / name).glob("*.yaml"))))
     if choices:
@@ -83,12 +83,12 @@ def _groups() -> str:
     )
 
 
-def _unknown(name: str, keys: list[str]) -> ConfigError:
-    """Return the error for a name that no key has, with the most similar key."""
-    from toolkit.config.suggest import keys_meant
+def _unknown(name: str) -> ConfigError:
+    """Return the error for a name that no key has, with the command or the keys that were probably meant."""
+    from toolkit.config import suggest
 
     unknown = tr("no command and no key is called '{name}'.", name=name)
-    if "." not in name and (command := did_you_mean(name, COMMANDS)):
+    if "." not in name and not suggest.is_of_others(name) and (command := did_you_mean(name, COMMANDS)):
         return ConfigError(joined(unknown, command))
     if groups := sorted(path.parent.name for path in conf_folder().glob(f"*/{glob.escape(name)}.yaml")):
         return ConfigError(
@@ -96,16 +96,24 @@ def _unknown(name: str, keys: list[str]) -> ConfigError:
             name=name,
             group=groups[0],
         )
-    if meant := keys_meant(name):
+    meant = suggest.keys_meant(name)
+    if meant and meant[0].startswith("ds_extra."):
+        extra = tr("DeepSpeed has it, but no key here: write it as {key} (toolkit help ds_extra).", key=meant[0])
+        return ConfigError(joined(unknown, extra))
+    if meant:
         shown = "' / '".join(f"toolkit help {_without_positions(key)}" for key in meant[:3])
         return ConfigError(joined(unknown, tr("Did you mean '{name}'?", name=shown)))
-    return ConfigError(joined(unknown, did_you_mean(name, keys) or tr("All groups: toolkit help keys")))
+    if reason := suggest.why_there_is_none(name):
+        return ConfigError(joined(unknown, tr("There is none here: {says}.", says=reason)))
+    return ConfigError(joined(unknown, tr("All groups: toolkit help keys")))
 
 
 def _full_name(name: str) -> str:
-    """Return a key's name in the list of keys: data.columns -> data.sources.columns, optim.lr -> optim.lr."""
+    """Return a key's name in the list of keys: data.columns -> data.sources.columns, ds_extra.comet -> ds_extra."""
     name = _without_positions(name).rstrip(".")
     section, _, leaf = name.partition(".")
+    if section == "ds_extra":
+        return section
     return f"data.sources.{leaf}" if section == "data" and leaf in data_forms.SOURCE_KEYS else name
 
 

@@ -2,11 +2,13 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.config import data_forms, files
 from toolkit.config.dotted_keys import REMOVED, all_keys
@@ -24,7 +26,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_processes"), _LAUNCH),
 }
 """Arguments of some commands, or of launchers, which others take for a key -> the commands to type."""
-_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "float32": "fp32"}
+_OTHER_CHOICES = {"float16": "fp16", "half": "fp16", "16": "fp16", "float32": "fp32", "32": "fp32", "bfloat16": "bf16"}
 """What PyTorch calls choices of ours, where that is not like them."""
 COLUMNS_MEANT = {
     "prompt": (
@@ -43,9 +45,9 @@ _ONLINE = {"grpo", "ppo", "rlhf", "rl", "dapo", "gspo", "rloo", "reinforce", "on
 _MOST_RUNS = 5
 _LEAST_OPTIONS = 3
 """Options of other programs that make a command of theirs."""
-_LEAST_NAME, _LEAST_SHORT, _LEAST_HERE, _LEAST_PATH = 0.75, 0.85, 0.6, 0.8
+_LEAST_NAME, _LEAST_SHORT, _LEAST_WORDS, _LEAST_SECTION, _LEAST_PATH = 0.75, 0.85, 0.7, 0.6, 0.8
 """How similar (difflib's ratio) a name must be to be guessed: any key's or program's last part; one of up to four
-letters; one in the section that was typed; a dotted path as a whole."""
+letters; the words that are not the same; the section of a name that is right; a dotted path as a whole."""
 
 
 @cache
@@ -57,9 +59,36 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
     return {name: tuple(keys.split(", ")) for name, keys in names.items()}
 
 
+_deepspeed = cache(partial(read_table, "engine/ds_keys.json"))
+
+
+@cache
+def _deepspeed_keys() -> dict[str, str]:
+    """Return a name -> the dotted key of DeepSpeed's JSON that it means: that key, and its last part if that has
+    several words and no other key ends so.
+    """
+    keys: list[str] = []
+
+    def collect(section: Mapping[str, Any], prefix: str = "") -> None:
+        for name, children in section.items():
+            keys.append(prefix + name)
+            collect(children or {}, f"{prefix}{name}.")
+
+    collect(_deepspeed()["keys"])
+    count = Counter(key.rpartition(".")[2] for key in keys)
+    names = {name: key for key in keys if "_" in (name := key.rpartition(".")[2]) and count[name] == 1}
+    return names | dict(zip(keys, keys, strict=True))
+
+
 def is_foreign(name: str) -> bool:
     """Whether another program has an argument of this name."""
     return any(name in keys_of(program) for program in _PROGRAMS)
+
+
+def is_of_others(name: str) -> bool:
+    """Whether another program, or DeepSpeed's JSON, has a key of this name."""
+    others = (foreign_names(), _deepspeed_keys(), _deepspeed()["removed"])
+    return is_foreign(name) or any(name in names for names in others)
 
 
 def option_meant(name: str, value: str) -> str:
@@ -74,7 +103,7 @@ def option_meant(name: str, value: str) -> str:
         return _write_or_leave_out(words.format(value=value or "VALUE"), sentence(reason_name))
     # Without a row of its own it is known by the keys that it means, or by a reason why there are none.
     keys = foreign_names().get(name, ())
-    if not keys and (reason := _why_there_is_none(name)):
+    if not keys and (reason := why_there_is_none(name)):
         return _write_or_leave_out("", reason)
     kind = field_type(keys[0]) if len(keys) == 1 else None
     if kind == list[str] and value and not value.startswith("["):  # one item: a list is written in brackets here
@@ -123,7 +152,7 @@ def unknown_key(path: str, locate: Callable[[str], str]) -> ConfigError:
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)  # one of these keys, or a section of them
         removed = tr("It has been removed; instead, see '{name}'.", name=names)
         text = joined(text, removed if is_old else tr("Did you mean '{name}'?", name=names))
-    elif reason := _why_there_is_none(shown.rpartition(".")[2]):
+    elif reason := why_there_is_none(shown):
         text = joined(text, tr("There is none here: {says}.", says=reason))
     elif siblings:
         text = joined(text, tr("Known here: {keys}.", keys=shortlist(siblings, tr("docs/config.md"))))
@@ -282,7 +311,7 @@ def keys_meant(path: str) -> tuple[str, ...]:
     if field_type(shown) is not None:
         return (path,)
     prefix, _, name = path.rpartition(".")
-    ours_of = foreign_names()
+    ours_of, deepspeed_keys = foreign_names(), _deepspeed_keys()
     outermost, _, below = shown.partition(".")
     candidates = [f"{our_section}.{below}" for our_section in ours_of.get(outermost, ()) if below]
     # The first of these that is not empty counts.
@@ -290,11 +319,18 @@ def keys_meant(path: str) -> tuple[str, ...]:
         ours_of.get(shown),  # another program's whole name: optimizer.params.lr
         ours_of.get(prefix) if shown in REMOVED else (),  # what takes the place of the removed section that it was in
         tuple(key for key in candidates if field_type(key) is not None),  # as scheduler is schedule: scheduler.name
+        (f"ds_extra.{shown}",) if shown in deepspeed_keys.values() else (),  # DeepSpeed's, without one of ours
         (f"{shown}s",) if f"{name}s" in members(shown.rpartition(".")[0]) else (),  # the plural is our key
         ours_of.get(name),  # another program's name behind any section
         ours_of.get(shown.replace(".", "_")),  # a dot in the place of its underscore
+        keys_meant(today) if (today := _deepspeed()["renamed"].get(shown)) else (),
     )
-    return next(filter(None, ways), None) or _nearest(prefix, shown, name)
+    if meant := next(filter(None, ways), None):
+        return meant
+    if name in deepspeed_keys:  # the last part of a key of DeepSpeed's
+        return keys_meant(deepspeed_keys[name])
+    is_in_section = prefix and members(shown.rpartition(".")[0])  # of ours: then it is rather a misspelling
+    return () if not is_in_section and why_there_is_none(shown) else _nearest(prefix, shown, name)
 
 
 def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
@@ -318,7 +354,8 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         if not any(f"{key}.".startswith(foreign) for key in REMOVED)
     }
     # In the typed section: a similar name, one of its words (save_every: every), or letters swapped (stpes: max_steps).
-    if close := _most_similar(name, here, _LEAST_NAME) or (prefix and _with_words_of(name, here)):
+    least = _LEAST_NAME if prefix or len(name) > 4 else _LEAST_SHORT  # of many names, short ones are like each other
+    if close := _most_similar(name, here, least) or (prefix and _with_words_of(name, here)):
         return here[close]
     if prefix and (close := _with_a_word_like(name, here)):
         return here[close]
@@ -326,7 +363,7 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         return ours[name]
     # The right name in a section that is nearly right: of several sections the one that is most like the typed one.
     best = max(ours.get(name, ()), key=likeness_of_section, default="")
-    if best and likeness_of_section(best) >= _LEAST_HERE:
+    if best and likeness_of_section(best) >= _LEAST_SECTION:
         return (best,)
     # A name of another program that has a section, too.
     if close := _most_similar(shown, (path for path in theirs if "." in path), _LEAST_PATH):
@@ -337,19 +374,29 @@ def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:
         return here[close]
     # In any section, and by other programs' names; last parts that several keys share say too little.
     everywhere = theirs | {leaf: keys for leaf, keys in ours.items() if len(keys) == 1}
-    least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT  # of the many names, short ones are like each other
+    least = _LEAST_NAME if len(name) > 4 else _LEAST_SHORT
     if close := _most_similar(name, everywhere, least) or _with_the_words(name, everywhere):
         return everywhere[close][:_MOST_GUESSES]
-    # As a whole: section and name are both slightly wrong. Then, less like it, a name of the typed section.
-    if close := _most_similar(shown, (key for key in all_keys() if not shown.startswith(key)), _LEAST_PATH):
-        return (close,)
-    return here[close] if (close := _most_similar(name, here, _LEAST_HERE)) else ()
+    # As a whole: section and name are both slightly wrong.
+    close = _most_similar(shown, (key for key in all_keys() if not shown.startswith(key)), _LEAST_PATH)
+    return (close,) if close else ()
 
 
 def _most_similar(name: str, candidates: Iterable[str], least: float) -> str | None:
-    """Return the candidate that is most like a name, None if none is like it enough."""
-    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=least)
-    return close[0] if close else None
+    """Return the candidate that is most like a name, None if none is like it enough: as a whole, and in what is left
+    of both without their common words, so that auto_ratio is not like topk_ratio.
+    """
+    words = re.split(r"[._]", name.lower())
+
+    def is_like(candidate: str) -> bool:
+        others = re.split(r"[._]", candidate)
+        rest = "_".join(word for word in words if word not in others)
+        other_rest = "_".join(word for word in others if word not in words)
+        likeness = difflib.SequenceMatcher(None, rest, other_rest).ratio()
+        return not rest or not other_rest or sorted(rest) == sorted(other_rest) or likeness >= _LEAST_WORDS
+
+    close = difflib.get_close_matches(name.lower(), list(candidates), n=_MOST_GUESSES, cutoff=least)
+    return next(filter(is_like, close), None)
 
 
 def _with_the_words(name: str, candidates: Iterable[str]) -> str | None:
@@ -371,8 +418,13 @@ def _with_a_word_like(name: str, candidates: Iterable[str]) -> str | None:
     return next((key for key in candidates for word in key.split("_") if sorted(word) == letters), None)
 
 
-def _why_there_is_none(name: str) -> str:
-    """Return why another program's key of this name has no counterpart here; "" if no program has one, or no reason."""
+def why_there_is_none(path: str) -> str:
+    """Return why another program's key of this name has no counterpart here; "" if no program has one, or no reason.
+    `path`: dotted, without positions in lists.
+    """
+    name = path.rpartition(".")[2]
+    if path in _deepspeed()["removed"]:
+        return tr("it belongs to a feature that was removed from DeepSpeed")
     tables = [keys_of(program) for program in _PROGRAMS]
     keys = [table[name] for table in tables if name in table]
     return next((sentence(key.says).rstrip(".。") for key in keys if key.says), "")

@@ -272,8 +272,7 @@ class Trainer:
         """Return the lines that are printed at the end: steps, losses, skipped steps, answers, what to do next."""
         unit = self.task.loss_unit
         digits = 3 if unit else 4  # a custom model's loss may be of any size
-        first, last = (f"{loss:.{digits}f}" for loss in (result.state.first_loss, result.state.last_loss))
-        losses = last if result.state.step == 1 else f"{first} -> {last}"
+        ends = (result.state.first_loss, result.state.last_loss)[-result.state.step :]  # one after a single step
         lines = [
             tr(
                 "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
@@ -281,7 +280,7 @@ class Trainer:
                 steps=summary["steps_done"],
                 steps_s=summary["steps_seconds"],
                 seconds=summary["seconds"],
-                losses=f"{losses} {unit}".rstrip(),
+                losses=f"{' -> '.join(f'{loss:.{digits}f}' for loss in ends)} {unit}".rstrip(),
             )
         ]
         if result.skipped_steps or result.state.rewinds:
