@@ -30,7 +30,7 @@ ANSWERS = {
     "Continued pretraining": ("recipes.md#which-one", ["pretrain_continue"]),
     "Preference data": ("preference.md#data", ['"chosen"', '"rejected"']),
     "Resume": ("reliability.md#resume-a-run", ["run.name", "checkpoint."]),
-    "Merge a LoRA adapter": ("tuning.md#checkpoints-export-and-merging-lora", ["merge=true"]),
+    "merge a LoRA adapter": ("tuning.md#checkpoints-export-and-merging-lora", ["merge=true"]),
     "Deploy": ("using.md#deploying-a-model", ["/v1/chat/completions", "vLLM", "convert_hf_to_gguf.py"]),
 }
 """Part of a question -> the page or section that it leads to, and what is there in both languages."""
