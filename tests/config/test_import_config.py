@@ -406,6 +406,16 @@ def test_single_keys(capsys: pytest.CaptureFixture[str], change: dict[str, Any],
         assert (found == pytest.approx(value)) if isinstance(value, float) else found == value, key
 
 
+def test_template_of_llama_factory_for_a_model_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    put("data/dataset_info.json", INFO)
+    text = FACTORY_YAML.replace("qwen3_nothink", "glm4").replace("identity,adgen,tools", "identity")
+    cfg, said = imported(capsys, put("glm4.yaml", text), "world_size=2")
+    assert get_value(cfg, "model.chat_template") == ""
+    assert "template = glm4: the model's own chat template is used; if it has none, set model.chat_template=glm4." in (
+        " ".join(said.split())
+    )
+
+
 PREFERENCES = {
     "pairs": {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt"},
     "asked": {

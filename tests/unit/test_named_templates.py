@@ -12,10 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from tests.unit.test_templates import CHATML, FOUND, PUBLISHED, chats, rendered, rendering_digest, tokenizer_of
 from toolkit.config import files, schema
 from toolkit.messages import ModelError, RowError
+from toolkit.models import load_chat_encoder, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.named_templates import TEMPLATES, templates_taking, use_template
 
 CHATML_TOKENS = ["<|im_start|>", CHATML]
+GLM4 = FOUND.parent / "chatglm" / "tok_glm4"
+"""The tokenizer of glm-4-9b-chat, with a small vocabulary and the published chat template."""
 
 
 def base_tokenizer(*tokens: str) -> Any:
@@ -65,7 +68,7 @@ def test_the_others_write_what_was_compared_with_the_published_ones() -> None:
     """scripts/compare_templates.py compares them with the files themselves."""
     recorded = json.loads(FOUND.read_text("utf-8"))["named"]
     assert (
-        recorded.keys() | {*("chatml", "mistral", "alpaca", "deepseek_r1", "deepseek_v3_2", "gemma4", "glm_z1")}
+        recorded.keys() | {*("chatml", "mistral", "alpaca", "deepseek_r1", "deepseek_v3_2", "gemma4", "glm4", "glm_z1")}
         == TEMPLATES.keys()
     )
     for name, entry in recorded.items():
@@ -96,6 +99,46 @@ def test_deepseek_v3_2_writes_what_the_models_program_writes() -> None:
             prompt = rendered(tokenizer, messages[:-1], None, add_generation_prompt=True, enable_thinking=thinks)
             assert prompt.endswith(f"<｜User｜>{messages[last]['content']}<｜Assistant｜>{asks}")
     assert num_thoughts > 20
+
+
+def _glm4_turns(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """Return a conversation as glm-4-9b-chat's template expects it: tools in the first system message, calls as texts
+    under the tool's name.
+    """
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "", "tools": tools}] if tools else []
+    for message in messages:
+        role = "observation" if message["role"] == "tool" else message["role"]
+        turns.append({"role": role, "content": message["content"], "metadata": message.get("metadata", "")})
+        for call in message.get("tool_calls", []):
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            turns.append({"role": role, "content": arguments, "metadata": call["function"]["name"]})
+    return turns
+
+
+def test_glm4_writes_and_trains_what_glm_4_9b_chat_does(tmp_path: Path) -> None:
+    """Its published template writes the same text; its own format, compared with the original tokenizer in
+    tests/parity, has the same ids and mask.
+    """
+    official = json.loads((GLM4 / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
+    (tmp_path / "official.jinja").write_text(official, "utf-8")
+    published, tokenizer = (load_tokenizer(GLM4, chat_template=name) for name in (f"{tmp_path}/official.jinja", "glm4"))
+    own, encoder = load_chat_encoder(GLM4, original_labels=False), TemplateChatEncoder(tokenizer)
+    call = {"role": "assistant", "content": '{"q": "天气"}', "metadata": "search"}
+    called = [{"role": "user", "content": "问"}, call]
+    found, compared = set[str](), 0
+    for messages, tools, has in [(called, None, {"metadata"}), *chats(5, 1000)]:
+        if any("reasoning_content" in message for message in messages):
+            continue
+        compared, found = compared + 1, found | has
+        assert rendered(tokenizer, messages, tools) == rendered(published, _glm4_turns(messages, tools), None)
+        prompt = rendered(published, _glm4_turns(messages[:-1], tools), None, add_generation_prompt=True)
+        assert rendered(tokenizer, messages[:-1], tools, add_generation_prompt=True) == prompt
+        if messages[-1].get("loss", True):
+            assert encoder.divide(messages, tools) == own.divide(messages, tools)
+            assert encoder.encode(messages, tools) == own.encode(messages, tools)
+    assert compared > 600 and {"metadata", "system", "tools", "parallel", "text beside calls"} <= found
+    with pytest.raises(RowError, match="no tool of type python here"):
+        encoder.encode(called, [{"type": "python"}])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -427,7 +427,7 @@ class ModelConfig:
     original_labels: bool = True
     """With a ChatGLM's own chat format: train exactly what the original trains; false omits ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
-    """Chat template that replaces the tokenizer's own: a name (alpaca, chatml, chatml_tools, deepseek_r1, deepseek_v3_2, gemma, gemma4, glm4_5, glm_z1, llama3, mistral, qwen3) or a Jinja file; "" keeps its own."""
+    """Chat template that replaces the tokenizer's own: a name (alpaca, chatml, chatml_tools, deepseek_r1, deepseek_v3_2, gemma, gemma4, glm4, glm4_5, glm_z1, llama3, mistral, qwen3) or a Jinja file; "" keeps its own."""
     add_tokens: list[str] = field(default_factory=list, metadata=TRAINED)
     """Tokens to add to the vocabulary, such as ["<|im_start|>", "<|im_end|>"] or ["<SEARCH>"]: each becomes one id with rows in embedding and output layer, spare ones first (docs/models.md). Those that the chat template writes become control tokens, all others ordinary text. LoRA trains these rows too."""
     attention: Attention = field(default=Attention.auto, metadata=FREE)

@@ -33,6 +33,7 @@ TEMPLATES = {
     "deepseek_v3_2": _Template(_SYSTEM | _REASONING),
     "gemma": _Template(_SYSTEM, "<end_of_turn>"),
     "gemma4": _Template(_SYSTEM | _REASONING, "<turn|>"),
+    "glm4": _Template(_SYSTEM | _TOOLS, "<|user|>"),
     "glm4_5": _Template(_SYSTEM | _TOOLS | _REASONING),
     "glm_z1": _Template(_SYSTEM | _REASONING),
     "llama3": _Template(_SYSTEM, "<|eot_id|>"),
