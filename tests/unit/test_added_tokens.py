@@ -16,7 +16,7 @@ from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import added_tokens, chat, directory, fine_tuning, load, load_weights, tokenizer_files
-from toolkit.models.named_templates import use_template
+from toolkit.models.named_templates import control_tokens, use_template
 from toolkit.plan.lookup import outline_of
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<ANS>"]
@@ -101,6 +101,17 @@ def test_each_token_is_one_id_and_control_tokens_are_those_of_the_template(tmp_p
         tokenizer_files.load_chat_encoder(folder, chat_template="alpaca") for folder in (base, cfg.model.path)
     )
     assert before.fingerprint != after.fingerprint  # of which the tokenized cache's name is made
+
+
+def test_the_token_that_a_template_begins_with_is_a_control_token(tmp_path: Path) -> None:
+    """Its file names that token `bos_token`."""
+    added = json.dumps(control_tokens("llama3"))
+    cfg = resolved(base_model(tmp_path / "base"), "model.chat_template=llama3", f"model.add_tokens={added}")
+    encoder = tokenizer_files.load_chat_encoder(cfg.model.path, chat_template="llama3")
+    begin = encoder.tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
+    assert encoder.tokenizer.added_tokens_decoder[begin].special
+    ids = encoder.prompt([{"role": "user", "content": "<|begin_of_text|>"}])
+    assert ids[0] == begin and ids.count(begin) == 1
 
 
 def test_spare_rows_are_taken_first_and_all_files_are_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

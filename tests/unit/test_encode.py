@@ -168,7 +168,7 @@ def test_missing_template_and_end(tokenizer: Any) -> None:
         TemplateChatEncoder(tokenizer)
     assert str(error.value) == (
         f"The tokenizer '{name}' has no chat template. Name one: "
-        "model.chat_template=alpaca / glm4 / glm4_5 / glm_z1 / mistral / FILE."
+        "model.chat_template=alpaca / glm4 / glm4_5 / glm_z1 / FILE."
     )
     tokenizer.chat_template, tokenizer.eos_token = CHATML, None
     with pytest.raises(ModelError, match="has no end-of-sequence token"):

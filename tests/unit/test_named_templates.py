@@ -13,8 +13,9 @@ from tests.unit.test_templates import CHATML, FOUND, PUBLISHED, chats, rendered,
 from toolkit.config import files, schema
 from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_tokenizer
+from toolkit.models.chat import TOKENIZER, tokenizer_identity
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.models.named_templates import TEMPLATES, templates_taking, use_template
+from toolkit.models.named_templates import TEMPLATES, control_tokens, templates_taking, use_template
 
 CHATML_TOKENS = ["<|im_start|>", CHATML]
 GLM4 = FOUND.parent / "chatglm" / "tok_glm4"
@@ -23,7 +24,8 @@ GLM4 = FOUND.parent / "chatglm" / "tok_glm4"
 
 def base_tokenizer(*tokens: str) -> Any:
     """Return the tokenizer of a base model: control tokens and an end token, without a chat template."""
-    tokenizer = tokenizer_of(PUBLISHED["mistral"]._replace(template="".join(tokens), end="<|endoftext|>"))
+    tokenizer = tokenizer_of(PUBLISHED["mistral"]._replace(template="", end="<|endoftext|>"))
+    tokenizer.add_tokens([*tokens], special_tokens=True)
     tokenizer.chat_template = None
     return tokenizer
 
@@ -55,7 +57,7 @@ def _alpaca(messages: list[dict[str, Any]]) -> str:
 def test_templates_without_a_published_file_write_their_definition(
     name: str, definition: Callable[[list[dict[str, Any]]], str]
 ) -> None:
-    tokenizer = base_tokenizer(*CHATML_TOKENS)
+    tokenizer = base_tokenizer(*CHATML_TOKENS, "</s>")
     tokenizer.eos_token = "</s>"
     use_template(tokenizer, name)
     compared = [messages for messages, _, has in chats(3, 200) if not has & {"tools", "reasoning"}]
@@ -79,21 +81,21 @@ def test_the_others_write_what_was_compared_with_the_published_ones() -> None:
 
 def test_deepseek_v3_2_writes_what_the_models_program_writes() -> None:
     """encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2, as copied by github.com/vllm-project/vllm (026ddf88)."""
-    tokenizer = base_tokenizer("<｜User｜>", "<｜Assistant｜>")
-    tokenizer.eos_token = "</s>"
+    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    tokenizer = base_tokenizer("<｜User｜>", "<｜Assistant｜>", begin, end)
     use_template(tokenizer, "deepseek_v3_2")
     num_thoughts = 0
     for messages, tools, _ in chats(4, 300):
         if tools or any("</think>" in m["content"] for m in messages):
             continue
         last = max(index for index, message in enumerate(messages) if message["role"] == "user")
-        expected = "<s>"
+        expected = begin
         for index, message in enumerate(messages):
             thought = message.get("reasoning_content") if index > last else None
             num_thoughts += bool(thought)
-            begin = {"system": "", "user": "<｜User｜>", "assistant": "<｜Assistant｜>"}[message["role"]]
-            begin += {"assistant": f"<think>{thought}</think>" if thought else "</think>"}.get(message["role"], "")
-            expected += begin + message["content"] + ("</s>" if message["role"] == "assistant" else "")
+            opening = {"system": "", "user": "<｜User｜>", "assistant": "<｜Assistant｜>"}[message["role"]]
+            opening += {"assistant": f"<think>{thought}</think>" if thought else "</think>"}.get(message["role"], "")
+            expected += opening + message["content"] + (end if message["role"] == "assistant" else "")
         assert rendered(tokenizer, messages, None) == expected
         for thinks, asks in ((False, "</think>"), (True, "<think>")):
             prompt = rendered(tokenizer, messages[:-1], None, add_generation_prompt=True, enable_thinking=thinks)
@@ -143,10 +145,7 @@ def test_glm4_writes_and_trains_what_glm_4_9b_chat_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_takes_what_the_table_says_and_trains_answers_up_to_their_end(name: str) -> None:
-    tokenizer = tokenizer_of(
-        PUBLISHED["mistral"]._replace(template=files.named_chat_template(name), end="<|endoftext|>")
-    )
-    tokenizer.chat_template = None
+    tokenizer = base_tokenizer(*control_tokens(name))
     use_template(tokenizer, name)
     encoder = TemplateChatEncoder(tokenizer)
     takes = ({"system", "tools", "tool_calls"} - encoder.traits.missing) | (
@@ -161,10 +160,30 @@ def test_each_takes_what_the_table_says_and_trains_answers_up_to_their_end(name:
     assert name in templates_taking(tokenizer, TEMPLATES[name].takes)
 
 
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.begin])
+def test_conversations_begin_with_the_templates_own_token(name: str, tmp_path: Path) -> None:
+    """Also where the base has another; the exported tokenizer has it as its BOS, which the exported template names."""
+    begin, chat = TEMPLATES[name].begin, [{"role": "user", "content": f"q{TEMPLATES[name].begin}"}]
+    tokenizer, family = base_tokenizer(*control_tokens(name)), base_tokenizer(*control_tokens(name))
+    tokenizer.bos_token = "<|endoftext|>"
+    family.bos_token, family.eos_token = begin, TEMPLATES[name].end
+    before = tokenizer_identity(family)
+    for one in (tokenizer, family):
+        use_template(one, name)
+    assert {part for part, digest in tokenizer_identity(family).items() if digest != before[part]} == {
+        f"{TOKENIZER}chat template"
+    }
+    ids = TemplateChatEncoder(tokenizer).prompt(chat)
+    assert ids == TemplateChatEncoder(family).prompt(chat)
+    assert ids[0] == tokenizer.convert_tokens_to_ids(begin) and ids.count(ids[0]) == 1, "that in a text stays text"
+    tokenizer.save_pretrained(tmp_path)
+    assert rendered(PreTrainedTokenizerFast.from_pretrained(tmp_path), chat, None).startswith(begin)
+
+
 def test_a_vocabulary_without_the_tokens_is_an_error_that_names_others() -> None:
     tokenizer = base_tokenizer(*CHATML_TOKENS)
     with pytest.raises(
-        ModelError, match=r"llama3 writes <\|end_header_id\|>, which is no token .*: alpaca, chatml, .*qwen3"
+        ModelError, match=r"llama3 writes <\|begin_of_text\|>, which is no token .*: alpaca, chatml, .*qwen3"
     ):
         use_template(tokenizer, "llama3")
     assert tokenizer.chat_template is None and tokenizer.eos_token == "<|endoftext|>"

@@ -21,7 +21,17 @@ from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import ModelConfig
 from toolkit.distributed.file_lock import built_once
 from toolkit.messages import ModelError, file_bytes, reading, say, tr
-from toolkit.models import base_model, chat, directory, load, quantized, stored_form, tokenizer_files, weights
+from toolkit.models import (
+    base_model,
+    chat,
+    directory,
+    load,
+    named_templates,
+    quantized,
+    stored_form,
+    tokenizer_files,
+    weights,
+)
 from toolkit.models.chatglm import official_files
 
 _VERSION = 1
@@ -56,8 +66,9 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     _check_supported(model, tokenizer_folder)
     tokenizer = tokenizer_files.load_tokenizer(tokenizer_folder, family=model.family)
     vocabulary, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
+    control_tokens = named_templates.control_tokens(model.chat_template)
     # A control token in a row's text stays text (`Shield`): only what the template writes is one.
-    special = [token for token in model.add_tokens if token in template]
+    special = [token for token in model.add_tokens if token in template or token in control_tokens]
     for token in model.add_tokens:
         added = AddedToken(token, normalized=False, special=token in special)
         tokenizer.add_tokens([added], special_tokens=token in special)

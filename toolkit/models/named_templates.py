@@ -23,34 +23,36 @@ class _Template(NamedTuple):
     """What rows may have beside questions and answers."""
     end: str = ""
     """Token that ends an answer, which becomes the tokenizer's end token; "" keeps that of the tokenizer."""
+    begin: str = ""
+    """Token that a conversation begins with, which becomes the tokenizer's BOS; "" keeps that of the tokenizer."""
 
 
 TEMPLATES = {
     "alpaca": _Template(_SYSTEM),
     "chatml": _Template(_SYSTEM, "<|im_end|>"),
     "chatml_tools": _Template(_SYSTEM | _TOOLS, "<|im_end|>"),
-    "deepseek_r1": _Template(_SYSTEM | _REASONING),
-    "deepseek_v3_2": _Template(_SYSTEM | _REASONING),
-    "gemma": _Template(_SYSTEM, "<end_of_turn>"),
-    "gemma4": _Template(_SYSTEM | _REASONING, "<turn|>"),
+    "deepseek_r1": _Template(_SYSTEM | _REASONING, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+    "deepseek_v3_2": _Template(_SYSTEM | _REASONING, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+    "gemma": _Template(_SYSTEM, "<end_of_turn>", "<bos>"),
+    "gemma4": _Template(_SYSTEM | _REASONING, "<turn|>", "<bos>"),
     "glm4": _Template(_SYSTEM | _TOOLS, "<|user|>"),
     "glm4_5": _Template(_SYSTEM | _TOOLS | _REASONING),
     "glm_z1": _Template(_SYSTEM | _REASONING),
-    "llama3": _Template(_SYSTEM, "<|eot_id|>"),
-    "mistral": _Template(_SYSTEM),
+    "llama3": _Template(_SYSTEM, "<|eot_id|>", "<|begin_of_text|>"),
+    "mistral": _Template(_SYSTEM, "</s>", "<s>"),
     "qwen3": _Template(_SYSTEM | _TOOLS | _REASONING, "<|im_end|>"),
 }
-"""What each can write and how it ends answers. Sources of the published ones: tests/golden/templates.json."""
+"""What each can write, and its first and last token. Sources of the published ones: tests/golden/templates.json."""
 
 
 def use_template(tokenizer: Any, name: str) -> None:
-    """Replace a tokenizer's chat template by a named one, with its end token, or by that of a Jinja file. ModelError if
-    the file cannot be read, or if the vocabulary lacks control tokens of the named template.
+    """Replace a tokenizer's chat template by a named one, with its BOS and end token, or by that of a Jinja file.
+    ModelError if the file cannot be read, or if the vocabulary lacks control tokens of the named template.
     """
     file = files.chat_template_file(name)
     with reading(str(file), ModelError, tr("Correct model.chat_template.")):
         text = file_bytes(file, _LARGEST_BYTES).decode("utf-8")
-    if name in TEMPLATES and file == files.named_chat_template(name):  # not a user's file of that name
+    if template := _named(name):
         if missing := _missing_tokens(tokenizer, name):
             raise ModelError(
                 "model.chat_template = {name} writes {token}, which is no token of '{tokenizer}': the model would "
@@ -62,8 +64,10 @@ def use_template(tokenizer: Any, name: str) -> None:
                 tokenizer=tokenizer.name_or_path,
                 names=", ".join(templates_taking(tokenizer, ())),
             )
-        if end := TEMPLATES[name].end:
-            tokenizer.eos_token = end
+        if template.begin:
+            tokenizer.bos_token = template.begin
+        if template.end:
+            tokenizer.eos_token = template.end
     tokenizer.chat_template, tokenizer.split_special_tokens = text, False  # its control tokens are tokens in a text
 
 
@@ -81,6 +85,16 @@ def template_setting(tokenizer: Any, *features: str) -> str:
     return f"model.chat_template={' / '.join([*templates_taking(tokenizer, features), 'FILE'])}"
 
 
+def control_tokens(name: str) -> list[str]:
+    """Return the control tokens that a named template writes; none of "" and of a Jinja file, whose are not known."""
+    return _control_tokens(name) if _named(name) else []
+
+
+def _named(name: str) -> _Template | None:
+    """Return the template of a name, None for a user's file, be it of that name."""
+    return TEMPLATES.get(name) if files.chat_template_file(name) == files.named_chat_template(name) else None
+
+
 def _missing_tokens(tokenizer: Any, name: str) -> list[str]:
     ids = zip(_control_tokens(name), tokenizer.convert_tokens_to_ids(_control_tokens(name)), strict=True)
     return [token for token, index in ids if index in (None, tokenizer.unk_token_id)]
@@ -88,5 +102,6 @@ def _missing_tokens(tokenizer: Any, name: str) -> list[str]:
 
 @cache
 def _control_tokens(name: str) -> list[str]:
-    text = files.named_chat_template(name).read_text(encoding="utf-8")
-    return sorted(set(_CONTROL.findall(re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL))))
+    text, template = files.named_chat_template(name).read_text(encoding="utf-8"), TEMPLATES[name]
+    written = _CONTROL.findall(re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL))
+    return sorted({*written, template.begin, template.end} - {""})
