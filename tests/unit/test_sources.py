@@ -364,7 +364,9 @@ def test_several_sources_and_max_samples(tmp_path: Path) -> None:
     second.write_text(json.dumps([{"instruction": "i", "output": "o"}] * 3))
     cfg = run_config(tmp_path, str(first), str(second))
     train, _, report = build_caches(cfg, ByteEncoder())
-    assert [train.where(index) for index in range(6)] == [f"{first}:{n}" for n in (1, 2, 3)] + [f"{second}:1"] * 3
+    assert [train.where(index) for index in range(6)] == [f"{first}:{n}" for n in (1, 2, 3)] + [
+        f"{second}:1 (item {n})" for n in (1, 2, 3)
+    ]
     assert [(source["name"], source["rows"], source["samples"]) for source in report.sources] == [
         (str(first), 3, 3),
         (str(second), 3, 3),
@@ -465,6 +467,7 @@ def compressed(content: bytes) -> bytes:
 
 
 OBJECT = {"a": "]", "v": 1, "rows": ROWS, "n": 5}
+ON_ONE_LINE = [f"1 (item {number})" for number in range(1, 6)]
 
 
 @pytest.mark.parametrize(
@@ -475,21 +478,21 @@ OBJECT = {"a": "]", "v": 1, "rows": ROWS, "n": 5}
         ("two.gz", gzip.compress(lines_bytes()[:100]) + gzip.compress(lines_bytes()[100:]), [1, 2, 3, 4, 5]),
         ("d.jsonl.zst", compressed(lines_bytes()), [1, 2, 3, 4, 5]),
         ("d.json", json.dumps(ROWS, indent=1).encode(), [2, 6, 10, 14, 18]),
-        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode()), [1] * 5),
+        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode()), ON_ONE_LINE),
         ("d.csv", csv_bytes(ROWS), [2, 4, 6, 8, 10]),
         ("d.csv.gz", gzip.compress(csv_bytes(ROWS)), [2, 4, 6, 8, 10]),
         ("d.tsv", csv_bytes(ROWS, "\t"), [2, 4, 6, 8, 10]),
         ("semicolon.csv", csv_bytes(ROWS, ";"), [2, 4, 6, 8, 10]),
         ("tab.csv", csv_bytes(ROWS, "\t"), [2, 4, 6, 8, 10]),
         ("comma.tsv", csv_bytes(ROWS), [2, 4, 6, 8, 10]),
-        ("object.json", json.dumps({"data": ROWS}).encode() + b"\n", [1] * 5),
+        ("object.json", json.dumps({"data": ROWS}).encode() + b"\n", ON_ONE_LINE),
         ("facts.json.gz", gzip.compress(json.dumps(OBJECT, indent=1).encode()), [5, 9, 13, 17, 21]),
         ("d.parquet", parquet_bytes(), [1, 2, 3, 4, 5]),
         ("d.arrow", arrow_bytes(pyarrow.ipc.new_stream), [1, 2, 3, 4, 5]),
         ("d.arrow", arrow_bytes(pyarrow.ipc.new_file), [1, 2, 3, 4, 5]),
     ],
 )
-def test_kinds_of_files(tmp_path: Path, name: str, content: bytes, numbers: list[int]) -> None:
+def test_kinds_of_files(tmp_path: Path, name: str, content: bytes, numbers: list[int] | list[str]) -> None:
     path = written(tmp_path, content, name)
     rows = [
         ([user(row["prompt"]), assistant(row["response"])], number) for row, number in zip(ROWS, numbers, strict=True)

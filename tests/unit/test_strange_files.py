@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import zipfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.data import readers
 from toolkit.data.first_rows import check_sources
 from toolkit.data.json_lists import JsonListReader
 from toolkit.data.packing import pack, weighted_samples
 from toolkit.data.readers import DataFile, usable_rows
 from toolkit.data.sources import locate_source
 from toolkit.data.store import read_manifest
+from toolkit.data.stream import Stream, encode, samples_of
+from toolkit.data.stream_pieces import pieces_of
 from toolkit.data.tables import TABLE_VERSION
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
+from toolkit.evaluate.answer_files import read_questions
+from toolkit.extras.data_report import data_page, inspect_files
 from toolkit.messages import DataError, Problems
 
 GOOD = {"prompt": "a", "response": "b"}
@@ -65,6 +71,39 @@ def test_items_on_one_line_are_rows_of_their_own(tmp_path: Path, indent: int | N
     (bad,) = [json.loads(text) for text in (train.folder / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()]
     assert bad["item"] == 30
     assert "the 30th" in bad["excerpt"]
+
+
+def test_samples_of_items_on_one_line_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In cache, stream, duplicates, questions and data report; also the only item of a block. An item that begins a
+    line of its own is named by that.
+    """
+    monkeypatch.setattr(readers, "_ROWS_PER_BLOCK", 2)
+    rows = [*pairs(3), pairs(1)[0], {"prompt": "a", "response": ""}, {"prompt": "the 6th", "response": "b"}, *pairs(1)]
+    file = tmp_path / "d.json"
+    for indent, places in (
+        (None, [f"{file}:1 (item {number})" for number in (1, 2, 3, 4, 6, 7)]),
+        (1, [f"{file}:{4 * item - 2}" for item in (1, 2, 3, 4, 6, 7)]),
+    ):
+        file.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
+        cfg = run_config(tmp_path, str(file))
+        train, _, report = made(cfg)
+        assert [train.where(index) for index in range(6)] == places
+        assert report.repeated_examples == [f"{places[3]} = {places[0]}", f"{places[5]} = {places[0]}"]
+        asked = {question.where for question in read_questions(cfg.data.sources[0])}
+        assert len(asked) == len(rows) and asked.issuperset(places)
+        files = [DataFile(file, 0, RowFormat.auto, {})]
+        assert f"{places[3]} = {places[0]}" in data_page("t", inspect_files(files), files, None)
+        cfg.data.streaming, cfg.batch.global_size = True, 1
+        data = Stream(cfg, ByteEncoder(), files)
+        (sequences, _), *_ = islice(data.steps(0, {0: data.position_of(0, {})}), 1)
+        assert sequences[0][0].where in places
+        piece = pieces_of(files, [file.stat().st_size], 0, 1)[0]
+        found = [
+            sample.where
+            for block, *_ in piece.blocks(0, 0)
+            for sample in samples_of(encode(data.maker, piece.file_with_format, block), piece, block)
+        ]
+        assert found == places
 
 
 @pytest.mark.parametrize("indent", [None, 1])

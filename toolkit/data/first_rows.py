@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from toolkit.config.files import is_remote
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, RunConfig, SourceConfig
 from toolkit.data.data_paths import files_of
 from toolkit.data.formats import reader_of
-from toolkit.data.readers import DataFile, blocks, first_rows_of, place_of, rows_of, with_format
+from toolkit.data.readers import Block, DataFile, blocks, place_of, rows_of, with_format
 from toolkit.data.rows import parse_row
 from toolkit.data.sources import local_files
 from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, listed, tr
@@ -87,7 +88,7 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
             if reader:  # there is none where no row can be parsed
                 reader.read_all(parsed)
         except RowError as error:
-            place = place_of(file.path, block, offset, ordinal)
+            place = place_of(file.path, *block.line_and_item(offset, ordinal, in_error=True))
             errors.append(DataError("{place}: {reason}.", place=place, reason=error))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
@@ -198,6 +199,16 @@ def _block_sizes(source: SourceConfig) -> Iterator[tuple[int, int]]:
             rows_left -= num_rows
             if not rows_left:
                 return
+
+
+def first_rows_of(block: Block, count: int) -> tuple[Block, int]:
+    """Return the first `count` rows of a block as a block, and how many there are."""
+    rows = list(islice(rows_of(block), count))
+    if not isinstance(block.content, bytes):
+        return replace(block, content=rows), len(rows)
+    num_lines = rows[-1][0] + 1 if rows else 0  # with the blank ones between the rows: line numbers stay
+    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:num_lines])
+    return replace(block, content=content), len(rows)
 
 
 def _num_sequences(data: DataConfig, rows: float, size: float) -> int:

@@ -3,18 +3,30 @@
 import codecs
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Collection, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
 from toolkit.data.broken_json import json_error
-from toolkit.data.readers import CHUNK_BYTES, MEMBER
-from toolkit.data.rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER
+from toolkit.data.readers import CHUNK_BYTES, LARGEST_LINE_BYTES, MEMBER, open_data_file
+from toolkit.data.rows import DECODER, LARGEST_ROW_BYTES, LENIENT_DECODER, is_conversation
 from toolkit.messages import DataError
 
 _AFTER_ROWS = re.compile(rf"\s*(?:,\s*{MEMBER}\s*)*\}}")
 """What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 _SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def is_first_line_a_row(path: Path, columns: Collection[str]) -> bool:
+    """Whether the first line of a file is an object that is a row: it has one of `columns` or a conversation, or other
+    lines follow it. False for an object that ends in a later line.
+    """
+    with open_data_file(path) as (file, _), suppress(ValueError, RecursionError):
+        row = json.loads(file.readline(LARGEST_LINE_BYTES))
+        has_column = not row.keys().isdisjoint(columns)
+        return has_column or any(map(is_conversation, row.values())) or bool(file.read(CHUNK_BYTES).strip())
+    return False
 
 
 class JsonListReader:

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from toolkit.config.files import TABLE_SUFFIXES
 from toolkit.config.schema import ROW_FIELDS, RowFormat
 from toolkit.data.formats import Conversation, reader_of
-from toolkit.data.rows import is_conversation, parse_row
+from toolkit.data.rows import parse_row
 from toolkit.messages import DataError, RowError, reading, reason_of, tr
 
 BOM = b"\xef\xbb\xbf"
@@ -61,7 +61,16 @@ class Block:
     position: int
     """Bytes of the file that were read so far, for the progress."""
     first_item: int = 0
-    """Number of the first among the items of a JSON array, several of which may share a line; 0 for other files."""
+    """Number of the first among the items of a JSON array; 0 for other files."""
+    shares_lines: bool = False
+    """Whether several of these items begin on one line, here or in an earlier block."""
+
+    def line_and_item(self, offset: int, ordinal: int, *, in_error: bool = False) -> tuple[int, int]:
+        """Return the line of a row, `offset` after the first, and its number among the items of a JSON array if they
+        share lines, or `in_error`; else 0. `ordinal`: rows of the block before it.
+        """
+        is_named = self.shares_lines or (in_error and self.first_item)
+        return self.first + offset, self.first_item + ordinal if is_named else 0
 
 
 class FileBlock(NamedTuple):
@@ -93,22 +102,14 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
             if block is None:
                 break
             if rows_left:
+                from toolkit.data.first_rows import first_rows_of
+
                 block, count = first_rows_of(block, min(rows_left))
                 rows_of_source[file.source] += count
                 limited_rows += count if limit else 0
             if with_known_format is None:
                 with_known_format = with_format(file, block)
             yield FileBlock(number, with_known_format or file, block)
-
-
-def first_rows_of(block: Block, count: int) -> tuple[Block, int]:
-    """Return the first `count` rows of a block as a block, and how many there are."""
-    rows = list(islice(rows_of(block), count))
-    if not isinstance(block.content, bytes):
-        return replace(block, content=rows), len(rows)
-    num_lines = rows[-1][0] + 1 if rows else 0  # with the blank ones between the rows: line numbers stay
-    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:num_lines])
-    return replace(block, content=content), len(rows)
 
 
 def with_format(file: DataFile, block: Block) -> DataFile | None:
@@ -124,12 +125,9 @@ def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     """Yield ("file:line", conversation) of the rows of files, skipping unusable ones; `limits` as in `read_blocks`."""
     for _, file, block in read_blocks(files, limits):
         reader = reader_of(file.row_format, file.columns)
-        for offset, row in rows_of(block):
+        for place, row in placed_rows(file.path, block):
             with suppress(RowError):
-                yield from (
-                    (f"{file.path}:{block.first + offset}", conversation)
-                    for conversation in reader.read_all(parse_row(row))
-                )
+                yield from ((place, conversation) for conversation in reader.read_all(parse_row(row)))
 
 
 def total_bytes(files: Sequence[DataFile]) -> int:
@@ -182,9 +180,11 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
             yield from _line_blocks(file, raw, path, least_bytes)
             return
         with closing(rows):  # before the file that it reads
+            last, shares = 0, False
             while content := list(islice(rows, _ROWS_PER_BLOCK)):
-                first = content[0][0]
-                yield Block(first, [(line - first, value) for line, value in content], raw.tell(), first_item)
+                first, lines = content[0][0], {last, *(line for line, _ in content)}
+                last, shares = content[-1][0], shares or len(lines) <= len(content)
+                yield Block(first, [(line - first, value) for line, value in content], raw.tell(), first_item, shares)
                 first_item += len(content) if first_item else 0
 
 
@@ -212,19 +212,10 @@ def start_of_row_list(file: io.BufferedReader, path: Path, columns: Collection[s
     key_of_list = json.loads(match[1])
     if key_of_list in columns:  # the object is itself a row, with a list of messages
         return None
+    from toolkit.data.json_lists import is_first_line_a_row
+
     begins_in_first_line = "\n" not in match[0].strip()
-    return None if begins_in_first_line and _is_first_line_a_row(path, columns) else match.end()
-
-
-def _is_first_line_a_row(path: Path, columns: Collection[str]) -> bool:
-    """Whether the first line of a file is an object that is a row: it has one of `columns` or a conversation, or other
-    lines follow it. False for an object that ends in a later line.
-    """
-    with open_data_file(path) as (file, _), suppress(ValueError, RecursionError):
-        row = json.loads(file.readline(LARGEST_LINE_BYTES))
-        has_column = not row.keys().isdisjoint(columns)
-        return has_column or any(map(is_conversation, row.values())) or bool(file.read(CHUNK_BYTES).strip())
-    return False
+    return None if begins_in_first_line and is_first_line_a_row(path, columns) else match.end()
 
 
 @contextmanager
@@ -291,11 +282,12 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
             yield offset, line
 
 
-def place_of(path: Path, block: Block, offset: int, ordinal: int) -> str:
-    """Return "file:line" of a row of a block; of an item of a JSON array also its number, as one line may hold all.
-    `offset`: its line minus the block's first; `ordinal`: rows of the block before it.
-    """
-    file_and_line = f"{path}:{block.first + offset}"
-    if not block.first_item:
-        return file_and_line
-    return f"{file_and_line} {tr('(item {number})', number=f'{block.first_item + ordinal:,}')}"
+def placed_rows(path: Path, block: Block) -> Iterator[tuple[str, bytes | Any]]:
+    """Yield (`place_of`, row) of a block; see `rows_of`."""
+    for ordinal, (offset, row) in enumerate(rows_of(block)):
+        yield place_of(path, *block.line_and_item(offset, ordinal)), row
+
+
+def place_of(path: Path | str, line: int, item: int) -> str:
+    """Return "file:line" of a row; of an `item` of a JSON array (else 0) also its number, as one line may hold all."""
+    return f"{path}:{line}" + (f" {tr('(item {number})', number=f'{item:,}')}" if item else "")

@@ -2,9 +2,9 @@
 
 Tokens are read when asked for: they count as no process's memory, and a damaged file is an error, not a SIGBUS. ids.bin
 holds all tokens (two or four bytes each), trained.bin a bit for each; offsets.npy [samples + 1] where each sample
-begins, files.npy, lines.npy and rows.npy [samples] its origin, values.npy what rows say of them, if anything, train.npy
-and validation.npy the split's samples; bad_rows.jsonl what could not be used; manifest.json (written last) size and
-checksum of every file.
+begins, files.npy, lines.npy, rows.npy and maybe items.npy (see `items_of`) [samples] its origin, values.npy what rows
+say of them, if anything, train.npy and validation.npy the split's samples; bad_rows.jsonl what could not be used;
+manifest.json (written last) size and checksum of every file.
 """
 
 import hashlib
@@ -21,19 +21,21 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.readers import Block, place_of
 from toolkit.data.tokenize_workers import Part
 from toolkit.messages import DataError, file_bytes, parsed_json, reading, tr
 
 if TYPE_CHECKING:
     import datasets
 
-IDS, TRAINED, MANIFEST, BAD_ROWS = "ids.bin", "trained.bin", "manifest.json", "bad_rows.jsonl"
+IDS, TRAINED, ITEMS, MANIFEST, BAD_ROWS = "ids.bin", "trained.bin", "items.npy", "manifest.json", "bad_rows.jsonl"
 OFFSETS, FILES, LINES, ROWS, VALUES = "offsets.npy", "files.npy", "lines.npy", "rows.npy", "values.npy"
 _COLUMNS = {
     "lengths": np.uint32,
     "trained": np.uint32,
     "files": np.uint16,
     "lines": np.uint32,
+    "items": np.uint32,
     "rows": np.int64,
     "hashes": np.uint64,
     "values": np.float32,
@@ -68,6 +70,7 @@ class TokenizedCache:
         """File that each sample of all splits comes from, an index of the manifest's `files`, [samples]."""
         self.lines: NDArray[np.uint32] = _map_array(folder / LINES)
         """Line of that file, [samples]."""
+        self._items = _map_array(folder / ITEMS) if ITEMS in manifest["sizes_bytes"] else None
         self.rows: NDArray[np.uint32] = _map_array(folder / ROWS)
         """Row of all files; samples of one row stand next to each other, [samples]."""
         self.members: NDArray[np.uint32] = _map_array(folder / f"{split}.npy")
@@ -148,7 +151,7 @@ class TokenizedCache:
         member = self.members[index]
         number = self.files[member]
         path = paths[number] if paths else self._file_facts[number]["path"]
-        return f"{path}:{self.lines[member]}"
+        return place_of(path, self.lines[member], 0 if self._items is None else self._items[member])
 
     def sources(self) -> NDArray[np.int64]:
         """Return the number of each sample's source, [len(self)]; validation sources count on after training's."""
@@ -187,8 +190,8 @@ class CacheWriter:
         self._rest = np.empty(0, np.bool_)  # of the mask, fewer than the eight tokens of a byte, not written yet
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
 
-    def append(self, part: Part, file: int, first_line: int) -> None:
-        """Append the samples of a part, which comes from file number `file`, its block beginning at `first_line`."""
+    def append(self, part: Part, file: int, block: Block) -> None:
+        """Append the samples of a part, which was made of this block of file number `file`."""
         self._write(IDS, part.ids.astype(self.dtype, copy=False))
         trained = np.concatenate((self._rest, part.trained))
         full_bytes = len(trained) // 8 * 8
@@ -200,7 +203,8 @@ class CacheWriter:
             "lengths": part.lengths,
             "trained": np.diff(trained_before[starts]),
             "files": np.full(len(part.lengths), file),
-            "lines": part.lines + np.uint32(first_line),
+            "lines": part.lines + np.uint32(block.first),
+            "items": items_of(part, block),
             "rows": part.rows + np.int64(self._num_rows),
             "hashes": part.hashes,
             "values": part.values,
@@ -225,8 +229,8 @@ class CacheWriter:
         offsets = np.concatenate(([0], np.cumsum(index.lengths, dtype=np.int64)))
         rows = index.used_rows().astype(np.uint32)
         arrays: dict[str, NDArray[Any]] = {OFFSETS: offsets, FILES: index.files, LINES: index.lines, ROWS: rows}
-        if len(index.values):
-            arrays[VALUES] = index.values
+        arrays |= {ITEMS: index.items} if index.items.any() else {}
+        arrays |= {VALUES: index.values} if len(index.values) else {}
         for split, members in splits.items():
             arrays[f"{split}.npy"] = members.astype(np.uint32)
         for name, values in arrays.items():
@@ -276,6 +280,8 @@ class CacheIndex:
     trained: NDArray[np.uint32]
     files: NDArray[np.uint16]
     lines: NDArray[np.uint32]
+    items: NDArray[np.uint32]
+    """See `items_of`."""
     rows: NDArray[np.int64]
     """Number of the row over all files; rows that gave no sample are counted too."""
     hashes: NDArray[np.uint64]
@@ -288,6 +294,11 @@ class CacheIndex:
         if not len(self.rows):
             return np.empty(0, np.int64)
         return np.concatenate(([0], np.cumsum(self.rows[1:] != self.rows[:-1])))
+
+
+def items_of(part: Part, block: Block) -> NDArray[np.uint32]:
+    """Return the number of each sample's row among the items of a JSON array that share lines, else 0, [samples]."""
+    return part.rows + np.uint32(block.first_item) if block.shares_lines else np.zeros_like(part.rows)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

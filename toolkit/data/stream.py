@@ -9,7 +9,6 @@ of the window's sequences are done.
 """
 
 import hashlib
-import json
 import signal
 from bisect import bisect
 from collections import deque
@@ -31,10 +30,11 @@ from toolkit.config.objective import data_unit
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data import packing
 from toolkit.data.formats import reader_of
-from toolkit.data.readers import Block, DataFile
+from toolkit.data.readers import Block, DataFile, place_of
 from toolkit.data.sampler import Permutation
+from toolkit.data.store import items_of
 from toolkit.data.stream_pieces import GOLDEN, WORD, Piece, pieces_of, signatures_of, size_of
-from toolkit.data.tokenize import TOLERATED_BAD_ROWS, PrepareReport, check_part
+from toolkit.data.tokenize import TOLERATED_BAD_ROWS, PrepareReport, bad_row, check_part
 from toolkit.data.tokenize_workers import BuiltPart, Part, PartBuilder, RowCounts
 from toolkit.messages import DataError, current_language, say, tr, warn
 from toolkit.sample_types import ChatEncoder
@@ -62,11 +62,13 @@ class StreamSample(NamedTuple):
     piece: Piece
     line: int
     """Of the file, or of the piece of a JSONL file that begins in its middle (`Piece.lines_before`)."""
+    item: int
+    """See `place_of`."""
 
     @property
     def where(self) -> str:
-        """Return "file:line"."""
-        return f"{self.piece.named_file.path}:{self.line + self.piece.lines_before}"
+        """Return `place_of` the row."""
+        return place_of(self.piece.named_file.path, self.line + self.piece.lines_before, self.item)
 
 
 class Start(NamedTuple):
@@ -97,10 +99,10 @@ def encode(maker: PartBuilder, file: DataFile, block: Block) -> Part:
 def samples_of(part: Part, piece: Piece, block: Block) -> list[StreamSample]:
     """Return the samples of a block."""
     ends = np.cumsum(part.lengths, dtype=np.int64)
-    bounds = zip(ends - part.lengths, ends, part.lines.tolist(), strict=True)
+    lines, items = part.lines + np.uint32(block.first), items_of(part, block)
+    origins = zip(ends - part.lengths, ends, lines.tolist(), items.tolist(), strict=True)
     return [
-        StreamSample(part.ids[begin:end], part.trained[begin:end], piece, block.first + line)
-        for begin, end, line in bounds
+        StreamSample(part.ids[begin:end], part.trained[begin:end], piece, *origin) for begin, end, *origin in origins
     ]
 
 
@@ -158,7 +160,7 @@ class Stream:
         for piece, block, size in self._sampled_blocks(source):
             file = piece.file_with_format
             part = encode(self.maker, file, block)
-            self._check_rows(piece, block, part)
+            self._checked(piece, block, part)
             report.add_part(BuiltPart(0, file, block, Path(), is_new=True), part.counts)
             samples += samples_of(part, piece, block)
             num_bytes += size
@@ -260,11 +262,12 @@ class Stream:
         """Return where a lane is in each source: at the beginning unless `positions` say where."""
         return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
 
-    def _check_rows(self, piece: Piece, block: Block, part: Part) -> None:
-        """Raise a DataError for the first row that cannot be used, if none is to be skipped."""
+    def _checked(self, piece: Piece, block: Block, part: Part) -> Block:
+        """Return the block with its line in the file if a row of it cannot be used; DataError if that stops the run."""
         if part.counts.bad or part.counts.too_long:  # else the lines before the piece need not be counted
             block = replace(block, first=block.first + piece.lines_before)
             check_part(self.data, BuiltPart(0, piece.named_file, block, Path(), is_new=True), part)
+        return block
 
     def count(self, piece: Piece, block: Block, part: Part) -> None:
         """Add a block's counts to the totals; warn of the first bad rows, and append all to `bad_rows_file`. DataError
@@ -273,27 +276,24 @@ class Stream:
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)
-        self._check_rows(piece, block, part)
-        path = piece.named_file.path
-        for row, reason, excerpt in counts.bad:
+        block, path = self._checked(piece, block, part), piece.named_file.path
+        for bad in counts.bad:
             self.bad_rows += 1
-            line = piece.lines_before + block.first + row.offset
+            place, reason = place_of(path, *block.line_and_item(*bad[0], in_error=True)), bad[1]
             if self.bad_rows <= _NAMED_BAD_ROWS:
-                warn("{file}:{line}: {reason}. The row is skipped.", file=path, line=line, reason=reason)
+                warn("{place}: {reason}. The row is skipped.", place=place, reason=reason)
             if self.bad_rows_file:
-                entry = {"file": str(path), "line": line, "reason": reason, "excerpt": excerpt}
                 with open(self.bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        # Only a bad row exceeds the limit, so `line` and `reason` are those of the last one of this block.
+                    file.write(bad_row(path, block, *bad))
+        # Only a bad row exceeds the limit, so `place` and `reason` are those of the last one of this block.
         if self.bad_rows > max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * self.rows):
             raise DataError(
                 "{bad} of {rows} rows that this rank has read cannot be used, more than data.max_bad_fraction = "
-                "{fraction} allows. The last is {file}:{line}: {reason}.",
+                "{fraction} allows. The last is {place}: {reason}.",
                 bad=f"{self.bad_rows:,}",
                 rows=f"{self.rows:,}",
                 fraction=self.data.max_bad_fraction,
-                file=path,
-                line=line,
+                place=place,
                 reason=reason,
             )
 

@@ -108,16 +108,13 @@ class PrepareReport(workers.RowCounts):
         self.rows_read += counts.rows
         self.add(counts)
         for reason, rows in counts.dropped_rows.items():
-            self.examples.setdefault(reason, []).extend(_file_and_line(built_part, row) for row in rows)
+            self.examples.setdefault(reason, []).extend(map(built_part.place, rows))
         if counts.bad:
             reason = tr("cannot be used")
             self.bad_rows += len(counts.bad)
             self.dropped[reason] = self.bad_rows
-            messages = (
-                tr("{place}: {reason}.", place=_file_and_line(built_part, row), reason=why)
-                for row, why, _ in counts.bad
-            )
-            self.examples.setdefault(reason, []).extend(messages)
+            said = (tr("{place}: {reason}.", place=built_part.place(row), reason=why) for row, why, _ in counts.bad)
+            self.examples.setdefault(reason, []).extend(said)
         for listed in self.examples.values():
             del listed[workers.EXAMPLES :]
 
@@ -421,7 +418,7 @@ class _CacheBuilder:
                 self._count_part(built_part, part, bad_rows_file)
                 if part.counts.labels:  # a classifier's, which each part numbers by itself
                     part.values = self._label_numbers(part.counts.labels)[part.values.astype(np.int64)]
-                writer.append(part, built_part.file_number, built_part.block.first)
+                writer.append(part, built_part.file_number, built_part.block)
                 self.used.append(built_part.path)
                 if built_part.is_new:
                     new_bytes += built_part.block.position - position
@@ -479,18 +476,12 @@ class _CacheBuilder:
 
     def _count_part(self, built_part: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's counts to the report, and its unusable rows to `bad_rows_file` (JSON lines)."""
-        counts = part.counts
-        self.source_rows[built_part.file.source] += counts.rows
-        self.report.add_part(built_part, counts)
-        if counts.bad:
+        self.source_rows[built_part.file.source] += part.counts.rows
+        self.report.add_part(built_part, part.counts)
+        if part.counts.bad:
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
-                for row, why, excerpt in counts.bad:
-                    location = {"file": str(built_part.file.path), "line": built_part.block.first + row.offset}
-                    if built_part.block.first_item:
-                        location["item"] = built_part.block.first_item + row.ordinal
-                    line = {**location, "reason": why, "excerpt": excerpt}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.writelines(bad_row(built_part.file.path, built_part.block, *bad) for bad in part.counts.bad)
 
     def check_limit(self, done_bytes: int, bad_rows_file: Path) -> None:
         """Raise a DataError if more rows are unusable than `data.max_bad_fraction` of all rows, extrapolated from the
@@ -587,7 +578,7 @@ class _CacheBuilder:
 
         def where(row: int) -> str:
             sample = first_samples[row]
-            return f"{self.files[index.files[sample]].path}:{index.lines[sample]}"
+            return place_of(self.files[index.files[sample]].path, index.lines[sample], index.items[sample])
 
         def examples(repeated: NDArray[np.int64]) -> list[str]:
             return [f"{where(row)} = {where(first[row])}" for row in repeated[: workers.EXAMPLES]]
@@ -599,28 +590,30 @@ class _CacheBuilder:
         self.report.leaked, self.report.leaked_examples = len(leaked), examples(leaked)
 
 
+def bad_row(path: Path, block: readers.Block, row: RowPosition, reason: str, excerpt: str) -> str:
+    """Return the line of bad_rows.jsonl for a row of a block that cannot be used."""
+    line, item = block.line_and_item(*row, in_error=True)
+    place = {"file": str(path), "line": line} | ({"item": item} if item else {})
+    return json.dumps(place | {"reason": reason, "excerpt": excerpt}, ensure_ascii=False) + "\n"
+
+
 def check_part(data: DataConfig, built_part: BuiltPart, part: Part) -> None:
     """Raise a DataError for the first row that is unusable or too long, where the config makes these errors."""
     counts = part.counts
     if counts.bad and data.on_bad_row is OnBadRow.error:
         row, reason, _ = counts.bad[0]
         mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
-        text = tr("{place}: {reason}.", place=_file_and_line(built_part, row), reason=reason)
+        text = tr("{place}: {reason}.", place=built_part.place(row), reason=reason)
         raise DataError(joined(text, mend))
     if counts.too_long:
         row, length = counts.too_long[0]
         raise DataError(
             "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
             "to long rows with data.too_long=drop, truncate or split.",
-            where=_file_and_line(built_part, row),
+            where=built_part.place(row),
             length=length,
             limit=data.max_length,
         )
-
-
-def _file_and_line(built_part: BuiltPart, row: RowPosition) -> str:
-    """Return "file:line" of a row of a part, as `place_of` has it."""
-    return place_of(built_part.file.path, built_part.block, row.offset, row.ordinal)
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:

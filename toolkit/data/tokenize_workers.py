@@ -529,6 +529,10 @@ class BuiltPart(NamedTuple):
     path: Path
     is_new: bool
 
+    def place(self, row: RowPosition) -> str:
+        """Return `readers.place_of` a row, for errors."""
+        return readers.place_of(self.file.path, *self.block.line_and_item(*row, in_error=True))
+
 
 def make_parts(blocks: Iterable[readers.FileBlock], maker: PartBuilder, num_workers: int) -> Iterator[BuiltPart]:
     """Yield each block's part, in order, made by `num_workers` processes or found; DataError if one was killed."""

@@ -36,6 +36,9 @@ _BATCH_CHARS = 1 << 20
 EXAMPLES = 5
 OTHER = "other"
 
+Place = tuple[int, int, int]
+"""Of a row the number of its file, line and item (`readers.place_of`)."""
+
 
 @dataclass(slots=True)
 class Facts:
@@ -62,7 +65,7 @@ class Facts:
     bins: list[NDArray[np.uint32]] = field(default_factory=list)
     """MinHash of each row, [rows, 32]."""
     places: list[NDArray[np.uint32]] = field(default_factory=list)
-    """Number of the file and line of each row, [rows, 2]."""
+    """`Place` of each row, [rows, 3]."""
 
     def note(self, kind: str, what: str, where: str) -> None:
         """Count a row with the finding `what` of a `kind`, and keep the first few places (`where`) as examples."""
@@ -108,30 +111,31 @@ class Inspector:
         """Return the facts of a block of rows."""
         number, file, block = file_block
         facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
-        waiting: list[tuple[int, formats.Conversation]] = []  # (line, conversation) of rows still to be measured
+        waiting: list[tuple[Place, formats.Conversation]] = []  # rows still to be measured
         size = 0  # their characters
-        for offset, row in readers.rows_of(block):
-            line = block.first + offset
+        for ordinal, (offset, row) in enumerate(readers.rows_of(block)):
+            line, item = block.line_and_item(offset, ordinal)
+            place = readers.place_of(file.path, line, item)
             facts.rows += 1
             try:
                 read = reader.read_all(rows.parse_row(row))
             except RowError as error:
                 facts.bad += 1
-                facts.note("unusable", str(error)[:80], f"{file.path}:{line}")
+                facts.note("unusable", str(error)[:80], place)
                 continue
             for conversation in read:
-                self._inspect_conversation(conversation, f"{file.path}:{line}", facts)
+                self._inspect_conversation(conversation, place, facts)
             # A row counts once: a preference pair is its first conversation and the messages that only the other has.
             first = read[0]
             more = [message for other in read[1:] for message in other.messages if message not in first.messages]
             whole_row = replace(first, messages=[*first.messages, *more])
-            waiting.append((line, whole_row))
+            waiting.append(((number, line, item), whole_row))
             size += sum(len(message["content"]) for message in whole_row.messages)
             if size >= _BATCH_CHARS:
-                _add_measures(number, waiting, facts)
+                _add_measures(waiting, facts)
                 waiting, size = [], 0
         if waiting:
-            _add_measures(number, waiting, facts)
+            _add_measures(waiting, facts)
         return facts
 
     def _inspect_conversation(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
@@ -150,10 +154,10 @@ class Inspector:
                     facts.note("answer", what, where)
 
 
-def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
+def _add_measures(read: list[tuple[Place, formats.Conversation]], facts: Facts) -> None:
     """Add lengths, scripts, hashes and MinHashes of rows to the facts. Roles, texts, tools and calls go into the hash,
-    which tells equal rows; only the texts of user and assistant into scripts and MinHash. `number`: the file's; `read`:
-    line and conversation of each row.
+    which tells equal rows; only the texts of user and assistant into scripts and MinHash. `read`: rows,
+    with their places.
     """
     texts, asked, answered, hashes = [], [], [], []
     for _, conversation in read:
@@ -173,7 +177,7 @@ def _add_measures(number: int, read: list[tuple[int, formats.Conversation]], fac
     facts.answered.append(np.array(answered, np.uint32))
     facts.hashes.append(np.array(hashes, np.uint64))
     facts.bins.append(min_hashes(texts))
-    facts.places.append(np.array([(number, line) for line, _ in read], np.uint32))
+    facts.places.append(np.array([place for place, _ in read], np.uint32))
 
 
 def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -328,9 +332,9 @@ def data_page(title: str, facts: Facts, files: Sequence[readers.DataFile], prepa
     total = len(places)
 
     def where(row: int) -> str:
-        """Return "file:line" of a row, by its number over all files."""
-        number, line = places[row]
-        return f"{files[number].path}:{line}"
+        """Return `place_of` a row, by its number over all files."""
+        number, *line_and_item = places[row]
+        return readers.place_of(files[number].path, *line_and_item)
 
     repeated = Table(
         [tr("rows that are there more than once"), tr("rows"), tr("share"), tr("first places")],
