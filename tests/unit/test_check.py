@@ -175,6 +175,31 @@ def test_a_typo_is_reported_before_the_hub_is_asked(
     assert capsys.readouterr().err == ("ConfigError: command line: unknown key 'optim.lrr'. Did you mean 'optim.lr'?\n")
 
 
+def test_a_dataset_that_neither_cache_nor_network_has_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model is, and together with it; in training and in validation, streamed or not."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    wanted = "'me/mine' is neither a file here nor a dataset in the cache, and Hugging Face cannot be reached (HF_HUB_"
+    code, said = check(capsys, data="me/mine")
+    assert code == 2 and wanted in said and "in order" not in said
+    code, said = check(capsys, "data.validation=[{hub: me/mine}]", "model=hf", "model.path=me/model")
+    assert code == 2 and wanted in said and "model.path = me/model is neither a directory here" in said
+    streamed = ["data.streaming=true", "data.validation_fraction=0", f"model.tokenizer={TOKENIZER}"]
+    code, said = check(capsys, *streamed, data="me/mine")
+    assert code == 2 and "'me/mine' cannot be streamed from Hugging Face" in said
+    code, said = check(capsys, "optim.lrr=1", data="me/mine")
+    assert code == 2 and "me/mine" not in said, "what is wrong with the config is said first"
+    datasets.load_dataset("json", data_files="chat.jsonl", cache_dir=str(tmp_path))
+    made = next(tmp_path.glob("json/*/0.0.0/*/dataset_info.json")).parent
+    cached = tmp_path / "me___mine" / "default" / "0.0.0" / made.name
+    cached.parent.mkdir(parents=True)
+    made.rename(cached)
+    assert check(capsys, data="me/mine")[0] == 0
+
+
 def test_fp16_of_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert check(capsys, "precision=fp16")[0] == 0

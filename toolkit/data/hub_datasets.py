@@ -19,6 +19,17 @@ def files_of_dataset(source: SourceConfig, streaming: bool) -> list[Path]:
         return remote.files_of_hub(source)
 
 
+def check_reachable(source: SourceConfig, streaming: bool) -> None:
+    """Raise the DataError of `files_of_dataset` where neither cache nor Hugging Face has a dataset; download no row."""
+    import datasets
+
+    if streaming:
+        files_of_dataset(source, streaming)
+        return
+    with _asking_hub(source):
+        datasets.load_dataset_builder(source.hub, source.subset or None, revision=source.revision or None)
+
+
 def _download(source: SourceConfig) -> list[Path]:
     """Download a dataset of Hugging Face, none of whose code is executed; return the Arrow files `datasets` makes."""
     import datasets

@@ -56,11 +56,13 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if not any(key.startswith("data.") for key in wrong_keys):
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
-    is_here = not files.is_hub_name(cfg.model.path)  # the Hub is asked only once the config is right
+    is_here, asks_hub = not files.is_hub_name(cfg.model.path), fetch and not problems.errors  # once the config is right
     # Model and outlines are examined where nothing that was found so far explains their errors.
-    may_read = not wrong_keys & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
+    may_read = not wrong_keys & {"model", "model.path"} and (is_here or asks_hub)
     tried = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
+    if asks_hub:
+        _check_hub_datasets(cfg.data, problems)
     problems.raise_all()
     if not is_for_others:
         requirements.warn_without_gpu(cfg.model)
@@ -88,6 +90,15 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.example_data_notice(cfg.data):
         say(line)
+
+
+def _check_hub_datasets(data: schema.DataConfig, problems: Problems) -> None:
+    """Add to `problems` the datasets on Hugging Face that training could not read."""
+    for source in (*data.sources, *data.validation):
+        if source.hub:
+            from toolkit.data.hub_datasets import check_reachable
+
+            problems.attempt(check_reachable, source, data.streaming and source in data.sources)
 
 
 def _say_parameters(model_outline: Outline, rank_outline: Outline) -> None:
