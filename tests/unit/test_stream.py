@@ -233,6 +233,21 @@ def test_small_data_are_counted(tmp_path: Path) -> None:
     assert opened(cfg).steps_per_epoch == 18
 
 
+def test_one_estimate_of_an_epoch_is_said(tmp_path: Path, said: list[str]) -> None:
+    """At startup and with the model: of the samples that it has by the weights of the sources."""
+    from toolkit.tasks.stream import SampledRows  # with deepspeed, which no other test here needs
+
+    paths = [write_rows(tmp_path / f"{count}.jsonl", pairs(count)) for count in (40, 10)]
+    cfg = run_config(tmp_path, *paths)
+    cfg.data.sources[0].weight, cfg.data.sources[1].weight, cfg.batch.global_size = 0.5, 2, 2
+    data = opened(cfg)
+    data.say_estimate()
+    sampled = SampledRows(data)
+    assert any("an epoch is about 40 samples, 20 steps" in line for line in said)
+    weighted = [(sample, 0.5 if number < 40 else 2) for number, sample in enumerate(sampled.samples)]
+    assert (sampled.num_samples, sampled.num_tokens) == (40, round(sum(len(one.ids) * w for one, w in weighted)))
+
+
 def test_lanes_that_end_begin_again(tmp_path: Path) -> None:
     """A pass of a lane is over when its own part is; the others do not wait."""
     rows = [{"prompt": "q", "response": "x" * (1 if number < 30 else 90)} for number in range(40)]

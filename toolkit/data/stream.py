@@ -203,17 +203,28 @@ class Stream:
         sources = zip(self.estimates, self.data.sources, strict=True)
         return max(1, round(sum(estimate.num_sequences * source.weight for estimate, source in sources) / self.lanes))
 
+    def total_per_epoch(self, size: Callable[[StreamSample], int]) -> int:
+        """Return the sum of a size over the samples of an epoch, which has those of each source `weight` times."""
+        sources = zip(self.estimates, self.data.sources, strict=True)
+        return round(
+            sum(source.weight * estimate.times * sum(map(size, estimate.samples)) for estimate, source in sources)
+        )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """How many samples (pairs, where two stay together) an epoch has, as estimated."""
+        return round(self.total_per_epoch(lambda _: 1) / self.unit)
+
     def say_estimate(self) -> None:
         """Say what the sampled rows became, and how long an epoch is by them."""
         lengths = sorted(len(sample.ids) for estimate in self.estimates for sample in estimate.samples)
-        samples = sum(estimate.times * len(estimate.samples) for estimate in self.estimates) / self.unit
         say(
             "{rows} rows from all parts of the files, tokenized: {median} tokens in the median, {longest} at most. By "
             "them an epoch is about {samples} samples, {steps} steps (an estimate).",
             rows=f"{sum(estimate.report.rows_read for estimate in self.estimates):,}",
             median=f"{lengths[len(lengths) // 2]:,}",
             longest=f"{lengths[-1]:,}",
-            samples=f"{samples:,.0f}",
+            samples=f"{self.samples_per_epoch:,}",
             steps=f"{self.steps_per_epoch:,}",
         )
         for estimate in self.estimates:

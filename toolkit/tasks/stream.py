@@ -43,16 +43,11 @@ class SampledRows:
     has_values = False
 
     def __init__(self, of_stream: stream.Stream) -> None:
-        self.samples: list[StreamSample] = []
+        self.samples = [sample for estimate in of_stream.estimates for sample in estimate.samples]
         self.report = tokenize.PrepareReport()
-        self.num_samples = self.num_tokens = self.num_trained_tokens = 0
-        """Of an epoch, as estimated."""
-        for estimate, source in zip(of_stream.estimates, of_stream.data.sources, strict=True):
-            times = source.weight * estimate.times  # an epoch's samples per sample that was read for the estimate
-            self.num_samples += round(times * len(estimate.samples) / of_stream.unit)
-            self.num_tokens += round(times * sum(len(sample.ids) for sample in estimate.samples))
-            self.num_trained_tokens += round(times * sum(int(sample.trained.sum()) for sample in estimate.samples))
-            self.samples += estimate.samples
+        self.num_samples = of_stream.samples_per_epoch
+        self.num_tokens = of_stream.total_per_epoch(lambda sample: len(sample.ids))
+        self.num_trained_tokens = of_stream.total_per_epoch(lambda sample: int(sample.trained.sum()))
         described = [[file.path.name for file in of_stream.files], of_stream.sizes]
         self.content = self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
