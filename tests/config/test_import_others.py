@@ -246,6 +246,38 @@ def test_chat_templates_of_axolotl_that_are_not_ours(
     assert f"model.chat_template={ours}." in said
 
 
+def test_slices_of_datasets_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first rows are the first here too, also of a file; what is taken otherwise is noted."""
+    Path("saved").mkdir()
+    files = {"ds_type": "json", "path": "json"}
+    slices: list[dict[str, Any]] = [
+        {"path": "o/x", "split": "test[:100]"},
+        {"path": "a.jsonl", "split": "train[:50]"},
+        {**files, "data_files": "b.jsonl", "split": "train[:60]"},
+        {"path": "saved", "ds_type": "arrow", "split": "test[:70]"},
+        {"path": "c.jsonl", "split": "train[:20%]"},
+        {**files, "data_files": ["d.jsonl", "e.jsonl"], "split": "train[:80]"},
+    ]
+    sliced = [{"type": "alpaca", **one} for one in slices]
+    held_out = [{"type": "alpaca", "path": "f.jsonl", "split": f"train[:{rows}]"} for rows in ("9", "9%")]
+    config = axolotl(datasets=sliced, test_datasets=held_out, val_set_size=None)
+    cfg, said = imported(capsys, config, "world_size=2")
+    assert [(one.path or one.hub, one.split, one.max_samples, one.weight) for one in cfg.data.sources] == [
+        ("o/x", "test", 100, 1),
+        ("a.jsonl", "train", 50, 1),
+        ("b.jsonl", "train", 60, 1),
+        ("saved", "test", 70, 1),
+        ("c.jsonl", "train", 0, 0.2),
+        ("d.jsonl", "train", 0, 1),
+        ("e.jsonl", "train", 0, 1),
+    ]
+    assert [(one.path, one.max_samples) for one in cfg.data.validation] == [("f.jsonl", 9), ("f.jsonl", 0)]
+    said = " ".join(said.split())
+    assert "the dataset c.jsonl: 20% of its rows are drawn; there they are the first." in said
+    for name, part in (("json", "train[:80]"), ("f.jsonl", "train[:9%]")):
+        assert f"the dataset {name}: {part} is read as a whole; max_samples takes a source's first rows." in said
+
+
 def test_odd_datasets_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     odd = {"path": "o/x", "type": "chat_template", "roles": {"user": ["asker"]}, "roles_to_train": 3, "nonsense": 1}
     _, said = imported(capsys, axolotl(datasets=[odd]), "world_size=2")

@@ -1,6 +1,7 @@
 """What the keys of an axolotl YAML become in a recipe."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from toolkit.config import files
@@ -271,26 +272,33 @@ def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft, key: str) -
     data_files = entry.get("data_files") or []
     data_files = [data_files] if isinstance(data_files, str) else data_files
     is_local = bool(entry.get("ds_type")) or not files.is_dataset_name(path)  # ds_type: the type of local files
+    names = [str(name) for name in data_files] if is_local and data_files else [path]
+    settings: dict[str, Any] = {}
+    if entry.get("split"):
+        # Rows are counted over all files, which are sources of their own here.
+        knows_first, has_weights = len(names) == 1, key == "datasets"
+        settings = _split_settings(str(entry["split"]), path, draft, knows_first=knows_first, has_weights=has_weights)
     if is_local:
-        return [{"path": str(name)} for name in data_files or [path]]
+        if not Path(names[0]).is_dir():  # a file is one split
+            settings.pop("split", None)
+        return [{"path": name, **settings} for name in names]
     if data_files:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))
-    names = {"subset": "name", "revision": "revision"}
-    source: dict[str, Any] = {"hub": path}
-    source |= {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
-    if entry.get("split"):
-        source |= _split_settings(str(entry["split"]), path, draft, has_weights=key == "datasets")
-    return [source]
+    keys = {"subset": "name", "revision": "revision"}
+    return [{"hub": path, **{ours: str(entry[key]) for ours, key in keys.items() if entry.get(key)}, **settings}]
 
 
-def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool) -> dict[str, Any]:
+def _split_settings(
+    split: str, path: str, draft: RecipeDraft, *, knows_first: bool, has_weights: bool
+) -> dict[str, Any]:
     """Return the settings of a source for a split of the dataset `path`, which may be a slice in the syntax of
     `datasets`: `test` -> {"split": "test"}, `test[:100]` -> {"split": "test", "max_samples": 100}, `test[:20%]` ->
     {"split": "test", "weight": 0.2}, with a note. Other slices are read as a whole, which a note says, too.
-    `has_weights`: whether rows are for training, as only those of `data.sources` may have a weight.
+    `knows_first`: whether one source has the rows, so that its first are theirs; `has_weights`: whether they are for
+    training, as only those of `data.sources` may have a weight.
     """
     settings: dict[str, Any] = {}
-    if first_rows := re.fullmatch(r"(.+)\[:(\d+)\]", split):
+    if knows_first and (first_rows := re.fullmatch(r"(.+)\[:(\d+)\]", split)):
         split, settings["max_samples"] = first_rows[1], int(first_rows[2])
     first_percent = re.fullmatch(r"(.+)\[:(\d+)%\]", split)
     if first_percent and has_weights:
@@ -304,7 +312,11 @@ def _split_settings(split: str, path: str, draft: RecipeDraft, has_weights: bool
         )
     if "[" in split:  # what is left: test[10:20], or a sum of slices
         draft.notes.append(
-            tr("the dataset {name}: {part} is read as a whole; weight below 1 takes a part.", name=path, part=split)
+            tr(
+                "the dataset {name}: {part} is read as a whole; max_samples takes a source's first rows.",
+                name=path,
+                part=split,
+            )
         )
         split = split.partition("[")[0]
     return settings if split == "train" else {"split": split} | settings  # train is the default of a source
