@@ -14,6 +14,8 @@ import pytest
 
 from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, text_of, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.data import tokenize_workers
+from toolkit.data.message_lists import MessageReader
 from toolkit.data.store import TRAINED, TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.messages import DataError
@@ -401,6 +403,24 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
         assert damaged_files(folder) == [name]
         (folder / name).write_bytes(content)
+
+
+def test_a_cache_of_before_a_row_was_rejected_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until version 8, an empty list of calls after an answer was read as nothing."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    cfg = made(tmp_path, [{"messages": [*turns, {"role": "function_call", "content": "[]"}]}, {"messages": turns}])
+    cfg.data.on_bad_row = OnBadRow.skip
+    read = MessageReader._assistant_message
+    no_calls = {"role": "assistant", "content": "", "tool_calls": []}
+    with monkeypatch.context() as before:
+        before.setattr(tokenize_workers, "CODE_VERSION", 8)
+        before.setattr(
+            MessageReader,
+            "_assistant_message",
+            lambda self, item, key, role: read(self, item, key, role) if role == "assistant" else no_calls,
+        )
+        assert build_caches(cfg, ByteEncoder()).report.bad_rows == 0
+    assert build_caches(cfg, ByteEncoder()).report.bad_rows == 1
 
 
 def test_what_changed_is_said(tmp_path: Path, said: list[str]) -> None:

@@ -28,8 +28,8 @@ from toolkit.data.rows import parse_row
 from toolkit.messages import DataError, RowError, current_language, tr
 from toolkit.sample_types import ChatEncoder, Encoded
 
-CODE_VERSION = 8
-"""Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
+CODE_VERSION = 9
+"""Part of a part's and of a cache's name; raise it when ids, masks or counts would differ, or a row be rejected."""
 
 EXAMPLES = 5
 TEXTS = {RowFormat.text, RowFormat.classify, RowFormat.embed}
