@@ -242,6 +242,8 @@ def test_one_file_names_the_devices_of_one_maker() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "cuda" and not isinstance(node.value, ast.Constant):
                 asking.add(path.stem)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.accelerator":
+                asking.add(path.stem)
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 spelling |= {path.stem} if node.value.split(":")[0] == "cuda" else set()
     assert (asking, spelling) == ({"accelerator"}, {"devices"})

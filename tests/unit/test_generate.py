@@ -74,7 +74,10 @@ def test_a_question_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_gpu_is_left_alone_where_ranks_leave_it(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert rounds._devices({}) == [str(gpu) for gpu in range(8)]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     model = load_any(str(random_model)).model
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)

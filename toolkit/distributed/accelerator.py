@@ -1,4 +1,4 @@
-"""What DeepSpeed's `get_accelerator` does not tell of this process's accelerator: the only file that names torch.cuda.
+"""What DeepSpeed's `get_accelerator` does not tell. No other file names torch.cuda or torch.accelerator.
 
 PyTorch calls NVIDIA's GPUs and AMD's (ROCm) cuda; `torch.get_device_module` is torch.cuda for them, torch.npu for
 Ascend's NPUs. What is known of NVIDIA's GPUs alone, such as compute capabilities, is unknown on all others.

@@ -118,4 +118,5 @@ def _gpus_here() -> int:
 
     from toolkit.distributed.accelerator import device_alone
 
-    return 1 if device_alone().type == "cpu" else torch.accelerator.device_count()
+    device = device_alone()
+    return 1 if device.type == "cpu" else int(torch.get_device_module(device).device_count())

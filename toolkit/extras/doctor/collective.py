@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.distributed import accelerator
+
 _ENOUGH_S = 0.2
 """Seconds from which on a measurement is taken: shorter ones are mostly latency."""
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28
@@ -29,8 +31,8 @@ def main(backend: str, limit_s: float, file: Path) -> int:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if backend != "gloo":
-        device = torch.device(str(torch.accelerator.current_accelerator()), int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
+        device = torch.device(accelerator.device_alone().type, int(os.environ["LOCAL_RANK"]))
+        torch.get_device_module(device).set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
     measured: dict[str, Any] = {"rank": rank, **_measure_all_reduce(device, rank, size)}
     if size > 1:
@@ -47,7 +49,7 @@ def main(backend: str, limit_s: float, file: Path) -> int:
 def _seconds(device: torch.device, started: float) -> float:
     """Return the seconds since `started`, once the device has finished what was queued on it."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
     return time.perf_counter() - started
 
 
