@@ -174,6 +174,33 @@ def test_ids_are_the_servers_or_those_of_the_text(
     assert encoder.tokenizer(body["prompt"])["input_ids"] == prompt(encoder) and "return_token_ids" not in body
 
 
+def test_an_answer_has_its_text(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
+    """Without the end token and what follows it; an empty one is an answer where nothing has to be learned of it."""
+    asks, stop = client(server, encoder), encoder.stop_ids[0]
+    asks.keeps_empty = True
+    ids = [int(token) for token in encoder.tokenizer("b a", add_special_tokens=False)["input_ids"]]
+    ended = f"b a{encoder.tokenizer.decode([stop])}and so on"
+    for choice, text, is_cut in (
+        ({"text": " a b\n"}, "a b", False),
+        ({"text": "a b", "finish_reason": "length"}, "a b", True),
+        ({"text": ended, "finish_reason": "length"}, "b a", False),
+        ({"text": "as its ids", "token_ids": [*ids, stop]}, "b a", False),
+        ({"text": "", "token_ids": [stop]}, "", False),
+        ({"text": ""}, "", False),
+    ):
+        server.script = [says(**choice)]
+        answer = asks.answer(prompt(encoder), 3, time.monotonic() + 5)
+        assert not isinstance(answer, str), answer
+        assert (answer.text, answer.is_cut) == (text, is_cut)
+
+
+def test_a_proxy_is_not_asked_for_a_server_on_this_machine(
+    server: StandIn, encoder: chat.AnyChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_OPENER", None)
+    assert isinstance(client(server, encoder).answer_all([prompt(encoder)], [7])[0], list)
+
+
 def test_the_model_must_be_there(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
     with pytest.raises(ConfigError, match=r"distill\.rollouts\.model = teacher: the server has student\."):
         client(server, encoder, model="teacher")

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import BaseHandler
 
-from toolkit.cli.serve import _command
+from toolkit.cli.serve import serving_command
 from toolkit.evaluate import server
 from toolkit.evaluate.server import MAX_REQUEST_BYTES, BoundedApp, _sample_by_temperature, limit_tokens, request_problem
 
@@ -45,16 +45,17 @@ def test_each_server_has_its_command(installed: list[str], monkeypatch: pytest.M
     programs = {name: f"/bin/{name}" for name in installed}
     monkeypatch.setattr(server.shutil, "which", lambda name, **_: programs.get(name))
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: True)
-    folder, listen = Path("dir"), ["--port", "1"]
+    folder, more = Path("dir"), ["--dtype", "float32"]
     assert server.server_program("auto")[0] == ("vllm" if installed else "transformers")
     for backend in ("transformers", *installed):
         name, program = server.server_program(backend)
-        command = _command(name, program, folder, "NAME", listen)
+        command = serving_command(name, program, folder, "NAME", ("host", 1), more)
         assert name == backend and command[: len(program)] == program
+        listen = ["--host", "host", "--port", "1"]
         after = {
-            "vllm": ["serve", "dir", "--port", "1", "--served-model-name", "NAME", "dir"],
-            "sglang": ["serve", "--model-path", "dir", "--port", "1", "--served-model-name", "NAME"],
-            "transformers": ["NAME", "serve", "dir", "--port", "1"],
+            "vllm": ["serve", "dir", *listen, "--served-model-name", "NAME", "dir", *more],
+            "sglang": ["serve", "--model-path", "dir", *listen, "--served-model-name", "NAME", *more],
+            "transformers": ["NAME", "serve", "dir", *listen, *more],
         }
         assert command[len(program) :] == after[backend]
 

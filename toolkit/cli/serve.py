@@ -56,22 +56,19 @@ def run(words: list[str]) -> None:
     model = base = arguments.get("served_name") or name_of(adapter or folder)
     if adapter is not None:
         base = f"{model}-base" if name_of(folder) == model else name_of(folder)
-    command = _command(backend, program, folder, base, ["--host", host, "--port", str(port)])
-    if backend == "transformers" and "--dtype" not in options:
-        command += ["--dtype", _precision(options)]
-    if adapter is not None:
         check_adapter(adapter, backend)
-        command += adapter_options(adapter, folder, model, backend)
+        options = [*adapter_options(adapter, folder, model, backend), *options]
         model = f"{base}:{model}" if backend == "sglang" else model  # how a request names the adapter
+    command = serving_command(backend, program, folder, base, (host, port), options)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": tr("Hello")}]}, ensure_ascii=False)
-    say("Starting:  {command}", command=" ".join([*command, *options]))
+    say("Starting:  {command}", command=" ".join(command))
     say(
         "Ask it:  {command}",
         command=f"curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
     )
     # The model is here: nothing is looked up elsewhere, nor can a request have another one fetched.
     alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-    os.execve(command[0], [*command, *options], os.environ | alone)  # noqa: S606  the command is made above
+    os.execve(command[0], command, os.environ | alone)  # noqa: S606  the command is made above
 
 
 def _check_options(options: list[str]) -> None:
@@ -98,13 +95,25 @@ def _model_and_adapter(path: Path, adapter: str | None) -> tuple[Path, Path | No
     return resolve_servable(path, folder), folder
 
 
-def _command(backend: str, program: list[str], folder: Path, model: str, listen: list[str]) -> list[str]:
-    """Return the command by which a backend's `program` serves a directory as `model`; `listen`: --host and --port."""
+def serving_command(
+    backend: str, program: list[str], folder: Path, model: str, address: tuple[str, int], options: list[str]
+) -> list[str]:
+    """Return the command by which a server serves a model.
+
+    Args:
+        backend: of `server_program`, as is `program`.
+        folder: the model, of `resolve_servable`.
+        model: its name in requests.
+        address: host and port.
+        options: further ones of the server.
+    """
+    listen = ["--host", address[0], "--port", str(address[1])]
     if backend == "sglang":
-        return [*program, "serve", "--model-path", str(folder), *listen, "--served-model-name", model]
+        return [*program, "serve", "--model-path", str(folder), *listen, "--served-model-name", model, *options]
     if backend == "vllm":  # several names: the full path is accepted as well
-        return [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder)]
-    return [*program, model, "serve", str(folder), *listen]
+        return [*program, "serve", str(folder), *listen, "--served-model-name", model, str(folder), *options]
+    precision = [] if "--dtype" in options else ["--dtype", _precision(options)]
+    return [*program, model, "serve", str(folder), *listen, *precision, *options]
 
 
 def _precision(options: list[str]) -> str:

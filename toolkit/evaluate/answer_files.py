@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -19,7 +19,14 @@ from toolkit.data import data_paths, formats, readers, rows
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.evaluate import checks
-from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, with_system
+from toolkit.evaluate.generate import (
+    Sampling,
+    check_length,
+    decode_answer,
+    generate,
+    max_context_tokens,
+    with_system,
+)
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr, warn
 from toolkit.models import chat
 from toolkit.sample_types import Message
@@ -251,9 +258,45 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
     return True
 
 
+class Answering(Protocol):
+    """What answers prompts: a `LocalModel`, or a `served_model.ServedModel`."""
+
+    encoder: chat.AnyChatEncoder
+    max_tokens: float
+    """Most tokens of prompt and answer together."""
+
+    def answer(
+        self, prompts: Mapping[int, Sequence[int]], sampling: Sampling, at_once: int
+    ) -> dict[int, dict[str, Any]]:
+        """Return by the prompts' numbers `answer`, `tokens` and `finish`, or `error`; `at_once` are asked together."""
+
+
+class LocalModel:
+    """A model of this process as `Answering`. Batches have their own seeds: repeated questions get other answers."""
+
+    def __init__(self, model: PreTrainedModel, encoder: chat.AnyChatEncoder) -> None:
+        self.model, self.encoder, self.max_tokens = model, encoder, max_context_tokens(model)
+
+    def answer(
+        self, prompts: Mapping[int, Sequence[int]], sampling: Sampling, at_once: int
+    ) -> dict[int, dict[str, Any]]:
+        """See `Answering`; each batch adds its place to the seed."""
+        answered = {}
+        # The longest first, so that a lack of memory shows at once.
+        order = sorted(prompts, key=lambda index: -len(prompts[index]))
+        for begin in range(0, len(order), at_once):
+            batch = order[begin : begin + at_once]
+            seeded = replace(sampling, seed=sampling.seed + begin)
+            asked = [prompts[index] for index in batch]
+            answers = generate(self.model, self.encoder, asked, seeded, self.model.device)
+            for index, ids in zip(batch, answers, strict=True):
+                text = decode_answer(self.encoder, ids)
+                answered[index] = {"answer": text, "tokens": len(ids), "finish": finish_of(ids, sampling)}
+        return answered
+
+
 def answer_rows(
-    model: PreTrainedModel,
-    encoder: chat.AnyChatEncoder,
+    model: Answering,
     questions: Iterable[RowQuestion],
     sampling: Sampling,
     *,
@@ -265,8 +308,8 @@ def answer_rows(
     """Yield the rows of a window of `batch_size * BATCHES_IN_WINDOW` questions at a time, after asking the model; of
     `shard` i/n every n-th window, from the i-th on, whose answers are those that one process gives.
     Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
-    length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
-    seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
+    length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Windows have their own
+    seeds: skipping the first `done` questions changes no answer.
     """
     window_size = batch_size * BATCHES_IN_WINDOW
     shard_number, shards = shard
@@ -279,38 +322,22 @@ def answer_rows(
         is_done = number // shards < done // window_size  # windows of this shard: before this one, and done
         if is_of_shard and not is_done:
             seeded = replace(sampling, seed=sampling.seed + number * window_size)
-            yield _answer_window(window, model, encoder, seeded, batch_size, system)
+            yield _answer_window(window, model, seeded, batch_size, system)
 
 
 def _answer_window(
-    window: Sequence[RowQuestion],
-    model: PreTrainedModel,
-    encoder: chat.AnyChatEncoder,
-    sampling: Sampling,
-    batch_size: int,
-    system: str,
+    window: Sequence[RowQuestion], model: Answering, sampling: Sampling, batch_size: int, system: str
 ) -> list[dict[str, Any]]:
-    """Return the rows of a window, see `answer_rows`; each batch adds its place to the seed of `sampling`."""
+    """Return the rows of a window, see `answer_rows`."""
     results = [_row_of_question(question, system) for question in window]
     prompts: dict[int, list[int]] = {}
     for index, question in enumerate(window):
         try:
-            prompts[index] = _prompt_of_question(question, model, encoder, sampling, system)
+            prompts[index] = _prompt_of_question(question, model, sampling, system)
         except (RowError, ModelError) as error:
             results[index]["error"] = str(error)
-    # The longest first, so that a lack of memory shows at once.
-    order = sorted(prompts, key=lambda index: -len(prompts[index]))
-    for begin in range(0, len(order), batch_size):
-        batch = order[begin : begin + batch_size]
-        seeded = replace(sampling, seed=sampling.seed + begin)
-        answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
-        for index, ids in zip(batch, answers, strict=True):
-            results[index] |= {
-                "answer": decode_answer(encoder, ids),
-                "prompt_tokens": len(prompts[index]),
-                "tokens": len(ids),
-                "finish": finish_of(ids, sampling),
-            }
+    for index, answer in model.answer(prompts, sampling, batch_size).items():
+        results[index] |= answer if "error" in answer else {"prompt_tokens": len(prompts[index]), **answer}
     if rank() == 0:
         _add_verdicts(window, results)
     return results
@@ -325,16 +352,14 @@ def _row_of_question(question: RowQuestion, system: str) -> dict[str, Any]:
     return row | ({} if question.sample is None else {"sample": question.sample})
 
 
-def _prompt_of_question(
-    question: RowQuestion, model: PreTrainedModel, encoder: chat.AnyChatEncoder, sampling: Sampling, system: str
-) -> list[int]:
+def _prompt_of_question(question: RowQuestion, model: Answering, sampling: Sampling, system: str) -> list[int]:
     """Return the token ids to ask the model; RowError or ModelError if the question cannot be asked."""
     if question.error:
         raise RowError(question.error)
-    prompt = encoder.prompt(with_system(question.messages, system), question.tools)
+    prompt = model.encoder.prompt(with_system(question.messages, system), question.tools)
     if not prompt:
         raise RowError(tr("the chat template makes nothing of the conversation"))
-    check_length(model, len(prompt), sampling.max_new_tokens)
+    check_length(model.max_tokens, len(prompt), sampling.max_new_tokens)
     return prompt
 
 
@@ -421,7 +446,7 @@ class AnswerOptions:
 def answer_source(
     source: schema.SourceConfig,
     output: Path,
-    load: Callable[[], tuple[PreTrainedModel, chat.AnyChatEncoder]],
+    load: Callable[[], Answering],
     options: AnswerOptions,
     *,
     models: Sequence[Path] = (),
@@ -449,7 +474,7 @@ def answer_source(
     # All ranks of engine=deepspeed compute the same answers; rank 0 writes them.
     answer_file = AnswerFile(output, settings, options.window) if rank() == 0 else contextlib.nullcontext()
     with answer_file as file:
-        asked, cut, failed = _write_answers(source, file, *load(), options, num_rows)
+        asked, cut, failed = _write_answers(source, file, load(), options, num_rows)
         if not file:  # rank 0 reports
             return
         file.finish(is_shard)
@@ -481,8 +506,7 @@ def _count_answers(source: schema.SourceConfig, options: AnswerOptions) -> int:
 def _write_answers(
     source: schema.SourceConfig,
     file: AnswerFile | None,
-    model: PreTrainedModel,
-    encoder: chat.AnyChatEncoder,
+    model: Answering,
     options: AnswerOptions,
     num_rows: int,
 ) -> tuple[int, int, int]:
@@ -495,7 +519,6 @@ def _write_answers(
         questions = (replace(question, sample=number) for question in questions for number in range(options.samples))
     windows = answer_rows(
         model,
-        encoder,
         questions,
         options.sampling,
         batch_size=options.batch_size,

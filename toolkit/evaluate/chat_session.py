@@ -10,7 +10,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from toolkit.evaluate.generate import Sampling, check_length, check_system, decode_answer, generate, with_system
+from toolkit.evaluate.generate import (
+    Sampling,
+    check_length,
+    check_system,
+    decode_answer,
+    generate,
+    max_context_tokens,
+    with_system,
+)
 from toolkit.messages import ConfigError, ModelError, RowError, did_you_mean, joined, printable, tr
 from toolkit.models import chat
 from toolkit.sample_types import Message
@@ -147,7 +155,7 @@ class ChatSession:
             messages = [*self.history[dropped:], {"role": "user", "content": question}]
             prompt = self.encoder.prompt(with_system(messages, self.system))
             try:
-                check_length(self.model, len(prompt), self.sampling.max_new_tokens)
+                check_length(max_context_tokens(self.model), len(prompt), self.sampling.max_new_tokens)
                 break
             except ModelError:
                 if dropped == len(self.history):

@@ -7,15 +7,18 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
+from types import MappingProxyType
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 from toolkit.config.schema import RolloutsConfig
+from toolkit.evaluate.generate import decode_answer
 from toolkit.messages import ConfigError, tr
 from toolkit.models import chat
 
@@ -36,6 +39,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirects)
+_LOCAL_OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+"""For servers on this machine, with which a proxy has no business."""
+_HERE = ("127.0.0.1", "localhost", "::1")
+_NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +57,58 @@ class Protocol:
     """Whether a prompt can be token ids; else it is text."""
 
 
-class CompletionClient:
-    """Asks a server for answers to prompts of token ids. `protocol`: of `find_protocol`."""
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer of a server."""
 
-    def __init__(self, config: RolloutsConfig, encoder: chat.AnyChatEncoder, protocol: Protocol) -> None:
+    ids: list[int]
+    """Token ids, the end token included."""
+    text: str
+    """The answer without special tokens and surrounding white space."""
+    is_cut: bool
+    """Whether it ended at `max_new_tokens`."""
+
+
+class CompletionClient:
+    """Asks a server for answers to prompts of token ids.
+
+    Args:
+        config: the server, and how it samples.
+        encoder: the model's tokenizer and the tokens that end an answer.
+        protocol: of `find_protocol`.
+        fields: further fields of each request.
+        keeps_empty: whether an empty answer is one; else it costs a try.
+    """
+
+    def __init__(
+        self,
+        config: RolloutsConfig,
+        encoder: chat.AnyChatEncoder,
+        protocol: Protocol,
+        fields: Mapping[str, Any] = _NO_FIELDS,
+        keeps_empty: bool = False,
+    ) -> None:
         self.config, self.encoder, self.protocol = config, encoder, protocol
+        self.fields, self.keeps_empty = fields, keeps_empty
 
     def answer_all(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int] | str]:
         """Return the ids of each answer, its end token included, or why there is none; within `timeout_s`."""
         until = time.monotonic() + self.config.timeout_s
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="completions") as threads:
-            return list(threads.map(lambda prompt, seed: self._answer(prompt, seed, until), prompts, seeds))
+            answers = list(threads.map(lambda prompt, seed: self.answer(prompt, seed, until), prompts, seeds))
+        return [answer if isinstance(answer, str) else answer.ids for answer in answers]
 
-    def _answer(self, prompt: Sequence[int], seed: int, until: float) -> list[int] | str:
-        """Return an answer's ids, or why none of several tries gave one; `until`: of time.monotonic()."""
+    def answer(
+        self, prompt: Sequence[int], seed: int, until: float, gives_up: Callable[[], object] = lambda: False
+    ) -> Completion | str:
+        """Return an answer, or why none of several tries gave one.
+
+        Args:
+            prompt: token ids.
+            seed: the same gives the same answer, if the server allows for it.
+            until: when to stop, of time.monotonic(); each try gets an equal share of the time that is left.
+            gives_up: asked after each failure; what is true ends the tries.
+        """
         reason, tries = tr("timed out"), self.config.tries
         for number in range(tries):
             left = until - time.monotonic()
@@ -73,12 +118,22 @@ class CompletionClient:
                 return self.ask(prompt, seed, left / (tries - number))  # equal shares of the time that is left
             except _WRONG as error:
                 reason = _reason(error)
+            if gives_up():
+                break
             if number < tries - 1:  # pauses of 1, 2, 4, … seconds between tries
                 time.sleep(max(0.0, min(_FIRST_PAUSE_S * 2**number, until - time.monotonic())))
         return reason
 
-    def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> list[int]:
-        """Return the ids of an answer; one of `_WRONG` is raised if none that can be used comes within `limit_s`."""
+    def why_down(self) -> str:
+        """Return why the server answers not even a simple question; "" if it does."""
+        try:
+            _ask_briefly(self.config, self.encoder, self.protocol, self.fields)
+        except _WRONG as error:
+            return _reason(error)
+        return ""
+
+    def ask(self, prompt: Sequence[int], seed: int, limit_s: float) -> Completion:
+        """Return an answer; one of `_WRONG` is raised if none that can be used comes within `limit_s`."""
         config, protocol = self.config, self.protocol
         body = {
             "model": protocol.model,
@@ -87,34 +142,38 @@ class CompletionClient:
             "max_tokens": config.max_new_tokens,
             "temperature": config.temperature,
             "top_p": config.top_p,
+            **self.fields,
         }
-        if protocol.takes_ids:
-            body["return_token_ids"] = True  # vLLM's; others ignore it
+        if protocol.takes_ids:  # vLLM's; others ignore them. A base model's own end token need not be the chat's.
+            body |= {"return_token_ids": True, "stop_token_ids": self.encoder.stop_ids}
         answer = _request(config, "completions", limit_s, body)
         if protocol.answers_as and answer["model"] != protocol.answers_as:
             raise ValueError(tr("it is of the model {name}", name=str(answer["model"])[:80]))
         [choice] = answer["choices"]
-        return self._ids(choice)
+        return self._completion(choice)
 
-    def _ids(self, choice: dict[str, Any]) -> list[int]:
-        """Return the ids of a choice (of a response's `choices`) up to its end token, which is included: the server's
-        `token_ids`, else those of its text. ValueError if the answer cannot be used.
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        """Return a choice (of a response's `choices`) up to its end token: with the server's `token_ids`, else those of
+        its text. ValueError if the answer cannot be used.
         """
         tokenizer, most = self.encoder.tokenizer, self.config.max_new_tokens
-        text, ids = choice["text"], choice.get("token_ids")
-        if not text.encode().strip():  # a lone surrogate has no UTF-8
+        text, ids_of_server = choice["text"], choice.get("token_ids")
+        if not text.encode().strip() and not self.keeps_empty:  # a lone surrogate has no UTF-8
             raise ValueError(tr("it is empty"))
+        ids = ids_of_server
         if ids is None:
             ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         elif not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids) or len(ids) > most:
             raise ValueError(tr("its token ids are not the student's"))
-        if len(ids) > 2 * most:  # a text may be divided into a few tokens more than it was written in
+        if len(ids) > 3 * most:  # a text may be divided into more tokens: a byte that is no UTF-8 becomes three
             raise ValueError(tr("it has {count} tokens", count=len(ids)))
         end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
         stop = ids[end : end + 1]
         if choice["finish_reason"] == "stop" and not stop:  # a server leaves the end token out of the text
             stop = [self.encoder.stop_ids[0]]
-        return (ids[:end] + stop)[:most]
+        is_text = ids_of_server is None and end == len(ids)
+        answer = text.strip() if is_text else decode_answer(self.encoder, ids[:end])
+        return Completion((ids[:end] + stop)[:most], answer, is_cut=not stop)
 
 
 def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
@@ -130,31 +189,59 @@ def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
 
 def find_protocol(config: RolloutsConfig, encoder: chat.AnyChatEncoder) -> Protocol:
     """Return what the server understands, after asking it a question; ConfigError if it gives no answer."""
+    protocol = try_protocols(config, encoder, "distill.rollouts.model")
+    if isinstance(protocol, str):
+        raise ConfigError(
+            "distill.rollouts.url = {url} gives no completions: {reason}. Give the base URL of an OpenAI-compatible "
+            "server that runs, such as http://host:8000/v1.",
+            url=config.url,
+            reason=protocol,
+        )
+    return protocol
+
+
+def try_protocols(
+    config: RolloutsConfig, encoder: chat.AnyChatEncoder, key: str, fields: Mapping[str, Any] = _NO_FIELDS
+) -> Protocol | str:
+    """Return what the server understands, after asking it a question, or why it gives no answer. ConfigError if it has
+    no model of that name, or several and none is named. `key`: what the user calls that name; `fields`: as of
+    `CompletionClient`.
+    """
     # Token ids first: they are the prompt as it is, while a text has to be tokenized to the same ones.
-    reason, prompt = "", encoder.prompt([{"role": "user", "content": "?"}])
+    reason = ""
     for takes_ids in (True, False):
         try:
             listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
             has_model = config.model in listed or (not config.model and len(listed) == 1)  # "": the only one
             if not has_model:
                 raise ConfigError(
-                    "distill.rollouts.model = {name}: the server has {listed}. Name one of them.",
+                    "{key} = {name}: the server has {listed}. Name one of them.",
+                    key=key,
                     name=config.model or '""',
                     listed=", ".join(listed[:20]) or "-",
                 )
-            asked = prompt if takes_ids else as_text(prompt, encoder)
-            body: dict[str, Any] = {"model": config.model or listed[0], "prompt": asked}
-            body |= {"max_tokens": 1, "temperature": config.temperature, "top_p": config.top_p}
-            answer = _request(config, "completions", config.timeout_s, body)
-            return Protocol(str(body["model"]), str(answer["model"]), takes_ids)
+            protocol = Protocol(config.model or listed[0], "", takes_ids)
+            return replace(protocol, answers_as=_ask_briefly(config, encoder, protocol, fields))
         except _WRONG as error:
             reason = _reason(error)
-    raise ConfigError(
-        "distill.rollouts.url = {url} gives no completions: {reason}. Give the base URL of an OpenAI-compatible server "
-        "that runs, such as http://host:8000/v1.",
-        url=config.url,
-        reason=reason,
-    )
+    return reason
+
+
+def _ask_briefly(
+    config: RolloutsConfig, encoder: chat.AnyChatEncoder, protocol: Protocol, fields: Mapping[str, Any]
+) -> str:
+    """Return the name that the server gives the model in an answer of one token; one of `_WRONG` if there is none."""
+    prompt = encoder.prompt([{"role": "user", "content": "?"}])
+    body = {
+        "model": protocol.model,
+        "prompt": prompt if protocol.takes_ids else as_text(prompt, encoder),
+        "max_tokens": 1,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        **fields,
+    }
+    answer = _request(config, "completions", config.timeout_s, body)
+    return str(answer["model"])
 
 
 def _request(config: RolloutsConfig, path: str, limit_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -164,8 +251,8 @@ def _request(config: RolloutsConfig, path: str, limit_s: float, body: dict[str, 
     request = urllib.request.Request(f"{config.url.rstrip('/')}/{path}", content, {"Content-Type": "application/json"})  # noqa: S310  a rule admits http and https alone
     if token := os.environ.get(TOKEN_VARIABLE):
         request.add_header("Authorization", f"Bearer {token}")
-    received = bytearray()
-    with _OPENER.open(request, timeout=limit_s) as response:
+    received, is_here = bytearray(), urlsplit(config.url).hostname in _HERE
+    with (_LOCAL_OPENER if is_here else _OPENER).open(request, timeout=limit_s) as response:
         while part := response.read1(1 << 16):
             received += part
             if len(received) > most:

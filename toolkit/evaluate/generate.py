@@ -54,7 +54,7 @@ def generate(
         **options: for `transformers`' generate, such as `streamer`.
     """
     longest = max(map(len, prompts))
-    check_length(model, longest, sampling.max_new_tokens)
+    check_length(max_context_tokens(model), longest, sampling.max_new_tokens)
     tokenizer = encoder.tokenizer
     pad = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -110,9 +110,8 @@ def decode_answer(encoder: chat.AnyChatEncoder, ids: Sequence[int]) -> str:
     return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
-def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise a ModelError if prompt and answer could be longer than the model's positions."""
-    most = max_context_tokens(model)
+def check_length(most: float, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raise a ModelError if prompt and answer could be longer than `most`, the model's `max_context_tokens`."""
     if prompt_tokens + max_new_tokens > most:
         raise ModelError(
             "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the model "

@@ -15,9 +15,10 @@ def exported(path: Path) -> Path:
     return (path / "export" if is_run else path).resolve()
 
 
-def resolve_servable(path: Path, adapter: Path | None = None) -> Path:
+def resolve_servable(path: Path, adapter: Path | None = None, *, chats: bool = True) -> Path:
     """Return the directory to serve: `path`, or a run's export; ConfigError or ModelError if no server loads it.
-    `adapter`: directory of an adapter that is served on it, whose chat template replaces its own.
+    `adapter`: directory of an adapter that is served on it, whose chat template replaces its own. `chats`: it is for
+    chats, which need a template.
     """
     folder = exported(path)
     if (folder / "adapter_config.json").is_file():
@@ -45,7 +46,7 @@ def resolve_servable(path: Path, adapter: Path | None = None) -> Path:
             "Convert it first: toolkit export-model model.path={folder} format=hf output=DIR",
             folder=folder,
         )
-    if not any(saved_template(source) for source in (adapter, folder) if source):
+    if chats and not any(saved_template(source) for source in (adapter, folder) if source):
         raise ConfigError(
             "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
         )

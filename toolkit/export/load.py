@@ -1,5 +1,6 @@
 """A model for generation, from a model directory, an export, a run, a checkpoint, or base and adapter."""
 
+import math
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -9,11 +10,12 @@ import torch
 import transformers
 
 from toolkit.checkpoint import directory, intact
-from toolkit.config import files
+from toolkit.config import context_length, files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import accelerator
 from toolkit.messages import ConfigError, ModelError, NotStreamable, tr
 from toolkit.models import adapters, base_model, chat, load, save, tokenizer_files, trainable
+from toolkit.models.directory import read_config
 
 
 class LoadedModel(NamedTuple):
@@ -100,6 +102,18 @@ def _load_encoder(folder: Path, adapter: str, family: str, chat_template: str) -
     else:
         source = folder / save.MODEL_DIR if _is_checkpoint(folder) else folder
     return tokenizer_files.load_chat_encoder(source, family=family, chat_template=chat_template)
+
+
+def load_encoder(
+    path: str, *, adapter: str = "", family: str = "auto", chat_template: str = ""
+) -> tuple[chat.AnyChatEncoder, float]:
+    """Return the tokenizer and chat format of a model that computes elsewhere, and how many tokens prompt and answer
+    may have together, inf without a limit. Arguments: `load_any`.
+    """
+    folder, adapter_folder = _model_and_adapter(path, adapter)
+    encoder = _load_encoder(folder, adapter_folder, family, chat_template)
+    config = read_config(str(folder / save.MODEL_DIR if _is_checkpoint(folder) else folder), with_weights=False)
+    return encoder, context_length.position_limit(config) or math.inf
 
 
 def _model_and_adapter(path: str, adapter: str) -> tuple[Path, str]:

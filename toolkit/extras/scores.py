@@ -20,6 +20,7 @@ from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
 from toolkit.evaluate.answer_files import (
     AnswerOptions,
+    LocalModel,
     answer_source,
     count_passed,
     question_source,
@@ -333,7 +334,7 @@ def _score_answers(
         system=request.system,
         allow_code=request.allow_code,
     )
-    answer_source(source, file, lambda: (loaded.model, loaded.encoder), options)
+    answer_source(source, file, lambda: LocalModel(loaded.model, loaded.encoder), options)
     passed, checked = count_passed(file)
     share = passed / checked
     standard_error = math.sqrt(share * (1 - share) / checked)  # of a share of independent questions

@@ -12,7 +12,6 @@ SGLang only their number (`usage.prompt_tokens`).
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, mark_trained
 from toolkit.evaluate.servable import resolve_servable
 from toolkit.evaluate.server import find_program
+from toolkit.evaluate.server_process import NotStarted, running_server
 from toolkit.export.verify import judge_logits, logits_of_directory
 from toolkit.extras import llama_cpp
 from toolkit.launch.environment import free_port, without_ranks
@@ -499,7 +499,7 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-_READY_S = 900
+_SLOW_S = 900
 _ANSWER_S = 60
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business on this machine
 
@@ -514,29 +514,14 @@ class NotRun(Exception):
 @contextmanager
 def _server(command: Sequence[str]) -> Iterator[str]:
     """Start a server on a free port and yield its address once it is ready; NotRun if that does not happen."""
-    port, alone = free_port(), {"HF_HUB_OFFLINE": "1"}
+    port = free_port()
+    address, listen = f"http://127.0.0.1:{port}", ["--host", "127.0.0.1", "--port", str(port)]
     with NamedTemporaryFile() as log:
-        process = children.start_tree(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=without_ranks() | alone,
-        )
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
         try:
-            while True:
-                if process.poll() is not None or time.monotonic() > until:
-                    reason = last_line(Path(log.name).read_text("utf-8", "replace"))[:300]
-                    raise NotRun(tr("it is installed, but does not start here: {reason}", reason=reason))
-                with suppress(OSError):
-                    if _OPENER.open(f"{url}/health", timeout=_ANSWER_S).status == 200:
-                        break
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
+            with running_server([*command, *listen], address, "/health", Path(log.name)):
+                yield address
+        except NotStarted as error:
+            raise NotRun(tr("it is installed, but does not start here: {reason}", reason=error)) from error
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
@@ -618,7 +603,7 @@ def llama_answer(url: str, prompt: Sequence[int], most: int) -> list[int]:
     """Return llama.cpp's greedy answer to a prompt, at most `most` tokens without the end's; NotRun if it fails."""
     body = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "return_tokens": True, "cache_prompt": False}
     try:  # on a CPU a large model answers slowly
-        return [int(token) for token in _post(f"{url}/completion", body, _READY_S)["tokens"]]
+        return [int(token) for token in _post(f"{url}/completion", body, _SLOW_S)["tokens"]]
     except (OSError, ValueError, KeyError) as error:
         raise NotRun(tr("it does not answer: {reason}", reason=error)) from error
 

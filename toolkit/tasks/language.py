@@ -263,7 +263,7 @@ class LanguageTask(task.Task):
             self.evaluation.try_once()
         for prompt in cfg.prompts:
             encoded = self.data.encoder.prompt([{"role": "user", "content": prompt}])
-            generate.check_length(run.engine.module, len(encoded), cfg.max_new_tokens)
+            generate.check_length(generate.max_context_tokens(run.engine.module), len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
             self._answer(run.engine, cfg.prompts[0], min(2, cfg.max_new_tokens))
 
