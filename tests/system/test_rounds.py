@@ -6,10 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-from ranks import free_port, kill_session, run, start
+import psutil
+from ranks import free_port, kill_session, run, start, wait_for
 
 from tests.unit.speaker import write_random
 from toolkit.evaluate.answer_files import BATCHES_IN_WINDOW
+from toolkit.evaluate.rewards import read_lines
 
 
 def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:
@@ -53,3 +55,51 @@ def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None
     assert found["round-1"]["pairs"] + found["round-1"]["ties"] == 32
     assert "result" in finished.output
     assert (folder / "round-2" / "run" / "export" / "config.json").is_file()
+
+
+def served(session: int) -> list[psutil.Process]:
+    """Return the servers below a process."""
+    below = psutil.Process(session).children(recursive=True)
+    return [process for process in below if "toolkit.evaluate.server" in process.cmdline()[1:3]]
+
+
+def test_each_rounds_model_answers_by_a_server(tmp_path: Path) -> None:
+    """transformers' own, of a base model with the adapter of the last round; stopped, and then a server is killed."""
+    write_random(tmp_path / "model")
+    rows = [{"prompt": f"{number} and so on"} for number in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "1", "--master_port", str(free_port())]
+    command += ["recipe=zero1", "model.init=pretrained", f"model.path={tmp_path}/model", "model.name=babbler"]
+    command += ["preference=dpo", f"prompts={tmp_path}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "rounds=1"]
+    command += ["samples=4", "max_new_tokens=12", "batch_size=2", "run.name=rounds", f"run.dir={tmp_path}/runs"]
+    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=1", "batch.global_size=8", "tuning=lora"]
+    command += ["data.validation_fraction=0", "data.max_length=128", "report.enabled=false", "train.rehearse=false"]
+    command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "checkpoint.verify_export=false"]
+    command += ["precision=fp32", "server=transformers"]
+    folder = tmp_path / "runs" / "rounds"
+    log = folder / "round-1" / "samples.jsonl.server.log"
+    process = start(command, cwd=tmp_path)
+    try:
+        wait_for(lambda: served(process.pid), within_s=240)
+        [server] = served(process.pid)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, output[-3000:]
+        wait_for(lambda: not server.is_running())
+    finally:
+        kill_session(process)
+    process = start([*command, "timeout_s=60"], cwd=tmp_path)
+    try:
+        wait_for(lambda: log.exists() and "POST /v1/completions" in log.read_text(), within_s=240)
+        served(process.pid)[0].kill()
+        output, _ = process.communicate(timeout=900)
+    finally:
+        kill_session(process)
+    assert process.returncode == 0, output[-3000:]
+    assert "the server is down" in output
+    for number in (1, 2):
+        answers = read_lines(folder / f"round-{number}" / "samples.jsonl")
+        assert len(answers) == 64 and not [row for row in answers if "answer" not in row]
+        assert len({row["answer"] for row in answers}) > 32
+    assert (folder / "round-1" / "run" / "export" / "adapter_config.json").is_file()
+    assert f"serve {folder}/round-2/merged" in output and not (folder / "round-2" / "merged").exists()

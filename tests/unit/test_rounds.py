@@ -116,6 +116,7 @@ class Steps:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.devices: set[str] = set()
+        self.servers: list[tuple[str | None, str | None]] = []
         self.stop = -1
 
     def __call__(self, command: list[str], requests: Any, device: str = "") -> None:
@@ -128,13 +129,19 @@ class Steps:
             answers = ["a" * (1 + place) for place in range(int(words["samples"]))]
             rows = [row(answer, f"p:{place}") for place, _ in enumerate(questions) for answer in answers]
             write_lines(Path(words["output"]), rows)
+            self.servers.append((words.get("server"), words.get("timeout_s")))
             self.done.append(
                 f"generate {Path(words['model.path']).parts[-3:]} {words.get('adapter', '')} "
                 f"{words.get('model.chat_template', '')} {words['seed']}"
             )
+        elif "export-model" in command:
+            Path(words["output"]).mkdir()
+            self.done.append(f"merge {command[command.index('export-model') + 1].rpartition('round')[2]}")
         elif "launch" in command:
             run = Path(words["run.dir"]) / words["run.name"]
             (run / "export").mkdir(parents=True)
+            if words.get("tuning") == "lora":
+                (run / "export" / "adapter_config.json").touch()
             (run / "metrics.jsonl").write_text('{"rewards/accuracies": 0.5}\n{"eval_rewards/accuracies": 0.75}\n')
             (run / "DONE").touch()
             assert len(read_lines(Path(words["data"]))) == 3
@@ -244,6 +251,39 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
     assert all(command[3] == "generate" for commands, *_ in started for command in commands)
     assert steps.devices == {"4", "4,5,6"}, "a reward may take them all"
     assert {path.name for path in (folder / "round-1").glob("*-of-*")} == {"samples.jsonl.2-of-3"}
+
+
+def test_each_rounds_model_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its adapter merged. How it is served may change when the rounds are resumed, and a command gets all GPUs."""
+    steps = Steps()
+    monkeypatch.setattr(rounds, "_run_process", steps)
+    monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
+    write_random(tmp_path / "model")
+    words = ["rounds", "--num_gpus", "2", "recipe=zero1", "preference=dpo", "tuning=lora", "run.name=served"]
+    words += [f"run.dir={tmp_path}/runs", f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "rounds=2"]
+    words += [f"model.path={tmp_path}/model", "model.name=babbler", "samples=3"]
+    command = "env vllm serve {model} --port {port} --tensor-parallel-size 2"
+    for stop, server in ((4, f"server={command}"), (99, "server=env other {model} {port}")):
+        steps.stop = stop
+        code = main([*words, server, "timeout_s=30"])
+        assert code == (0 if stop == 99 else Stopped.exit_code), capsys.readouterr().err
+    kinds = [one.split()[0] for one in steps.done]
+    assert kinds == [*["generate", "score", "launch", "merge"] * 2, "generate", "score"]
+    assert steps.done[3] == "merge -1/run/export" and "('served', 'round-2', 'merged')" in steps.done[4]
+    assert steps.servers == [(command, "30"), *[("env other {model} {port}", "30")] * 2]
+    assert steps.devices == {"0,1", ""} and not list(tmp_path.glob("runs/served/*/merged"))
+    (tmp_path / "model" / "tokenizer_config.json").rename(tmp_path / "model" / "adapter_config.json")
+    for wrong, message in (
+        ("server=vlm", "server = vlm is neither one of auto, vllm"),
+        ("timeout_s=3", "timeout_s has an effect with server= only"),
+        ("server=transformers", "is an adapter, not a whole model"),
+    ):
+        assert main([*words, wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_gpus_that_are_left_out_answer_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,16 +364,12 @@ def _prompt_of_question(question: RowQuestion, model: Answering, sampling: Sampl
 
 
 def reasons_not_to_ask(
-    questions: Iterable[RowQuestion],
-    model: PreTrainedModel,
-    encoder: chat.AnyChatEncoder,
-    sampling: Sampling,
-    system: str,
+    questions: Iterable[RowQuestion], model: Answering, sampling: Sampling, system: str
 ) -> Iterator[str]:
-    """Yield for each question why the model cannot be asked it, "" if it can. `model` may be on the meta device."""
+    """Yield for each question why the model cannot be asked it, "" if it can; it is not asked."""
     for question in questions:
         try:
-            _prompt_of_question(question, model, encoder, sampling, system)
+            _prompt_of_question(question, model, sampling, system)
         except (RowError, ModelError) as error:
             yield str(error)
         else:

@@ -6,7 +6,8 @@ Everything is a file below run.dir/NAME, and a step whose file exists is done: t
 
 rounds.json            the arguments, and what each round gave
 round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made, of several processes
-                       samples.jsonl.I-of-N
+                       samples.jsonl.I-of-N, and of a server samples.jsonl.server.log
+round-N/merged/        the model with the last round's adapter in its weights, while a server gives the answers
 round-N/scored.jsonl   the same with their rewards
 round-N/pairs.jsonl    the best and the worst answer of each prompt; without a preference loss best.jsonl, the best
 round-N/run/           the run
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -29,6 +31,7 @@ from toolkit.config.files import quoted
 from toolkit.config.schema import Family, Init, RunConfig, TaskKind
 from toolkit.disk import json_lines
 from toolkit.evaluate import rewards
+from toolkit.evaluate.servable import resolve_servable
 from toolkit.extras.sweep import LAUNCH, TOOLKIT, digest
 from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
@@ -52,6 +55,8 @@ class RoundsPlan:
     rounds: int
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
+    server: dict[str, str] = field(default_factory=dict)
+    """Those about a server, `server` and `timeout_s`, which may change when rounds are resumed; {}: none."""
     min_reward: float = -math.inf
     """Without a preference loss: least reward of an answer that is learned."""
     devices: list[str] = field(default_factory=lambda: [""])
@@ -99,6 +104,8 @@ def check(plan: RoundsPlan) -> None:
         raise ConfigError(tr("checkpoint.export=false: each round begins with the export of the last. Remove it."))
     if not plan.prompts.is_file():
         raise ConfigError("prompts = {file} is not a file.", file=plan.prompts)
+    if plan.server and not cfg.tuning.adapter:  # with an adapter it is merged first, as after each round
+        resolve_servable(Path(cfg.model.path), chats=False)
     plan.reward.check()
 
 
@@ -160,15 +167,18 @@ def _sample_and_pair(
     folder.mkdir(exist_ok=True)
     samples, scored, learned = (folder / f"{name}.jsonl" for name in ("samples", "scored", plan.data_name))
     if not samples.exists():
+        if plan.server and adapter:
+            model, adapter = _merge(requests, folder / "merged", model, adapter), ""
         settings = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
         # `toolkit generate` counts up from its seed, batch by batch: rounds so far apart share no seed.
         settings |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
-        settings["language"] = current_language()
+        settings |= {**plan.server, "language": current_language()}
         if number == 1:  # from the second round on, the last run's export has its own template
             settings["model.chat_template"] = plan.cfg.model.chat_template
             settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in settings.items() if value]
         _generate(plan, requests, samples, [*TOOLKIT, "generate", *words])
+    shutil.rmtree(folder / "merged", ignore_errors=True)
     if not scored.exists():
         _run_process(rewards.scoring_command(plan.reward, samples, scored), requests, ",".join(plan.devices))
     rows = rewards.read_lines(scored)
@@ -179,6 +189,14 @@ def _sample_and_pair(
     if not learned.exists():
         rewards.write_lines(learned, learned_rows)
     return about
+
+
+def _merge(requests: SignalRequests, folder: Path, model: str, adapter: str) -> str:
+    """Write the model with an adapter in its weights to `folder`, unless that is there, and return its name."""
+    if not folder.exists():
+        words = [adapter, "merge=true", f"base={model}", f"output={folder}", "forward=no"]
+        _run_process([*TOOLKIT, "export-model", *words, f"language={current_language()}"], requests)
+    return str(folder)
 
 
 def _generate(plan: RoundsPlan, requests: SignalRequests, samples: Path, command: Sequence[str]) -> None:

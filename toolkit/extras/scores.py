@@ -183,7 +183,7 @@ def _check_model(request: Request, target: Target, base: str, questions: SourceC
         harness.check_tokenizer(described.encoder.tokenizer, request.tasks)
     if questions:
         asked = read_questions(questions, request.allow_code)
-        reasons = list(reasons_not_to_ask(asked, *described, request.sampling, request.system))
+        reasons = list(reasons_not_to_ask(asked, LocalModel(*described), request.sampling, request.system))
         failed = [reason.rstrip(".") for reason in reasons if reason]
         name, file = base or target.path, request.questions
         if len(failed) == len(reasons):

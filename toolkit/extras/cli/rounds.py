@@ -10,6 +10,8 @@ toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prom
                         trained
   samples=4             answers per prompt; temperature=1, top_p, top_k, max_new_tokens=256, batch_size=8, seed, system
                         as for `toolkit generate`
+  server=vllm           a server of each round's model answers, as for `toolkit generate` (timeout_s=600): one per GPU;
+                        of a command ('vllm serve {model} --port {port} --tensor-parallel-size 4') one for all
   reward=exact_match    1 where the answer is the reference, else 0
   reward=json           1 where the answer is JSON
   reward=regex pattern=…       1 where the pattern is found
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import parse_checked
+from toolkit.cli.generate import check_server
 from toolkit.command_line import non_negative_int, number, positive_int
 from toolkit.config import devices
 from toolkit.launch import deepspeed, environment, hostfile
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from toolkit.evaluate.rewards import Reward
 
 GENERATE = ("samples", "temperature", "top_p", "top_k", "max_new_tokens", "batch_size", "seed", "system")
-OWN = ("prompts", "rounds", "reward", "min_reward", "pattern", "least", "most", "allow_code", *GENERATE)
+SERVER = ("server", "timeout_s")
+OWN = ("prompts", "rounds", "reward", "min_reward", "pattern", "least", "most", "allow_code", *GENERATE, *SERVER)
 
 
 def run(words: list[str]) -> int:
@@ -56,6 +60,10 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
     if "min_reward" in settings and cfg.preference.is_on:
         raise ConfigError(tr("min_reward has an effect without a preference loss only. Remove it."))
+    if "timeout_s" in settings and not settings.get("server"):
+        raise ConfigError("{name} has an effect with {owner}= only. Remove it.", name="timeout_s", owner="server")
+    positive_int(settings, "timeout_s")
+    shares_gpus = bool(settings.get("server")) and not check_server(settings["server"])
     if not deepspeed.hostfile_of(options):
         hostfile.check_visible_devices_here(options)
     from toolkit.evaluate.rewards import Reward
@@ -77,7 +85,8 @@ def run(words: list[str]) -> int:
         reward=reward,
         rounds=positive_int(settings, "rounds") or 3,
         min_reward=-math.inf if cfg.preference.is_on else _min_reward(settings, reward),
-        devices=_devices(options),
+        devices=[",".join(_devices(options))] if shares_gpus else _devices(options),
+        server={name: settings[name] for name in SERVER if settings.get(name)},
         generate=generate | {name: settings[name] for name in GENERATE if name in settings},
     )
     return run_rounds(plan)
