@@ -26,11 +26,12 @@ class StandIn:
         self.script: list[Callable[[dict[str, Any]], tuple[int, bytes] | None]] = [says()]
         self.asked: list[tuple[dict[str, Any], str]] = []
         self.takes_ids = True
+        self.models: list[dict[str, str]] = [{"id": "student"}]
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply(200, json.dumps({"data": [{"id": "student"}]}).encode())
+                self.reply(200, json.dumps({"data": stand_in.models}).encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -204,3 +205,12 @@ def test_a_proxy_is_not_asked_for_a_server_on_this_machine(
 def test_the_model_must_be_there(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
     with pytest.raises(ConfigError, match=r"distill\.rollouts\.model = teacher: the server has student\."):
         client(server, encoder, model="teacher")
+
+
+def test_the_names_of_one_model_need_no_choice(server: StandIn, encoder: chat.AnyChatEncoder) -> None:
+    """vLLM 0.32 lists a model once for each name that it is served under."""
+    server.models = [{"id": name, "root": "/m"} for name in ("student", "/m")]
+    assert find_protocol(RolloutsConfig(url=server.url), encoder).model == "student"
+    server.models.append({"id": "an-adapter", "root": "/a"})
+    with pytest.raises(ConfigError, match="the server has student, /m, an-adapter. Name one of them"):
+        find_protocol(RolloutsConfig(url=server.url), encoder)

@@ -242,7 +242,7 @@ def test_the_server_of_transformers_answers_as_the_model_itself(
         (["server=vllm serve {model}"], "nor a command with {model} and {port}, such as 'vllm serve {model} --port"),
         (["server=vllm 'serve {model} {port}"], "server = vllm 'serve {model} {port} is neither"),
         (["server=no-such-program {model} {port}"], "there is no program no-such-program here."),
-        (["server=sglang"], "there is no sglang here"),
+        (["server=sglang"], "no program sglang is on PATH"),
         (["server=transformers", "url=http://host/v1"], "server=, url= and engine=deepspeed do not go together."),
         (["url=http://host/v1", "engine=deepspeed"], "server=, url= and engine=deepspeed do not go together."),
         (["url=host:8000/v1"], "url = host:8000/v1 must begin with http:// or https:// and hold no user."),

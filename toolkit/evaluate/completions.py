@@ -211,8 +211,11 @@ def try_protocols(
     reason = ""
     for takes_ids in (True, False):
         try:
-            listed = [str(model["id"]) for model in _request(config, "models", config.timeout_s)["data"]]
-            has_model = config.model in listed or (not config.model and len(listed) == 1)  # "": the only one
+            models = _request(config, "models", config.timeout_s)["data"]
+            listed = [str(model["id"]) for model in models]
+            # vLLM lists each name of a model with the path of the model as its root.
+            distinct = {str(model.get("root") or model["id"]) for model in models}
+            has_model = config.model in listed or (not config.model and len(distinct) == 1)  # "": the only one
             if not has_model:
                 raise ConfigError(
                     "{key} = {name}: the server has {listed}. Name one of them.",
