@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +159,35 @@ def test_an_unexpected_error_names_what_to_attach(capsys: pytest.CaptureFixture[
 def test_a_word_alone_is_the_recipe(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "quikstart", "optim.lr=1e-3"]) == 2
     assert "unknown recipe 'quikstart'. Did you mean 'quickstart'?" in capsys.readouterr().err
+
+
+BARE = {
+    "sweep quickstart optim.lr=1e-3,2e-3 trials": "trials=VALUE",
+    "sweep quickstart optim.lr=1e-3,2e-3 trials 20": "trials=20",
+    "sweep quickstart optim.lr=1e-3,2e-3 metric": "metric=VALUE",
+    "prove quickstart steps": "steps=VALUE",
+    "rounds quickstart samples": "samples=VALUE",
+    "doctor timeout_s 3": "timeout_s=3",
+    "plan quickstart gpus": "gpus=VALUE",
+    "check quickstart world_size": "world_size=VALUE",
+    "export-config quickstart output": "output=VALUE",
+    "board port": "port=VALUE",
+}
+"""Commands with an argument of their own whose = is missing -> what to write."""
+
+
+@pytest.mark.parametrize("command", BARE)
+def test_an_argument_without_its_value_is_an_error(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    written = BARE[command]
+    assert capsys.readouterr().err == f"ConfigError: '{written.partition('=')[0]}' has no =. Write {written}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_takes_several_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "optim.lr", "optim.betas"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line[:1] == "o"] == ["optim.lr", "optim.betas"]
+    assert main(["help", "optim.lr", "optim.foo"]) == 2

@@ -59,7 +59,7 @@ def help_of_other_words(words: list[str], is_help: bool) -> str:
         raise unknown_command(command)
     from toolkit.cli.key_help import ALL, help_of_keys
 
-    return help_of_keys(rest if command in ALL else [command])
+    return help_of_keys(rest if command in ALL else [command, *rest])
 
 
 def unknown_command(command: str) -> ConfigError:

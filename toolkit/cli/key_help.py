@@ -17,14 +17,17 @@ _LONGEST_BRIEF = 90
 
 
 def help_of_keys(words: list[str]) -> str:
-    """Return the help of the key or group that the first word names, or the list of groups without one.
+    """Return the help of the keys or groups that words name, or the list of groups without one.
 
     Raises:
         ConfigError: there is no such key, with the most similar one.
     """
-    if not words:
-        return _groups()
-    name = _full_name(words[0].partition("=")[0])
+    return "\n\n".join(map(_help_of, words)) if words else _groups()
+
+
+def _help_of(word: str) -> str:
+    """Return the help of a key or group; ConfigError if there is none of this name."""
+    name = _full_name(word.partition("=")[0])
     sections = key_texts.sections()
     keys = {_without_positions(key.name): key for section in sections for key in section.keys}
     in_group = [section for section in sections if f"{_without_positions(section.name)}.".startswith(f"{name}.")]

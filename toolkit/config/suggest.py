@@ -209,6 +209,8 @@ def check_word(word: str, value: str, names: Sequence[str]) -> None:
         return
     if "＝" in word:
         raise unreadable(word)
+    if word in names:
+        raise ConfigError("'{word}' has no =. Write {words}", word=word, words=f"{word}={value}")
     is_key = field_type(word) is not None or word in foreign_names()
     is_like_a_key = "." in word and not nearest(word, files.known_recipes())  # names of recipes may have a dot, too
     if (is_key or is_like_a_key) and (keys := keys_meant(word)):

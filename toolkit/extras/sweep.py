@@ -170,21 +170,22 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
     launcher, options, rest = deepspeed.typed_options(words)
     settings, overrides = dict[str, str](), list[str]()
     config_dir, config_dir_words = "", list[str]()
-    iterator = iter(rest)
-    for word in iterator:
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
         # Hydra's option, of which the value may be the next word.
         if name in ("--config-dir", "-cd"):
-            config_dir = value if equals else next(iterator, "")
+            config_dir = value if equals else "".join(rest[:1])
+            rest = rest if equals else rest[1:]
             config_dir_words += ["--config-dir", config_dir]
         elif word.startswith("-"):
             problems.add(
                 command_line.unknown_option(word, "", _SWEEP_ARGUMENTS, deepspeed.OPTIONS, keys_meant, option_meant)
             )
-        elif name not in _SWEEP_ARGUMENTS:
-            overrides.append(arguments.named_recipe(word))
-        elif equals:
+        elif equals and name in _SWEEP_ARGUMENTS:
             settings[name] = value
+        else:
+            overrides.append(arguments.named_recipe(word, "".join(rest[:1]), _SWEEP_ARGUMENTS))
     fixed, axes = split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):

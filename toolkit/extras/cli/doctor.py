@@ -39,12 +39,14 @@ def run(words: list[str]) -> int:
         return _write_report([word for word in words if word != "--report"])
     started = time.monotonic()
     _, options, rest = deepspeed.typed_options(words)
-    settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
-    overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
+    own_words = [word for word in rest if word.startswith(tuple(f"{name}=" for name in _OWN))]
+    settings = dict(word.split("=", 1) for word in own_words)
+    overrides = [word for word in rest if word not in own_words]
     if not choose_language(overrides):  # at most language=, which is no recipe
         overrides = []
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
-    cfg = parse(overrides, options=("--report", *deepspeed.OPTIONS)).loaded.cfg if overrides else RunConfig()
+    options_here = ("--report", *deepspeed.OPTIONS)
+    cfg = parse(overrides, names=_OWN, options=options_here).loaded.cfg if overrides else RunConfig()
     examination = examine.plan_examination(options, overrides, cfg)
     _reject_example(examination.resources)
     examination.limit_s = float(positive_int(settings, "timeout_s") or examination.limit_s)
