@@ -476,6 +476,30 @@ def test_another_programs_config_is_no_recipe(tmp_path: Path, monkeypatch: pytes
     )
     Path("ds.json").write_text("{}")
     assert "recipe=NAME deepspeed_json=ds.json" in message("recipe=ds.json")
+    assert "import-config ds.json" in message("recipe=ds.json")
+
+
+def test_what_a_file_in_the_place_of_a_recipe_is(tmp_path: Path) -> None:
+    """By what is in it, in any directory."""
+    deepspeed = '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}'
+    for name in ("ds.json", "ds.yaml"):
+        (tmp_path / name).write_text(deepspeed)
+        assert message(f"recipe={tmp_path / name}") == (
+            f"{tmp_path / name} is no recipe but a DeepSpeed config (train_batch_size, zero_optimization, …). It goes "
+            f"with a recipe:  recipe=NAME deepspeed_json={tmp_path / name}"
+        )
+    meant = {
+        '{"learning_rate": 1e-4, "lora_rank": 8}': "import-config PATH",
+        "[{}]": "data=PATH",
+        "[" + " " * 1_000_000 + "{}]": "data=PATH",
+        '"text"': "data=PATH",
+        "{": "deepspeed_json=PATH",
+    }
+    for text, words in meant.items():
+        (tmp_path / "file.json").write_text(text)
+        assert words.replace("PATH", str(tmp_path / "file.json")) in message(f"recipe={tmp_path / 'file.json'}")
+    (tmp_path / "train.sh").write_text("python train.py --lr 1")
+    assert f"import-config {tmp_path / 'train.sh'}" in message(f"recipe={tmp_path / 'train.sh'}")
 
 
 def test_every_error_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,25 +84,16 @@ def choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
             "command line: several recipes, {names}: give one. A value with spaces needs quotes: data='my chat.jsonl'.",
             names=", ".join(dict.fromkeys(typed)),
         )
-    is_yaml, is_other_config = name.endswith((".yaml", ".yml")), name.endswith((".json", ".sh"))
-    if os.path.exists(name) and name not in recipes and not (is_yaml or is_other_config):
-        raise ConfigError(
-            "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
-            "recipe: recipe=NAME or recipe=PATH.yaml.",
-            path=name,
-        )
+    is_yaml = name.endswith((".yaml", ".yml"))
+    if os.path.exists(name) and name not in recipes and not is_yaml:
+        from toolkit.config.suggest import no_recipe  # read in errors alone
+
+        raise no_recipe(Path(name))
     if is_yaml or os.sep in name:
         path = Path(name)
         if not os.path.isfile(path):
             raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
         return path.stem, path.resolve()
-    if is_other_config and os.path.isfile(name):
-        raise ConfigError(
-            "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
-            "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
-            "output=NAME.yaml",
-            path=name,
-        )
     if name not in recipes:
         sentence = tr("command line: unknown recipe '{name}'.", name=name)
         raise ConfigError(joined(sentence, did_you_mean(name, recipes), listing))

@@ -371,16 +371,9 @@ def _reject_foreign(document: files.YamlDocument) -> None:
     unknown = [str(key) for key in document.values if key not in sections]
     if len(unknown) < 2:
         return
-    from toolkit.config.suggest import is_foreign  # a right recipe needs none of its tables
+    from toolkit.config.suggest import reject_foreign_keys  # a right recipe needs none of its tables
 
-    foreign = [key for key in unknown if is_foreign(key)]
-    if len(foreign) >= 2 and 2 * len(foreign) > len(document.values):
-        raise ConfigError(
-            "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
-            "import-config {file} output=NAME.yaml",
-            file=document.shown,
-            keys=", ".join(foreign[:3]),
-        )
+    reject_foreign_keys(document.shown, unknown, len(document.values))
 
 
 def _expand_short_forms(document: files.YamlDocument, problems: Problems) -> None:

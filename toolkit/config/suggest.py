@@ -1,6 +1,7 @@
 """What a wrong key, choice or directory means: another program's name, or the nearest of ours. Read in errors alone."""
 
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,6 +90,52 @@ def is_of_others(name: str) -> bool:
     """Whether another program, or DeepSpeed's JSON, has a key of this name."""
     others = (foreign_names(), _deepspeed_keys(), _deepspeed()["removed"])
     return is_foreign(name) or any(name in names for names in others)
+
+
+def reject_foreign_keys(file: str, keys: Sequence[str], total: int) -> None:
+    """Raise ConfigError if most of the `total` keys of a config are DeepSpeed's, or another program's; `keys`: those
+    that a recipe does not have.
+    """
+    theirs = [key for key in keys if key in _deepspeed()["keys"]]
+    if 2 * len(theirs) > total:
+        raise ConfigError(
+            "{file} is no recipe but a DeepSpeed config ({keys}, …). It goes with a recipe:  recipe=NAME "
+            "deepspeed_json={file}",
+            file=file,
+            keys=", ".join(theirs[:3]),
+        )
+    foreign = [key for key in keys if is_foreign(key)]
+    if len(foreign) >= 2 and 2 * len(foreign) > total:
+        raise ConfigError(
+            "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
+            "import-config {file} output=NAME.yaml",
+            file=file,
+            keys=", ".join(foreign[:3]),
+        )
+
+
+def no_recipe(path: Path) -> ConfigError:
+    """Return the error about a file or directory in the place of a recipe, by its name and what is in it."""
+    is_large, values = path.stat().st_size > files.LARGEST_FILE_BYTES, {}
+    if path.suffix == ".json" and not is_large:
+        with suppress(ValueError, OSError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+    if path.suffix not in (".json", ".sh") or is_large or not isinstance(values, dict) or path.is_dir():
+        return ConfigError(
+            "command line: {path} is no recipe. Data is data={path}, a model is model.path={path}, both next to a "
+            "recipe: recipe=NAME or recipe=PATH.yaml.",
+            path=path,
+        )
+    try:
+        reject_foreign_keys(str(path), [*values], len(values))
+    except ConfigError as error:
+        return error
+    return ConfigError(
+        "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
+        "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
+        "output=NAME.yaml",
+        path=path,
+    )
 
 
 def option_meant(name: str, value: str) -> str:
