@@ -199,6 +199,28 @@ def test_limits_of_rows_go_to_each_dataset(capsys: pytest.CaptureFixture[str]) -
     assert "max_samples" not in said and cfg.train.epochs == 2.5
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cd /work && python expand.py && COMMAND",
+        "COMMAND && echo 'done && python other.py --x 1'",
+        'export A=1; COMMAND > "a;b.log" 2>&1 &',
+        "COMMAND 2>&1 | tee log; python -c 'print(1)'",
+        "case $1 in --model) M=$2; shift 2 ;; esac; COMMAND; exit",
+    ],
+)
+def test_what_stands_next_to_a_command_is_none_of_its_arguments(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = (
+        "torchrun --nproc_per_node 1 finetune.py --model_name_or_path m --data_path a.json --output_dir o "
+        "--learning_rate 3e-5 --per_device_train_batch_size 2 --num_train_epochs 2"
+    )
+    cfg, said = imported(capsys, put("train.sh", command.replace("COMMAND", training) + "\n"))
+    assert (cfg.optim.lr, cfg.batch.global_size, cfg.train.epochs) == (3e-5, 2, 2.0)
+    assert "Unknown" not in said
+
+
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         import_config.run([*words, "output=made.yaml"])
@@ -1038,7 +1060,25 @@ BAD: dict[str, tuple[str, Any, str]] = {
         "a.sh:7: the line begins with the option --train_file",
     ),
     "arguments in a file": ("a.sh", "llamafactory-cli train x/sft.yaml\n", "takes its arguments from x/sft.yaml"),
-    "two commands": ("a.sh", PTUNING + PTUNING, "several training commands, in lines 5, 31"),
+    "two commands": (
+        "a.sh",
+        PTUNING + PTUNING,
+        "there are several training commands: main (a.sh:5), main (a.sh:31). Keep one.",
+    ),
+    **{
+        f"two commands, {divided!r}": (
+            "a.sh",
+            divided,
+            "there are several training commands: prep (a.sh:1), train (a.sh:1). Keep one.",
+        )
+        for divided in (
+            "python prep.py --a 1 && python train.py --learning_rate 1\n",
+            "python prep.py --a 1; python train.py --learning_rate 1\n",
+            "python prep.py --a 1&&python train.py --learning_rate 1\n",
+            "python prep.py --a 1 || python train.py --learning_rate 1\n",
+            "python prep.py --a 1 &\\\npython train.py --learning_rate 1\n",
+        )
+    },
     "given twice": ("a.sh", ptuning("--do_train", "--do_train --max_steps 5"), "--max_steps is given twice"),
     "does not train": ("a.sh", ptuning("--do_train", "--do_predict"), "without --do_train"),
     "no number": (

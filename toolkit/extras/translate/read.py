@@ -139,6 +139,10 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _ARGUMENT = re.compile(rf"{_UNKNOWN}\d+{_UNKNOWN}")
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl|swift|axolotl|axolotl\.cli\.train)")
+_PIECE = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|(&&|\|\|?|;|(?<!>)&(?!>))|.""", re.DOTALL
+)
+"""A quoted text, a substitution, a letter; or, in group 1, what stands between two commands: && || | ; &."""
 _HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _CONFIGS = (".yaml", ".yml", ".json")
 _SWIFT = ("swift sft", "swift pt", "swift rlhf")
@@ -170,8 +174,8 @@ def read_command(text: str, shown: str) -> Command:
     """
     variables: dict[str, str] = {}
     commands = []
-    for number, line in _logical_lines(text):
-        words = _words_of_command(line, variables, f"{shown}:{number}")
+    for number, part in ((number, part) for number, line in _logical_lines(text) for part in _divide(line)):
+        words = _words_of_command(part, variables, f"{shown}:{number}")
         assigned: dict[str, str] = {}  # by the NAME=VALUE with which the line begins
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             name, value = match.groups()
@@ -190,10 +194,8 @@ def read_command(text: str, shown: str) -> Command:
             file=shown,
         )
     if len(commands) > 1:
-        lines = ", ".join(str(command.line) for command in commands)
-        raise ConfigError(
-            "{file}: there are several training commands, in lines {lines}. Keep one.", file=shown, lines=lines
-        )
+        listed = ", ".join(f"{command.script} ({shown}:{command.line})" for command in commands)
+        raise ConfigError("there are several training commands: {commands}. Keep one.", commands=listed)
     return commands[0]
 
 
@@ -202,7 +204,8 @@ def _command_of(words: list[str], number: int, variables: dict[str, str], shown:
     training command is [LAUNCHER …] PROGRAM --arguments, or PROGRAM … CONFIG. `words`: the line, split, and `number`,
     its own; `variables`: those that the script sets; `shown`: its name in messages.
     """
-    if words[0].startswith("--") and not words[-1].endswith(")"):  # with a bracket it is a pattern of `case`
+    is_pattern = any(word.endswith(")") for word in words[:2])  # of `case`, as in `--model )`
+    if words[0].startswith("--") and not is_pattern:
         raise ConfigError(
             "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
             "and nothing behind it, or a shell leaves out all that follows.",
@@ -269,6 +272,17 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
     return [*lines, (first_number, joined)] if joined else lines
 
 
+def _divide(line: str) -> list[str]:
+    """Return the commands of a line, divided at && || | ; and &: `a --x 1; b "c;d"` -> ["a --x 1", ' b "c;d"']."""
+    commands = [""]
+    for piece in _PIECE.finditer(line):
+        if piece[1]:
+            commands.append("")
+        else:
+            commands[-1] += piece[0]
+    return commands
+
+
 def _without_comment(line: str, quote: str) -> tuple[str, str]:
     """Return a line without its comment, and the quotation mark that is open at its end; `quote`: at its beginning."""
     index = 0
@@ -325,8 +339,7 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
     its number; `variables`: those of the script; `shown`: the script's name in messages.
     """
     launcher, program, rest = words[:program_index], words[program_index], words[program_index + 1 :]
-    ends_command = re.compile(r"(?:\d?>|\||&|;)")  # a redirection, a pipe, or another command
-    end = next((index for index, word in enumerate(rest) if ends_command.match(word)), 0)
+    end = next((index for index, word in enumerate(rest) if re.match(r"[\d&]?>", word)), 0)  # a redirection
     if end:  # at 0 arguments follow a redirection
         rest = rest[:end]
     values = _parse_arguments(rest, program, line, shown)
