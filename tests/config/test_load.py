@@ -543,6 +543,14 @@ def test_texts_are_as_they_were_typed(tmp_path: Path) -> None:
     cfg = load(["recipe=quickstart", *words]).cfg
     assert (cfg.classify.labels, cfg.evaluate.prompts) == (["true", "no", "1.10"], ["true", "a, b"])
     assert cfg.launch.env == {"B": "1.10", "C": "a", "D": "true"}
+    words = ["run={name: 1.10,seed: 1_0}", "track.wandb={group:1e3, tags: [1.0,'2.0',x:y]}", "optim={lr: 1e-3}"]
+    words += ["data.sources=[{path: 1.10, columns:{prompt: 007}}]", "model={path:'1.0', revision: 1_0}"]
+    words += ["evaluate.prompts=['it\\'s', 1.10]", "launch={env: {A: 1.10, B:off}}"]
+    cfg = load(["recipe=quickstart", *words]).cfg
+    assert (cfg.run.name, cfg.run.seed, cfg.optim.lr, cfg.model.revision) == ("1.10", 10, 1e-3, "1_0")
+    assert (cfg.track.wandb.group, cfg.track.wandb.tags) == ("1e3", ["1.0", "2.0", "x:y"])
+    assert (cfg.data.sources[0].path, cfg.data.sources[0].columns) == ("1.10", {"prompt": "007"})
+    assert cfg.launch.env == {"A": "1.10", "B": "off"} and cfg.evaluate.prompts == ["it's", "1.10"]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("path: 007\nrevision: 1e3\n")
     recipe = tmp_path / "mine.yaml"

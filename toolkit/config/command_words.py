@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from toolkit.config import data_forms, files, schema
+from toolkit.config import data_forms, files
 from toolkit.config.dotted_keys import merge
 from toolkit.config.validate import TreeReader, field_type, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, shortlist, tr
@@ -119,6 +119,11 @@ class CommandLine:
         or if it and an earlier one both name data.
         """
         key, value, location = override.key_or_group, override.value(), tr("command line")
+        typed = str(override.input_line).partition("=")[2].strip()
+        if isinstance(value, list | dict):
+            from toolkit.config.typed_texts import as_typed
+
+            value = as_typed(key, value, typed)
         if key == "data" and isinstance(value, dict):
             data_forms.expand(value, location)
             source_names = [name for name in data_forms.SOURCE_KEYS if name in value]
@@ -142,7 +147,6 @@ class CommandLine:
             self.choices[key] = value
             return
         # Of a number or a boolean what was typed, where the schema wants a text: 1e3, not 1000.0.
-        typed = str(override.input_line).partition("=")[2].strip()
         is_converted = isinstance(value, (bool, int, float))
         is_text_of_source = data_forms.SOURCE_KEYS.get(key.removeprefix("data.")) is str
         source_value = typed if is_converted and is_text_of_source else value
@@ -153,8 +157,6 @@ class CommandLine:
             raise unknown_key(key, partial(same_location, location))
         if is_converted and (kind is str or key.startswith("launch.env.")):
             value = typed
-        elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
-            value = _as_typed_texts(value, typed)
         reader = TreeReader(partial(same_location, location), problems)
         is_right, _ = reader.read(value, kind, key)
         if is_right:
@@ -191,20 +193,6 @@ class CommandLine:
 def same_location(location: str, path: str) -> str:
     """Return `location` for any key: `partial(same_location, "command line")` is the `Locator` of an argument."""
     return location
-
-
-def _as_typed_texts(value: Any, typed: str) -> Any:
-    """Return a parsed list or map with numbers and booleans as they were `typed`: [1.1] of "[1.10]" as ["1.10"]."""
-    is_map = isinstance(value, dict)
-    items = [*value.values()] if is_map else value
-    written = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
-    if len(written) != len(items):  # a comma within quotes or brackets
-        written = [schema.as_text(item) for item in items]
-    texts = [
-        text.strip() if isinstance(item, (bool, int, float)) else item
-        for item, text in zip(items, written, strict=True)
-    ]
-    return dict(zip(value, texts, strict=True)) if is_map else texts
 
 
 def zero_stage_choice(group: str, value: Any) -> Any:
