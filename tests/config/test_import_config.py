@@ -284,7 +284,11 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sft.yaml:34: learnin_rate. Did you mean 'learning_rate'?" in said
     assert cfg.train.neftune_alpha == 5
     assert "ddp_timeout = 180000000: use distributed.timeout_s" in said
-    assert "Not quite the same here:\n  cutoff_len: longer conversations lose" in said
+    differs = said.partition("Not quite the same here:")[2].partition("\n\n")[0]
+    assert "\n  cutoff_len: longer conversations lose" in differs
+    assert "\n  template: the last trained token is the one that ends an answer; there" in differs
+    assert "\n  warmup_ratio: the warmup begins at peak / steps" in differs
+    assert "bf16 and fp16 are not set" not in said
     assert "model_name_or_path:" not in said and "packed samples" not in said  # neat_packing is the same
     assert "is not a directory here" not in said  # a name on Hugging Face
     assert cfg.model.path == "Qwen/Qwen3-4B-Instruct-2507"
@@ -452,6 +456,23 @@ PREFERENCES = {
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
 }
+
+
+def test_what_llama_factory_trains_otherwise_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alpaca's template, no type of the weights, and a warmup that only DeepSpeed's schedules begin otherwise."""
+    changes = {
+        "template": "alpaca",
+        "dataset_dir": "ONLINE",
+        "deepspeed": None,
+        "bf16": None,
+        "lr_scheduler_type": "polynomial",
+    }
+    values = {**yaml.safe_load(FACTORY_YAML), **changes}
+    cfg, said = imported(capsys, put("alpaca.yaml", yaml.safe_dump(values)), "world_size=1")
+    assert (cfg.model.chat_template, cfg.precision.dtype) == ("alpaca", Dtype.fp32)
+    assert "template: rows without a system message get none; there they begin with Alpaca's" in said
+    assert "bf16 and fp16 are not set: there frozen weights have the type" in said
+    assert "warmup_ratio:" not in said
 
 
 @pytest.mark.parametrize(
@@ -1183,7 +1204,9 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.track.enabled == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
 
 
-REMARKED = {"micro_means", "eight_bits", "demo_precision", "gkd_temperature"}
+REMARKED = {"micro_means", "rank_means", "eight_bits", "demo_precision", "gkd_temperature"} | {
+    *("warmup_start", "own_prompts", "line_feed", "alpaca_system"),
+}
 """Sentences that depend on other keys than the one they are about."""
 
 

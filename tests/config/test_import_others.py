@@ -154,8 +154,14 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the dataset o/odd is skipped: its type stepwise_supervised has no counterpart" in said
     assert ": micro_batch_sise. Did you mean 'micro_batch_size'?" in said
     assert "evals_per_epoch = 4, saves_per_epoch = 1: evaluate.every and checkpoint.every count steps" in said
-    _, said = imported(capsys, axolotl(saves_per_epoch=None), "world_size=2")
+    differs = said.partition("Not quite the same here:")[2].partition("\n\n")[0]
+    assert "micro_batch_size: the loss is the mean over all trained tokens of the global batch; there" in differs
+    assert "datasets: rows of type alpaca, and of types with field names, get the model's chat template" in differs
+    assert "a mean of the ranks' means" in recipe.replace("\n#  ", "")
+    chats_alone = axolotl(saves_per_epoch=None, datasets=[AXOLOTL["datasets"][1]])
+    _, said = imported(capsys, chats_alone, "world_size=1")
     assert "save_strategy" not in said  # no key of the file
+    assert "rows of type alpaca" not in said and "ranks' means" not in said
 
 
 @pytest.mark.parametrize(

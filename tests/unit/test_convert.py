@@ -103,7 +103,7 @@ def test_nothing_is_overwritten_and_a_source_must_be_one(
     (tmp_path / "empty").mkdir()
     for source in (tmp_path / "empty", tmp_path / "missing", OLD / "model"):
         assert main(["convert-checkpoint", str(source), f"output={tmp_path}/output"]) == 2
-        assert "holds no files of a DeepSpeed checkpoint" in capsys.readouterr().err
+        assert "holds neither files of a DeepSpeed checkpoint" in capsys.readouterr().err
     (tmp_path / "latest").write_text("global_step3\n")
     assert convert.find(tmp_path) == foreign
 

@@ -1,4 +1,5 @@
-"""Converts checkpoints in DeepSpeed's own files to this toolkit's fragments: of its format 1, and of other programs.
+"""Converts checkpoints to this toolkit's fragments: those in DeepSpeed's own files, of its format 1 and of other
+programs, and those of transformers' Trainer without DeepSpeed.
 
 The layout is that of DeepSpeed 0.19.8 (engine.save_checkpoint, utils/zero_to_fp32.py), whose own converters are not
 used: they unpickle anything. Files are mapped into memory, and what a rank had of a parameter is written with its place
@@ -24,6 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from toolkit import disk
 from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, intact, state_files
 from toolkit.config import tensor_split
+from toolkit.extras import trainer_checkpoint
 from toolkit.messages import CheckpointError, ConfigError, clauses
 
 # All classes that these files name besides tensors and plain values (measured); only their fields are set.
@@ -40,29 +42,37 @@ _MOST_BYTES = 4 << 30
 
 
 def find(source: Path) -> Path:
-    """Return the directory with DeepSpeed's files: the source, or what its `latest` names; ConfigError if neither."""
+    """Return the directory with the states: the source, or what its `latest` names; ConfigError if neither has any."""
+    if trainer_checkpoint.is_checkpoint(source):
+        return source
     latest = source / "latest"
     named = source / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else source
     for folder in (source, named):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
             return folder
     raise ConfigError(
-        "{path} holds no files of a DeepSpeed checkpoint (*_model_states.pt). Name a directory such as "
-        "checkpoint-500/global_step500, or the one above it.",
+        "{path} holds neither files of a DeepSpeed checkpoint (*_model_states.pt) nor optimizer.pt and "
+        "trainer_state.json of the Trainer. Name a directory such as checkpoint-500 or checkpoint-500/global_step500.",
         path=source,
     )
 
 
-def convert(source: Path, target: Path) -> directory.RunState:
+def convert(source: Path, target: Path, base: str = "") -> directory.RunState:
     """Convert the files in `source`, a directory of `find`, to fragments in the empty directory `target`, all but the
-    manifest; return the run's state, which has no config if another program saved it.
+    manifest; return the run's state, which has no config if another program saved it. `base`: directory of the base
+    model where `trainer_checkpoint.is_of_adapter`; "": what the adapter names.
     """
     is_ours = (source / directory.MANIFEST).is_file()
     if is_ours and (wrong := intact.manifest_problems(source, 1)):
         raise CheckpointError("the checkpoint {folder} is damaged: {reason}.", folder=source, reason=clauses(wrong[:3]))
     try:
-        counts = _engine_counts(source)
-        _write_fragments(_fragments(source), target)
+        if trainer_checkpoint.is_checkpoint(source):
+            saved = trainer_checkpoint.read(source, _load_file, base)
+            counts = _counts_in(saved, saved["optimizer"])
+            _write_fragments(_module_fragments(saved), target)
+        else:
+            counts = _engine_counts(source)
+            _write_fragments(_fragments(source), target)
         if is_ours:
             for path in source.iterdir():
                 if path.suffix != ".pt" and path.name != directory.MANIFEST:
@@ -85,7 +95,8 @@ def _unsupported_error(folder: Path, reason: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be converted."""
     return CheckpointError(
         "{folder} cannot be converted: {reason}. What can be: ZeRO 0 to 3, not on NVMe, with Adam (of "
-        "format 1 also with Lion, SGD and Adagrad), as DeepSpeed 0.19 writes it.",
+        "format 1 also with Lion, SGD and Adagrad), as DeepSpeed 0.19 writes it; and the Trainer's optimizer.pt of "
+        "PyTorch's AdamW.",
         folder=folder,
         reason=reason,
     )
@@ -129,7 +140,11 @@ def _engine_counts(source: Path) -> dict[str, Any]:
     """Return the engine's counters, schedule and loss scale, as `engine_state.counts_of` does: those of rank 0."""
     files = _state_files(source)
     saved = _load_file(files["model", 0, 0])
-    optimizer = _optimizer_state(files, saved, 0, 0)
+    return _counts_in(saved, _optimizer_state(files, saved, 0, 0))
+
+
+def _counts_in(saved: Mapping[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters of `_engine_counts` from a model's file and a rank's optimizer state."""
     # ZeRO saves the loss scaler as an object; DeepSpeed's fp16 optimizer without ZeRO saves its fields among its own.
     scaler = vars(optimizer["loss_scaler"]) if "loss_scaler" in optimizer else optimizer
     changing = engine_state.SCALER if optimizer.get("dynamic_loss_scale") else ()  # a static scale is in the config
@@ -187,6 +202,13 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
     if lacking := [name for name, shape in shapes.items() if lengths[name] != math.prod(shape)]:
         raise _unsupported_error(source, ", ".join(lacking[:3]))
     yield from _untrained_fragments(module, shapes)
+
+
+def _module_fragments(saved: dict[str, Any]) -> Iterator[fragments.Fragment]:
+    """Yield a fragment for each parameter of a file that has the whole model and its optimizer, without ZeRO."""
+    for name, shape, position, values, numbers in _saved_slices({}, 0, saved, ""):
+        dtype = saved["module"][name].dtype
+        yield fragments.Fragment(name, shape, position, dtype, values=values, numbers=numbers)
 
 
 def _untrained_fragments(module: Mapping[str, torch.Tensor], trained: Collection[str]) -> Iterator[fragments.Fragment]:
@@ -286,9 +308,11 @@ def _flat_groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_
     weights = optimizer.get("fp32_groups") or [[saved["module"][name] for name in group] for group in groups]
     for group, group_members, group_weights in zip(groups, members, weights, strict=True):
         for name, member, weight in zip(group, group_members, group_weights, strict=True):
-            if weight.shape != group[name]:
-                raise ValueError(f"{name}: {tuple(weight.shape)}")
-            yield weight.reshape(-1), states.get(member, {}), {name: group[name]}
+            state = states.get(member, {})
+            for value in (weight, *(state[key] for key in _STATES & state.keys())):
+                if value.shape != group[name]:
+                    raise ValueError(f"{name}: {tuple(value.shape)}")
+            yield weight.reshape(-1), state, {name: group[name]}
 
 
 def _guessed_groups(
@@ -296,8 +320,8 @@ def _guessed_groups(
 ) -> list[dict[str, torch.Size]]:
     """Return name -> shape of the parameters of each optimizer group, where only the groups' `sizes` are saved: the
     numbers in each flat tensor, or how many parameters each has; `size_of` computes the same of a group's shapes. The
-    groups of usual programs are tried: one of all parameters, or matrices and (without weight decay) vectors apart, in
-    either order. ValueError if none of them fits.
+    groups of usual programs are tried: one of all parameters, also with an empty second one, or matrices and (without
+    weight decay) vectors apart, in either order. ValueError if none of them fits.
     """
     first_names = dict[Any, str]()  # of tied weights the first
     for name, tensor in saved["module"].items():
@@ -306,7 +330,7 @@ def _guessed_groups(
     shapes = {name: saved["module"][name].shape for name in first_names.values()}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
-    for groups in ([shapes], [matrices, vectors], [vectors, matrices]):
+    for groups in ([shapes], [shapes, {}], [matrices, vectors], [vectors, matrices]):
         if [size_of(group.values()) for group in groups] == sizes:
             return groups
     raise ValueError(f"parameter groups {sizes}")

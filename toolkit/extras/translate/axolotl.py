@@ -257,6 +257,8 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
                 )
             )
             continue
+        if row_settings["format"] == "instruction":
+            config.remark(key, "own_prompts")
         if rest := _unread(entry):
             draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(rest)))
         for location in _locations(entry, path, draft, key):

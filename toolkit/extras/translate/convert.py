@@ -34,7 +34,7 @@ _USED = frozenset(("deepspeed", "dataset_dir", "stage", "optim"))
 """Keys that are read, but not to set one of ours."""
 
 _LONGEST_VALUE = 80
-_ALWAYS = ("micro_means", "cutoff_len", "two_lengths")
+_ALWAYS = ("micro_means", "rank_means", "cutoff_len", "two_lengths")
 """Said of these keys whatever their value is, the default too."""
 
 

@@ -37,6 +37,8 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
             "generate` answers, `toolkit export-model` merges.",
             place=config.location("do_train"),
         )
+    if stage in ("sft", "dpo", "kto"):  # texts have no template, reward models train no token
+        config.remark("template", "alpaca_system" if config.get("template") == "alpaca" else "line_feed")
     _method(config, draft)
     if stage in ("dpo", "kto"):
         _preference(config, draft, stage)
@@ -45,6 +47,13 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("task.kind", "reward", "stage")
     if config.flag("pure_bf16"):  # LLaMA-Factory's bf16 without autocast
         draft.put("precision.dtype", "bf16", "pure_bf16")
+    elif draft.values["precision.dtype"][0] == "fp32" and draft.values["tuning.method"][0] == "lora":
+        draft.notes.append(
+            tr(
+                "bf16 and fp16 are not set: there frozen weights have the type that the model's config.json names, "
+                "mostly bfloat16; the recipe computes in float32. precision=bf16 comes near."
+            )
+        )
     recompute = not config.flag("disable_gradient_checkpointing")
     draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
     if config.flag("enable_liger_kernel"):

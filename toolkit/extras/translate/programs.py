@@ -85,9 +85,13 @@ def translate(config: ForeignConfig) -> RecipeDraft:
     micro_batches = config.number("gradient_accumulation_steps", int) * (config.world_size or 1)
     if config.program in _MICRO_MEANS and micro_batches > 1 and "preference" not in draft.groups:
         config.remark("per_device_train_batch_size", "micro_means")
+    if config.program == AXOLOTL_NAME and (config.world_size or 1) > 1 and draft.groups.keys().isdisjoint(_NO_TOKENS):
+        config.remark("per_device_train_batch_size", "rank_means")
     return draft
 
 
+_NO_TOKENS = ("preference", "task")
+"""Groups whose losses are not means over tokens."""
 _MICRO_MEANS = (CHATGLM_NAME, GLM_DEMO_NAME, FASTCHAT_NAME, FIREFLY_NAME)
 """Programs on versions of transformers that average the micro-batches' means."""
 
@@ -196,6 +200,8 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
     steps = config.number("warmup_steps")
     ratio = config.number("warmup_ratio") if config.has("warmup_ratio") and not steps else 0.0
     key = "warmup_steps" if steps else "warmup_ratio"
+    if draft.values.get("schedule.name", ("cosine",))[0] in ("cosine", "linear", "constant"):  # DeepSpeed's
+        config.remark(key, "warmup_start")
     if (steps or ratio) and name == "constant":
         draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
     elif steps >= 1:
