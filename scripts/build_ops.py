@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Build DeepSpeed's ops that tests use, once, and say what each took: DeepSpeedCPUAdam, FusedAdam, async I/O."""
 
+import argparse
 import os
 import sys
 import time
@@ -34,4 +35,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())

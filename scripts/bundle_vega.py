@@ -5,6 +5,7 @@ It lies in the package because vl-convert-python, which makes the pictures, has 
 Look at a report in a browser afterwards (tests/unit/test_report_in_browser.py).
 """
 
+import argparse
 from importlib import metadata
 from pathlib import Path
 
@@ -74,4 +75,5 @@ def bundle() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(bundle(), encoding="utf-8")

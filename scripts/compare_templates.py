@@ -6,10 +6,10 @@ Fills tests/golden/templates.json, which names where each template was taken fro
 of this project. A template that is not in the folder keeps its entry.
 """
 
+import argparse
 import hashlib
 import json
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ published of, or that keep what it removes, are compared in tests/unit.
 """
 
 
-def main(count: int = 2000) -> None:
+def main(count: int) -> None:
     """Compare each template of the folder over so many generated conversations."""
     found = json.loads(FOUND.read_text("utf-8"))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -52,4 +52,6 @@ def main(count: int = 2000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("conversations", nargs="?", type=int, default=2000, help="of each template; default: 2000")
+    main(parser.parse_args().conversations)

@@ -7,8 +7,8 @@ dependencies; cbor2, aiohttp and what that needs, openai_harmony, pybase64). The
 arguments of calls as JSON text; once texts as they are, once those of users as lists of two parts.
 """
 
+import argparse
 import json
-import sys
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +78,7 @@ def compared(family: Family, seed: int, count: int, parts: bool) -> dict[str, An
     return found
 
 
-def main(count: int = 1000) -> None:
+def main(count: int) -> None:
     """Compare each template of the folder over so many generated conversations."""
     found = json.loads(FOUND.read_text("utf-8"))
     for name, entry in found["templates"].items():
@@ -93,4 +93,6 @@ def main(count: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("conversations", nargs="?", type=int, default=1000, help="of each template; default: 1000")
+    main(parser.parse_args().conversations)

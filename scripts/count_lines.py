@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Print what the lines of `toolkit/` are, by package: the table of docs/architecture.md, rounded to hundreds."""
 
+import argparse
 import ast
 from collections import Counter
 from collections.abc import Iterator
@@ -61,4 +62,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Draw the pictures of docs/concepts.md as SVG in both languages, with colours for light and for dark pages."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,5 +140,6 @@ def files() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for file, content in files().items():
         file.write_text(content, encoding="utf-8")

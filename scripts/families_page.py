@@ -4,10 +4,10 @@
 `scripts/families_page.py plan` plans every model first and records the figures in benchmarks/, which takes minutes.
 """
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -123,9 +123,9 @@ def section(family: str, figures: dict[str, Any], language: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(plans: bool) -> None:
     """Plan if asked to, and write both pages."""
-    if sys.argv[1:] == ["plan"]:
+    if plans:
         commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
         planned = {"commit": commit, "plans": PLANS, "models": {name: plan(name) for name in models()}}
         RECORD.write_text(json.dumps(planned, indent=1) + "\n", encoding="utf-8")
@@ -133,4 +133,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["plan"], help="plan every model first")
+    main(parser.parse_args().what == "plan")

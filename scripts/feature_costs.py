@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write into docs/architecture.md and its Chinese what each optional feature costs: lines, and seconds of CI."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -106,4 +107,5 @@ def table(language: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     page_tables.write("architecture", lambda page, language: page_tables.fill(page, "feature-costs", table(language)))

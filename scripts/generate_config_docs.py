@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/config*.md, tables of docs/coming_from*.md and the JSON schema of recipes; look at `git diff` after."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -27,4 +28,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write toolkit/engine/ds_keys.json from the installed DeepSpeed; look at `git diff` after."""
 
+import argparse
 import inspect
 import json
 from pathlib import Path
@@ -95,4 +96,5 @@ def key_table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(key_table(), encoding="utf-8")

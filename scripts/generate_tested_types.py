@@ -3,6 +3,7 @@
 models with images that tests/architectures.py trains. Look at `git diff` after.
 """
 
+import argparse
 import sys
 import textwrap
 from pathlib import Path
@@ -26,6 +27,7 @@ def tested_types() -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     lines = textwrap.wrap(
         " ".join(tested_types()), 118, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
     )

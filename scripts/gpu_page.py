@@ -4,6 +4,7 @@
 Without a result there are no such pages. When the pages appear, add them to docs/index.md and docs/index_zh.md.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -107,4 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -4,6 +4,7 @@
 scripts/installed.py [PACKAGE …]   PACKAGE: wanted, too, in any version
 """
 
+import argparse
 import re
 import shlex
 import sys
@@ -45,4 +46,6 @@ def check(*others: str) -> None:
 
 
 if __name__ == "__main__":
-    check(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="wanted, too, in any version")
+    check(*parser.parse_args().packages)

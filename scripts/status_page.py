@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write the tables of docs/status.md and its Chinese from tests/features.yaml, the tests named there and results."""
 
+import argparse
 import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -119,4 +120,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

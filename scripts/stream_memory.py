@@ -5,10 +5,10 @@ scripts/stream_memory.py make DIR               writes small.jsonl (64 MiB), lar
 scripts/stream_memory.py FILE|URL TOKENIZER [lanes] [seconds]   prints what is read, and MiB before and at most
 """
 
+import argparse
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,13 @@ def measure(path: str, tokenizer: str, lanes: int, seconds: float) -> dict[str, 
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "make":
-        make(Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="make|FILE|URL", help="make: write the files")
+    parser.add_argument("target", metavar="DIR|TOKENIZER", help="where to write them, or the tokenizer's directory")
+    parser.add_argument("lanes", nargs="?", type=int, default=32, help="default: 32")
+    parser.add_argument("seconds", nargs="?", type=float, default=20, help="default: 20")
+    arguments = parser.parse_args()
+    if arguments.source == "make":
+        make(Path(arguments.target))
     else:
-        lanes, seconds = [*sys.argv[3:], *("32", "20")[len(sys.argv) - 3 :]]
-        print(json.dumps(measure(sys.argv[1], sys.argv[2], int(lanes), float(seconds))))
+        print(json.dumps(measure(arguments.source, arguments.target, arguments.lanes, arguments.seconds)))

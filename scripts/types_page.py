@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write the table of docs/model_types.md and its Chinese from the newest benchmarks/*-types.json."""
 
+import argparse
 import json
 import math
 import re
@@ -146,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -4,8 +4,8 @@
 python scripts/vague_names.py [PATH …]     files or directories below toolkit/; default: all of it
 """
 
+import argparse
 import ast
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +41,9 @@ def bound_names(function: Function) -> set[str]:
     return names
 
 
-def main(paths: list[str]) -> None:
+def main(paths: list[Path]) -> None:
     """Print a line for each such function, then the counts."""
-    places = [Path(path) for path in paths] or [ROOT / "toolkit"]
+    places = paths or [ROOT / "toolkit"]
     files = sorted(file for place in places for file in ([place] if place.is_file() else place.rglob("*.py")))
     total, vague, by_name = 0, 0, Counter[str]()
     for file in files:
@@ -58,4 +58,6 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or directories below toolkit/")
+    main(parser.parse_args().paths)

@@ -25,17 +25,33 @@ from toolkit.messages import ConfigError, LaunchError
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_program_is_importable() -> None:
-    """They import the package, whose names change; most of them are started by `toolkit bench` alone."""
+def test_every_program_is_importable_and_every_script_has_help(tmp_path: Path) -> None:
+    """They import the package, whose names change; most of them are started by `toolkit bench` alone. A script that
+    took --help for an argument would write a file of that name, or begin its work.
+    """
     names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     scripts = [
         path for path in scripts if path.suffix == ".py" or path.read_text().startswith("#!/usr/bin/env python3")
     ]
-    code = "".join(f"import benchmarks.{name}\n" for name in names)
-    code += f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-    code += "".join(f"runpy.run_path({str(path)!r})\n" for path in scripts)
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    scripts_with_help = [path for path in scripts if '__name__ == "__main__"' in path.read_text()]
+    code = f"""if True:
+        import contextlib, io, runpy, sys
+        sys.path[:0] = [{str(ROOT / "scripts")!r}, {str(ROOT)!r}]
+        import {", ".join(f"benchmarks.{name}" for name in names)}
+        for path in {[*map(str, {*scripts} - {*scripts_with_help})]}:
+            runpy.run_path(path)
+        for path in {[*map(str, scripts_with_help)]}:
+            sys.argv, said = [path, "--help"], io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said):
+                    runpy.run_path(path, run_name="__main__")
+            except SystemExit as ended:
+                assert not ended.code, (path, ended.code)
+            assert runpy.run_path(path)["__doc__"].split()[1] in said.getvalue(), path
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
+    assert not list(tmp_path.iterdir())
     assert len(names) > 15 and len(scripts) > 8
 
 
