@@ -58,7 +58,18 @@ FEATURES = (
         "extras/harness.py extras/scores.py evaluate/checks.py evaluate/code_run.py",
         "unit/scores unit/answer_checks unit/answer_metrics",
     ),
-    Feature("on-policy distillation", "on-policy 蒸馏", "tasks/on_policy.py", "unit/on_policy ranks/on_policy"),
+    Feature(
+        "on-policy distillation",
+        "on-policy 蒸馏",
+        "tasks/on_policy.py evaluate/completions.py",
+        "unit/on_policy ranks/on_policy unit/completions",
+    ),
+    Feature(
+        "answers of `generate` and `rounds` from servers",
+        "`generate` 和 `rounds` 由推理服务回答",
+        "evaluate/served_model.py evaluate/server_process.py",
+        "unit/served_model",
+    ),
     Feature(
         "`rounds`: best of n answers",
         "`rounds`：n 个回答取最优",
@@ -76,6 +87,12 @@ FEATURES = (
         "`import-config`：其他程序的配置",
         "extras/translate/*.py extras/cli/import_config.py",
         "config/import_config config/import_others",
+    ),
+    Feature(
+        "`convert-checkpoint`: checkpoints of other programs",
+        "`convert-checkpoint`：其他程序的检查点",
+        "extras/convert_checkpoint.py extras/trainer_checkpoint.py extras/cli/convert_checkpoint.py",
+        "unit/convert unit/trainer_checkpoint",
     ),
     Feature(
         "`export-config`: a script without the toolkit",
