@@ -26,7 +26,7 @@ def named_arguments(
         name, equals, value = word.partition("=")
         if word.startswith("-"):
             raise unknown_option(word, following, names, [f"{name}=" for name in names])
-        is_named = word in names and not Path(word).exists()  # an argument whose = is missing
+        is_named = word in names and word != bare and not Path(word).exists()  # an argument whose = is missing
         if bare and bare not in values and (not equals or "/" in name) and not is_named:
             values[bare] = word
             continue
