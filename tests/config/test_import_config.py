@@ -287,7 +287,7 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     differs = said.partition("Not quite the same here:")[2].partition("\n\n")[0]
     assert "\n  cutoff_len: longer conversations lose" in differs
     assert "\n  template: the last trained token is the one that ends an answer; there" in differs
-    assert "\n  warmup_ratio: the warmup begins at peak / steps" in differs
+    assert "\n  warmup_ratio: the first step has the rate peak / steps" in differs
     assert "bf16 and fp16 are not set" not in said
     assert "model_name_or_path:" not in said and "packed samples" not in said  # neat_packing is the same
     assert "is not a directory here" not in said  # a name on Hugging Face

@@ -55,6 +55,13 @@ def of_types(record: Any) -> Iterator[list[str]]:
     yield [str(len(trained)), f"{max(losses):.0e}".replace("e-0", "e-")]
 
 
+def of_resumed(record: Any) -> Iterator[list[str]]:
+    """Of all resumed steps but those in bf16."""
+    runs = [run["resumed"] for name, run in record["runs"].items() if "bf16" not in name]
+    steps = [pair for run in runs for pair in zip(run["here"], run["there"], strict=True)]
+    yield [short(max(abs(here[name] / there[name] - 1) for here, there in steps)) for name in ("loss", "grad_norm")]
+
+
 def of_pairs(record: Any) -> Iterator[list[str]]:
     losses = [record[data]["first_loss"] for data in ("ordinary", "long prompts")]
     largest = max(abs(loss[other] / loss["ours"] - 1) for loss in losses for other in ("trl", "llamafactory"))
@@ -111,6 +118,7 @@ FIGURES = {
     "2026-11-28-trainer.json": of_trainer,
     "2026-11-29-real-peers.json": of_peers,
     "2026-11-30-compiled.json": of_compiled,
+    "2026-11-30-resumed.json": of_resumed,
     "2026-11-28-types.json": of_types,
     "2026-11-25-pairs.json": of_pairs,
     "2026-11-26-combinations.json": of_combinations,
@@ -128,6 +136,24 @@ def test_the_page_of_planning_has_the_figures_of_the_gpu(page: str) -> None:
     record = json.loads((ROOT / "benchmarks" / "2026-11-29-gpu.json").read_text(encoding="utf-8"))
     (line,) = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "6B" in line]
     assert [figure for figures in of_gpu(record) for figure in figures if figure not in line] == []
+
+
+@pytest.mark.parametrize("page", ["docs/coming_from.md", "docs/coming_from_zh.md"])
+def test_the_page_on_other_programs_has_the_figures_of_resumed_runs(page: str) -> None:
+    record = json.loads((ROOT / "benchmarks" / "2026-11-30-resumed.json").read_text(encoding="utf-8"))
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith(("| LLaMA-Factory", "| axolotl")) and line.count(" | ") == 4]
+    firsts = [(run["resumed"]["there"][0], run["resumed"]["here"][0]) for run in record["runs"].values()]
+    for row, (there, here) in zip(rows, firsts, strict=True):
+        cells = [
+            f"{side[name]:.{digits}f}" for name, digits in (("loss", 7), ("grad_norm", 6)) for side in (there, here)
+        ]
+        assert row.strip("| ").split(" | ")[1:] == cells
+    started = [run["from_the_start"] for run in record["runs"].values() if "from_the_start" in run]
+    losses = [abs(h["loss"] / t["loss"] - 1) for run in started for h, t in zip(run["here"], run["there"], strict=True)]
+    unchanged = record["template_as_it_is"]
+    shown = [short(max(losses)), *(f"{unchanged[side][0]['loss']:.3f}" for side in ("there", "here"))]
+    assert [figure for figure in shown if figure not in "\n".join(lines)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
