@@ -90,6 +90,28 @@ def test_a_process_on_processors_holds_more_than_its_tensors() -> None:
     assert host["step"]["heap"] == 2 * int(HEAP_SHARE * moving)
 
 
+MEASURED_PROCESSES = {
+    "zero=stage0 data.max_length=512": 4.45,
+    "zero=stage0 data.max_length=256 batch.micro_per_gpu=2": 3.69,
+    "zero=stage1 data.max_length=256": 5.27,
+    "zero=stage1 data.max_length=512": 6.55,
+    "zero=stage2 data.max_length=512": 5.51,
+    "zero=stage2 data.max_length=512 precision=bf16": 4.93,
+    "zero=stage2 data.max_length=1024 precision=bf16": 5.46,
+    "zero=stage3 data.max_length=512": 6.28,
+    "zero=stage0 data.max_length=512 tuning=lora": 2.26,
+}
+"""GiB of a process that trains SmolLM2-135M on packed rows: benchmarks/README.md, memory of a CPU process."""
+
+
+@pytest.mark.parametrize("words", MEASURED_PROCESSES)
+def test_a_process_on_processors_takes_about_what_is_planned(words: str) -> None:
+    fixed = ["recipe=quickstart", "model=smollm2_135m", "data.packing=packed", "batch.global_size=2"]
+    cfg = load([*fixed, "batch.micro_per_gpu=1", *words.split()]).cfg
+    planned = process_bytes(plan_rank(outline_of(cfg), cfg, 1, on_cpu=True)) / GIB
+    assert 0.8 < MEASURED_PROCESSES[words] / planned < 1.1
+
+
 @given(name=NAMES, dtype=DTYPES, world=WORLDS.filter(lambda world: world > 1), method=METHODS)
 @settings(deadline=None, max_examples=60)
 def test_higher_stages_keep_less_between_steps(name: str, dtype: Dtype, world: int, method: TuningMethod) -> None:

@@ -41,10 +41,10 @@ PROCESS_BYTES = int(0.7 * GIB)
 """Private memory of a rank with torch, DeepSpeed, transformers and peft imported."""
 CUDA_BYTES = 2 * GIB
 """Host memory that CUDA adds to a process; by others' reports, not measured here."""
-HEAP_SHARE = 0.3
-"""Fraction of a step's temporary tensors by which the heap of a CPU rank is larger: glibc takes blocks of up to 32 MiB
-from one heap, whose holes fit no larger block. Measured with SmolLM2-135M on two ranks: packed rows in float32 and bf16
-under ZeRO 2, rows apart under ZeRO 0, preference pairs, reward LoRA: processes took 0.84 to 1.02 of what is planned.
+HEAP_SHARE = 1.0
+"""Fraction of a step's temporary tensors by which the heap of a CPU rank is larger. The process keeps what a step frees
+(launch/allocator.py), and glibc 2.36 finds no aligned block in a freed one of the same size, so that tensors take their
+room twice. Measured with SmolLM2-135M: benchmarks/README.md, 2026-11-30, memory of a CPU process.
 """
 _RESIDENT = ("weights", "second weights", "optimizer")
 WORKER_BYTES = int(0.3 * GIB)
