@@ -1,4 +1,4 @@
-"""Convert checkpoints of other programs, or of an older version, to resume from them.
+"""Convert checkpoints of other programs or versions, to resume from them.
 
 toolkit convert-checkpoint PATH output=DIR [base=DIR]
 
