@@ -28,8 +28,8 @@ _PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
 _MERGED_ONLY = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "layer_replication")
-"""Settings in adapter_config.json that vLLM rejects (0.32, lora/peft_helper.py) or, as the rows of added tokens, leaves
-out without a word (lora/lora_model.py, `is_base_embedding_weights`).
+"""Settings in adapter_config.json with which vLLM fails once it has loaded the model (0.32: lora/peft_helper.py and,
+for the rows of added tokens, `parse_fine_tuned_lora_name` in lora/utils.py).
 """
 _EXPERT_MATRICES = {"gate_up_proj", "down_proj"}
 MAX_REQUEST_BYTES = 16 << 20
