@@ -14,18 +14,23 @@ from toolkit.evaluate.answer_files import BATCHES_IN_WINDOW
 from toolkit.evaluate.rewards import read_lines
 
 
+def rounds_command(folder: Path, prompts: int, *words: str) -> list[str]:
+    """Write a model that babbles and so many prompts; return the command that trains it by DPO."""
+    write_random(folder / "model")
+    rows = [{"prompt": f"{number} and so on"} for number in range(prompts)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "toolkit", "rounds", *words[:2], "--master_port", str(free_port()), *words[2:]]
+    command += ["recipe=zero1", "model.init=pretrained", f"model.path={folder}/model", "model.name=babbler"]
+    command += ["preference=dpo", f"prompts={folder}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "samples=4"]
+    command += ["max_new_tokens=12", "run.name=rounds", f"run.dir={folder}/runs", f"prepare.dir={folder}/cache"]
+    command += ["batch.global_size=8", "data.validation_fraction=0", "data.max_length=128", "report.enabled=false"]
+    command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "train.rehearse=false"]
+    return [*command, "checkpoint.verify_export=false", "precision=fp32"]
+
+
 def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:
-    write_random(tmp_path / "model")
-    rows = [{"prompt": f"{number} and so on"} for number in range(32)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "2", "--master_port", str(free_port())]
-    command += ["recipe=zero1", "model.init=pretrained", f"model.path={tmp_path}/model", "model.name=babbler"]
-    command += ["preference=dpo", f"prompts={tmp_path}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "rounds=2"]
-    command += ["samples=4", "max_new_tokens=12", "batch_size=8", "run.name=rounds", f"run.dir={tmp_path}/runs"]
-    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=6", "batch.global_size=8", "batch.micro_per_gpu=4"]
-    command += ["optim.lr=0.003", "data.validation_fraction=0", "data.max_length=128", "report.enabled=false"]
-    command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "train.log_every=1", "train.rehearse=false"]
-    command += ["checkpoint.every=1", "checkpoint.verify_export=false", "precision=fp32"]
+    words = ["--num_gpus", "2", "rounds=2", "batch_size=8", "train.epochs=6", "batch.micro_per_gpu=4", "optim.lr=0.003"]
+    command = rounds_command(tmp_path, 32, *words, "train.log_every=1", "checkpoint.every=1")
     folder = tmp_path / "runs" / "rounds"
     process = start(command, cwd=tmp_path)
     try:
@@ -65,17 +70,8 @@ def served(session: int) -> list[psutil.Process]:
 
 def test_each_rounds_model_answers_by_a_server(tmp_path: Path) -> None:
     """transformers' own, of a base model with the adapter of the last round; stopped, and then a server is killed."""
-    write_random(tmp_path / "model")
-    rows = [{"prompt": f"{number} and so on"} for number in range(16)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "1", "--master_port", str(free_port())]
-    command += ["recipe=zero1", "model.init=pretrained", f"model.path={tmp_path}/model", "model.name=babbler"]
-    command += ["preference=dpo", f"prompts={tmp_path}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "rounds=1"]
-    command += ["samples=4", "max_new_tokens=12", "batch_size=2", "run.name=rounds", f"run.dir={tmp_path}/runs"]
-    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=1", "batch.global_size=8", "tuning=lora"]
-    command += ["data.validation_fraction=0", "data.max_length=128", "report.enabled=false", "train.rehearse=false"]
-    command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "checkpoint.verify_export=false"]
-    command += ["precision=fp32", "server=transformers"]
+    words = ["--num_gpus", "1", "rounds=1", "batch_size=2", "train.epochs=1", "tuning=lora", "server=transformers"]
+    command = rounds_command(tmp_path, 16, *words)
     folder = tmp_path / "runs" / "rounds"
     log = folder / "round-1" / "samples.jsonl.server.log"
     process = start(command, cwd=tmp_path)
