@@ -4,11 +4,11 @@ toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto
 
   PATH             (or model.path=PATH) a run directory with an export, or a model in transformers' layout; convert
                    an official ChatGLM directory with `toolkit export-model`. A LoRA adapter is served with its base
-  backend=auto     vllm if that program is on PATH, else transformers (pip install fastapi uvicorn openai); or sglang
+  backend=auto     vllm if $PATH has that program, else transformers (pip install fastapi uvicorn openai); or sglang
   host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as no server
                    authenticates users
   served_name=NAME name of the model in requests; default: name of its directory, or of the run
-  adapter=DIR      a run or a LoRA adapter in peft's layout, served on PATH in place of its own base (vllm, sglang)
+  adapter=DIR      a run or a LoRA adapter in peft's layout, served on this model, not on its own base (vllm, sglang)
   --…              passed to the server unchanged, with everything after it: --device cpu
 
 A request names the model: POST http://HOST:PORT/v1/chat/completions, {"model": "NAME", "messages": […]}; its full path

@@ -125,9 +125,9 @@ def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     """Yield ("file:line", conversation) of the rows of files, skipping unusable ones; `limits` as in `read_blocks`."""
     for _, file, block in read_blocks(files, limits):
         reader = reader_of(file.row_format, file.columns)
-        for place, row in placed_rows(file.path, block):
+        for location, row in placed_rows(file.path, block):
             with suppress(RowError):
-                yield from ((place, conversation) for conversation in reader.read_all(parse_row(row)))
+                yield from ((location, conversation) for conversation in reader.read_all(parse_row(row)))
 
 
 def total_bytes(files: Sequence[DataFile]) -> int:

@@ -290,13 +290,13 @@ class Stream:
         block, path = self._checked(piece, block, part), piece.named_file.path
         for bad in counts.bad:
             self.bad_rows += 1
-            place, reason = place_of(path, *block.line_and_item(*bad[0], in_error=True)), bad[1]
+            location, reason = place_of(path, *block.line_and_item(*bad[0], in_error=True)), bad[1]
             if self.bad_rows <= _NAMED_BAD_ROWS:
-                warn("{place}: {reason}. The row is skipped.", place=place, reason=reason)
+                warn("{place}: {reason}. The row is skipped.", place=location, reason=reason)
             if self.bad_rows_file:
                 with open(self.bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(bad_row(path, block, *bad))
-        # Only a bad row exceeds the limit, so `place` and `reason` are those of the last one of this block.
+        # Only a bad row exceeds the limit, so `location` and `reason` are those of the last one of this block.
         if self.bad_rows > max(TOLERATED_BAD_ROWS, self.data.max_bad_fraction * self.rows):
             raise DataError(
                 "{bad} of {rows} rows that this rank has read cannot be used, more than data.max_bad_fraction = "
@@ -304,7 +304,7 @@ class Stream:
                 bad=f"{self.bad_rows:,}",
                 rows=f"{self.rows:,}",
                 fraction=self.data.max_bad_fraction,
-                place=place,
+                place=location,
                 reason=reason,
             )
 

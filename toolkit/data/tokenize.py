@@ -593,8 +593,8 @@ class _CacheBuilder:
 def bad_row(path: Path, block: readers.Block, row: RowPosition, reason: str, excerpt: str) -> str:
     """Return the line of bad_rows.jsonl for a row of a block that cannot be used."""
     line, item = block.line_and_item(*row, in_error=True)
-    place = {"file": str(path), "line": line} | ({"item": item} if item else {})
-    return json.dumps(place | {"reason": reason, "excerpt": excerpt}, ensure_ascii=False) + "\n"
+    location = {"file": str(path), "line": line} | ({"item": item} if item else {})
+    return json.dumps(location | {"reason": reason, "excerpt": excerpt}, ensure_ascii=False) + "\n"
 
 
 def check_part(data: DataConfig, built_part: BuiltPart, part: Part) -> None:

@@ -76,8 +76,8 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
         if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         reader = formats.RowReader(file.row_format, file.columns, answered=False)
-        for place, row in readers.placed_rows(file.path, block):
-            yield _question_of_row(row, place, reader, allow_code)
+        for location, row in readers.placed_rows(file.path, block):
+            yield _question_of_row(row, location, reader, allow_code)
 
 
 def _question_of_row(row: Any, where: str, reader: formats.RowReader, allow_code: bool) -> RowQuestion:

@@ -95,7 +95,7 @@ class ServedModel:
             with ThreadPool(min(at_once, len(missing))) as threads:  # a Ctrl-C ends it without waiting for answers
                 received = dict(zip(missing, threads.map(ask, missing, chunksize=1), strict=True))
             # Errors while the server is down say nothing about the question.
-            usable = {key: one for key, one in received.items() if not (self._down and isinstance(one, str))}
+            usable = {key: reply for key, reply in received.items() if not (self._down and isinstance(reply, str))}
             answers |= usable
             if self._down:
                 failures = 1 if usable else failures + 1

@@ -115,16 +115,16 @@ class Inspector:
         size = 0  # their characters
         for ordinal, (offset, row) in enumerate(readers.rows_of(block)):
             line, item = block.line_and_item(offset, ordinal)
-            place = readers.place_of(file.path, line, item)
+            location = readers.place_of(file.path, line, item)
             facts.rows += 1
             try:
                 read = reader.read_all(rows.parse_row(row))
             except RowError as error:
                 facts.bad += 1
-                facts.note("unusable", str(error)[:80], place)
+                facts.note("unusable", str(error)[:80], location)
                 continue
             for conversation in read:
-                self._inspect_conversation(conversation, place, facts)
+                self._inspect_conversation(conversation, location, facts)
             # A row counts once: a preference pair is its first conversation and the messages that only the other has.
             first = read[0]
             more = [message for other in read[1:] for message in other.messages if message not in first.messages]
@@ -177,7 +177,7 @@ def _add_measures(read: list[tuple[Place, formats.Conversation]], facts: Facts) 
     facts.answered.append(np.array(answered, np.uint32))
     facts.hashes.append(np.array(hashes, np.uint64))
     facts.bins.append(min_hashes(texts))
-    facts.places.append(np.array([place for place, _ in read], np.uint32))
+    facts.places.append(np.array([file_line_item for file_line_item, _ in read], np.uint32))
 
 
 def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

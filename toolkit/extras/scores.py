@@ -156,8 +156,9 @@ def score(values: dict[str, str], sampling: Sampling, world_size: int) -> None:
                 _write(request, scored, facts, file)
     finally:
         if scored and process_group.rank() == 0:
-            _print(request, target, _joined_scores(scored), file, bool(scored[0].rows))
-            _feed_trackers(target, _joined_scores(scored))
+            table = _joined_scores(scored)
+            _print(request, target, table, file, bool(scored[0].rows))
+            _feed_trackers(target, table)
     process_group.stop()
 
 

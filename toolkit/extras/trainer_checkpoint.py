@@ -51,7 +51,7 @@ def read(folder: Path, load_file: Callable[[Path], dict[str, Any]], base: str = 
     else:
         model, stream = load.stream_parameters(folder)
         values = dict(stream)
-    module = {name: values[name] for name, one in model.named_parameters() if one.requires_grad}
+    module = {name: values[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     step = int(json_object(folder / _STATE, CheckpointError)["global_step"])
     return {
         "module": module,
