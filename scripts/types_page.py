@@ -72,8 +72,7 @@ def _table(language: str, result: Mapping[str, Any]) -> str:
         for way in WAYS:
             cell = row[way]
             text = TEXTS[cell["state"]][column]
-            reason = cell.get("reason", "")
-            if reason := _general(_translated(reason) if language == "zh" else reason, kind):
+            if reason := _general(cell.get("reason", ""), kind, language):
                 text += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
             cells.append(text)
         lines.append(cells)
@@ -109,9 +108,9 @@ def _bound(value: float) -> str:
     return f"{math.ceil(value / power) * power:.0e}"
 
 
-def _general(reason: str, kind: str) -> str:
-    """Return a reason with `…` for the names in it that differ from type to type."""
-    reason = reason.replace(f"model_type = {kind}", "model_type = …")
+def _general(reason: str, kind: str, language: str) -> str:
+    """Return a reason in a language, with `…` for the names in it that differ from type to type."""
+    reason = (_translated(reason) if language == "zh" else reason).replace(f"model_type = {kind}", "model_type = …")
     reason = re.sub(r"'[\w.-]+'|\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", "…", reason)
     return re.sub(r"\b\w+(\.\w+){3,}", "…", reason)  # of parameters
 
