@@ -1205,7 +1205,7 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REMARKED = {"micro_means", "rank_means", "eight_bits", "demo_precision", "gkd_temperature"} | {
-    *("warmup_start", "own_prompts", "line_feed", "alpaca_system"),
+    *("warmup_start", "own_prompts", "line_feed", "alpaca_system", "swift_turn_ends"),
 }
 """Sentences that depend on other keys than the one they are about."""
 

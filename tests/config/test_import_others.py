@@ -387,6 +387,10 @@ def test_ms_swift(capsys: pytest.CaptureFixture[str]) -> None:
             {"task.kind": "classify", "tuning.method": "lora"},
         ),
         ([("swift sft", "swift sft --router_aux_loss_coef 1e-3")], {"model.router_loss": 0.001}),
+        ([("swift sft", "swift sft --template chatml")], {"model.chat_template": "chatml"}),
+        ([("swift sft", "swift sft --template qwen3")], {"model.chat_template": ""}),
+        ([("--torch_dtype bfloat16", "--torch_dtype float32")], {"precision.dtype": "fp16"}),
+        ([("--torch_dtype bfloat16", "--torch_dtype float32 --fp16 false")], {"precision.dtype": "fp32"}),
     ],
     ids=lambda part: str(part)[:40],
 )
@@ -396,6 +400,19 @@ def test_single_arguments_of_ms_swift(
     cfg, _ = imported(capsys, swift(*changes))
     found = {key: get_value(cfg, key) for key in expected}
     assert {key: getattr(value, "value", value) for key, value in found.items()} == expected
+
+
+def test_what_differs_from_ms_swift_s_templates_and_types(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("swift sft", "swift sft --template qwen2_5"), ("--torch_dtype bfloat16", "--torch_dtype float32")
+    _, said = imported(capsys, swift(*changes))
+    assert "template: every answer's end token is trained, and nothing after it; there chatml's line feed" in said
+    assert "template = qwen2_5: the model's own chat template is used; if it has none, set " in said
+    assert "model.chat_template=chatml_tools" in said
+    assert "warmup_ratio: the first step has the rate peak / steps" in said
+    assert "ms-swift trains in fp16 with weights in float32" in said
+    changes = ("--torch_dtype bfloat16", "--torch_dtype float32 --fp16 false"), ("--warmup_ratio 0.05", "")
+    _, said = imported(capsys, swift(*changes))
+    assert "ms-swift trains in fp16" not in said and "warmup_ratio" not in said
 
 
 def test_what_has_no_counterpart() -> None:

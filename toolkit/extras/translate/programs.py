@@ -200,7 +200,8 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
     steps = config.number("warmup_steps")
     ratio = config.number("warmup_ratio") if config.has("warmup_ratio") and not steps else 0.0
     key = "warmup_steps" if steps else "warmup_ratio"
-    if draft.values.get("schedule.name", ("cosine",))[0] in ("cosine", "linear", "constant"):  # DeepSpeed's
+    schedule = draft.values.get("schedule.name", ("cosine",))[0]
+    if schedule == "linear" or (schedule in ("cosine", "constant") and (steps or ratio)):  # DeepSpeed's
         config.remark(key, "warmup_start")
     if (steps or ratio) and name == "constant":
         draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")

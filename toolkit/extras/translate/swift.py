@@ -11,6 +11,7 @@ from toolkit.extras.translate.programs import (
     limit_rows,
     lora_settings,
     set_added_tokens,
+    set_chat_template,
     set_evaluation,
     set_preference,
     set_reward,
@@ -54,7 +55,7 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
     config.set_defaults(defaults)
     if strategy == "steps" and not config.has("eval_steps"):  # as if it were set: `set_evaluation` asks for that
         config.values.setdefault("eval_steps", defaults["eval_steps"])
-    if dtype == "float32":
+    if dtype == "float32" and config.flag("fp16"):
         draft.lost["torch_dtype"] = tr("ms-swift trains in fp16 with weights in float32; the recipe has precision=fp16")
     if config.get("optimizer") == "muon":  # ms-swift's own key, which counts before the Trainer's optim
         config.values["optim"] = config.values.pop("optimizer")
@@ -73,9 +74,11 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     kind = _kind(config)
     if config.has("torch_dtype"):
         dtype, _ = draft.values["precision.dtype"]
-        draft.values["precision.dtype"] = dtype, "torch_dtype"  # the key that it comes from
+        names = ("torch_dtype", *(name for name in ("fp16", "bf16") if name in config.values))
+        draft.values["precision.dtype"] = dtype, ", ".join(names)  # the keys that it comes from
     _method_and_adapter(config, draft)
     set_added_tokens(config, draft, "new_special_tokens")
+    set_chat_template(config, draft, "template", "swift_templates")
     _data(config, draft, kind)
     if kind == "rm":
         set_reward(config, draft, "rlhf_type")
@@ -241,6 +244,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         draft.put("data.packing", "packed", "packing")
     scale = str(config.get("loss_scale")).partition("+")[0]  # of "last_round+ignore_empty_think" the first part
     if not is_text:
+        draft.notes.append(f"template: {sentence('swift_turn_ends')}")
         draft.put("data.train_on", "last" if scale == "last_round" else "all", "loss_scale")
     if scale not in ("default", "last_round") and not is_text:
         draft.lost["loss_scale"] = tr("default and last_round have counterparts; the recipe trains all answers")
