@@ -49,7 +49,7 @@ def page(files: list[Path], language: int) -> str:
         if name in found:
             lines.append("| " + " | ".join([texts[language], *_figures(name, *found[name], language)]) + " |")
     if rest := [texts[language] for name, texts in PARTS.items() if name not in found]:
-        lines += ["", TEXTS["rest"][language].format(parts=("; ", "；")[language].join(rest))]
+        lines += ["", TEXTS["rest"][language], "", *(f"- {part}" for part in rest)]
     first = [TEXTS["first head"][language], "| --- | --- | --- | --- |"]
     for name, texts in STAGES.items():
         cells = _outcome(*found[name], language) if name in found else [none, "", ""]
