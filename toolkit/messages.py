@@ -287,6 +287,10 @@ class BaseMissing(ModelError):
     """An adapter or a checkpoint without frozen weights is whole, but the model that it stands on is not there."""
 
 
+class CodeNotTrusted(ModelError):
+    """A model may be whole, but Python files of its directory would have to run, and they are not trusted."""
+
+
 class RowError(Exception):
     """One row cannot be used; the message, made as in ToolkitError, says why. Whoever reads rows adds the position."""
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from toolkit.cli import eval
+from toolkit.checkpoint.directory import record_file, write_manifest
+from toolkit.cli import eval, main
 from toolkit.config.schema import ModelConfig
 from toolkit.messages import ModelError
 from toolkit.models.directory import code_files, has_runnable_code, is_trusted, read_config, trust_code
@@ -95,6 +96,23 @@ def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
 
 
 OWN = '{"model_type": "x", "auto_map": {"AutoConfig": "own.M", "AutoTokenizer": ["own.T", null]}}'
+
+
+def test_a_directory_whose_code_is_not_trusted_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good(tmp_path)
+    config(OWN)(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit('this ran')")
+    files = {file.name: record_file(file) for file in tmp_path.iterdir()}
+    write_manifest(tmp_path, files, {})
+    assert main(["verify", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert ": whole, " in said and "no forward: " in said and "names Python code to run (auto_map)" in said
+    with (tmp_path / "own.py").open("a") as file:
+        file.write(" ")
+    assert main(["verify", str(tmp_path)]) == 74
+    assert "own.py" in capsys.readouterr().out
 
 
 def test_trust_is_in_all_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.checkpoint import directory, intact
 from toolkit.command_line import named_arguments, one_of
 from toolkit.config import files
-from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
+from toolkit.messages import BaseMissing, CheckpointError, CodeNotTrusted, ConfigError, ToolkitError, tr
 from toolkit.models.directory import read_config
 
 
@@ -67,7 +67,7 @@ def _verify_directory(folder: Path, forward: bool) -> bool:
 
             transformers.utils.logging.disable_progress_bar()
             note = verify_logits(folder)
-    except BaseMissing as error:
+    except (BaseMissing, CodeNotTrusted) as error:
         note = tr("no forward: {reason}", reason=error)
     except ToolkitError as error:
         wrong.append(str(error))

@@ -1008,7 +1008,7 @@ class ZeroConfig:
     zero_quantized_weights: bool = False
     """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
     zero_quantized_gradients: bool = False
-    """Stage 3, ZeRO++: average gradients between nodes in 4 bits (NVIDIA GPUs, fp16)."""
+    """Stage 3, ZeRO++: average gradients in 4 bits if there are several nodes (NVIDIA GPUs, fp16)."""
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states outside the GPU."""
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)

@@ -16,7 +16,16 @@ from typing import Any
 
 from safetensors import safe_open
 
-from toolkit.messages import LARGEST_JSON_BYTES, ModelError, file_bytes, json_object, parsed_json, reading, tr
+from toolkit.messages import (
+    LARGEST_JSON_BYTES,
+    CodeNotTrusted,
+    ModelError,
+    file_bytes,
+    json_object,
+    parsed_json,
+    reading,
+    tr,
+)
 
 
 class Architecture(str, Enum):
@@ -74,7 +83,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
             folder=folder,
         )
     elif ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
-        raise ModelError(
+        raise CodeNotTrusted(
             "{folder}/config.json names Python code to run (auto_map), which is rejected; there are "
             "{files}. Read them, then train with model.trust_remote_code=true, or use a directory "
             "whose architecture is part of transformers.",
