@@ -476,6 +476,15 @@ def shortened(value: object, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
+def shortened_alike(first: object, second: object, most: int) -> tuple[str, str]:
+    """Return two values as `shortened` does, each from shortly before where they differ if one of them is too long."""
+    texts = str(first), str(second)
+    same = next((i for i, (left, right) in enumerate(zip(*texts, strict=False)) if left != right), 0)
+    start = max(0, same - most // 2) if max(map(len, texts)) > most else 0
+    left, right = (("…" if start else "") + shortened(text[start:], most) for text in texts)
+    return left, right
+
+
 @contextmanager
 def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iterator[None]:
     """Turn whatever the body raises while it reads a file into one message.

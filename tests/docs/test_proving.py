@@ -142,7 +142,11 @@ def test_the_page_of_planning_has_the_figures_of_the_gpu(page: str) -> None:
 def test_the_page_on_other_programs_has_the_figures_of_resumed_runs(page: str) -> None:
     record = json.loads((ROOT / "benchmarks" / "2026-11-30-resumed.json").read_text(encoding="utf-8"))
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith(("| LLaMA-Factory", "| axolotl", "| ms-swift")) and line.count(" | ") == 4]
+    rows = [
+        line
+        for line in lines
+        if line.startswith(("| LLaMA-Factory", "| axolotl", "| ms-swift")) and line.count(" | ") == 4
+    ]
     firsts = [(run["resumed"]["there"][0], run["resumed"]["here"][0]) for run in record["runs"].values()]
     for row, (there, here) in zip(rows, firsts, strict=True):
         cells = [

@@ -27,7 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from toolkit import disk
+from toolkit import disk, messages
 from toolkit.checkpoint import directory, engine_state, fragment_reader, fragments, intact, restore, state_files
 from toolkit.checkpoint.directory import RunState, record_file, write_manifest
 from toolkit.checkpoint.fragments import Fragment
@@ -750,6 +750,14 @@ def test_verifying_files_needs_no_torch(tmp_path: Path) -> None:
 
 
 CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["x"]}}
+
+
+def test_long_values_are_shown_where_they_differ() -> None:
+    shared = "/data/" + "a" * 200
+    before, now = ({"model": {"path": f"{shared}/{end}"}, "tuning": {"method": "full"}} for end in ("v1/m", "v2/m"))
+    (line,) = changes.check_changes(before, now, {}, {}, ["model.path"])
+    assert line == f"  model.path: …{'a' * 38}/v1/m -> …{'a' * 38}/v2/m"
+    assert messages.shortened_alike("x" * 99, "y", 80) == ("x" * 80 + "…", "y")
 
 
 def test_changes_that_move_work_about_are_told() -> None:

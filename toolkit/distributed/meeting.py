@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from toolkit import messages, secrets
 from toolkit.config import schema
-from toolkit.messages import LaunchError, tr, warn
+from toolkit.messages import LaunchError, shortened_alike, tr, warn
 
 _comparisons = count()
 """Each has a place of its own in the store; all ranks compare the same in the same order."""
@@ -239,13 +239,14 @@ def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple
             ranks_by_name.setdefault(name, []).append(rank)
     lines = []
     for name, ranks in list(ranks_by_name.items())[:_MOST]:
-        first, other = answers[ranks[0]]["differ"][name]
+        values = (tr("missing") if value is None else value for value in answers[ranks[0]]["differ"][name])
+        first, other = shortened_alike(*values, most=_LONGEST)
         line = tr(
             "  {name}: {first} on rank 0 ({host}), {other} on rank {rank} ({other_host})",
             name=name,
-            first=_shortened(first),
+            first=first,
             host=host,
-            other=_shortened(other),
+            other=other,
             rank=ranks[0],
             other_host=answers[ranks[0]]["host"],
         )
@@ -259,9 +260,3 @@ def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple
         "on the same data, code and package versions.",
         lines="\n".join(lines),
     )
-
-
-def _shortened(value: str | None) -> str:
-    if value is None:
-        return tr("missing")
-    return value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."

@@ -5,9 +5,12 @@ from typing import Any
 
 from toolkit import secrets
 from toolkit.config import dotted_keys, load, rule_tables, schema
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, shortened_alike, tr
 from toolkit.models.chat import TOKENIZER
 from toolkit.train.consistency import is_below
+
+_LONGEST = 80
+"""Characters of a value in a message."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -48,7 +51,7 @@ def check_changes(
     `checkpoint.allow_changes`; or if the optimizer's states or the trained parameters would not fit.
     """
     changes = [
-        (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
+        (key, old, new, f"  {key}: " + " -> ".join(shortened_alike(old, new, _LONGEST)))
         for key, old, new in differences(before, now)
     ]
     optimizer_before = before.get("optim", {}).get("name")
@@ -110,9 +113,3 @@ def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator
                     part=parts[name.removeprefix(TOKENIZER)],
                 ),
             )
-
-
-def _shortened(value: Any) -> str:
-    """Return a value as text of 80 characters at most."""
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
