@@ -479,8 +479,9 @@ def shortened(value: object, most: int) -> str:
 def shortened_alike(first: object, second: object, most: int) -> tuple[str, str]:
     """Return two values as `shortened` does, each from shortly before where they differ if one of them is too long."""
     texts = str(first), str(second)
-    same = next((i for i, (left, right) in enumerate(zip(*texts, strict=False)) if left != right), 0)
-    start = max(0, same - most // 2) if max(map(len, texts)) > most else 0
+    pairs = enumerate(zip(*texts, strict=False))
+    differs_at = next((i for i, (left, right) in pairs if left != right), min(map(len, texts)))
+    start = max(0, differs_at - most // 2) if max(map(len, texts)) > most else 0
     left, right = (("…" if start else "") + shortened(text[start:], most) for text in texts)
     return left, right
 

@@ -758,6 +758,7 @@ def test_long_values_are_shown_where_they_differ() -> None:
     (line,) = changes.check_changes(before, now, {}, {}, ["model.path"])
     assert line == f"  model.path: …{'a' * 38}/v1/m -> …{'a' * 38}/v2/m"
     assert messages.shortened_alike("x" * 99, "y", 80) == ("x" * 80 + "…", "y")
+    assert messages.shortened_alike("x" * 99, "x" * 98, 80) == ("…" + "x" * 41, "…" + "x" * 40)
 
 
 def test_changes_that_move_work_about_are_told() -> None:

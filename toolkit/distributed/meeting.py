@@ -239,8 +239,8 @@ def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple
             ranks_by_name.setdefault(name, []).append(rank)
     lines = []
     for name, ranks in list(ranks_by_name.items())[:_MOST]:
-        values = (tr("missing") if value is None else value for value in answers[ranks[0]]["differ"][name])
-        first, other = shortened_alike(*values, most=_LONGEST)
+        values = [tr("missing") if value is None else value for value in answers[ranks[0]]["differ"][name]]
+        first, other = shortened_alike(values[0], values[1], _LONGEST)
         line = tr(
             "  {name}: {first} on rank 0 ({host}), {other} on rank {rank} ({other_host})",
             name=name,
