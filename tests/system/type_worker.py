@@ -6,6 +6,7 @@ type_worker.py compare JSON             {"plain": {NAME: [OVERRIDE, …]}, "base
                                         loop, and how far the logits of exports are apart
 """
 
+import copy
 import json
 import shutil
 import sys
@@ -58,9 +59,14 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def plain(words: list[str]) -> dict[str, float]:
-    """Return first loss and gradient norm in transformers alone: one sample at a time, no padding."""
+    """Return first loss and gradient norm in transformers alone: one sample at a time, no padding. What a model's class
+    creates without gradient has none, though transformers (5.24) gives it one as it loads it: sinusoidal positions.
+    """
     cfg = load(words).cfg
     model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).train()
+    created = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(created[name].requires_grad)
     model.get_input_embeddings().padding_idx = None  # that token is trained, too, as it is in the output layer
     samples = next(_batches(cfg, language_data.load_data(cfg), 1, 1))
     total, result = sum(int(trained[1:].sum()) for _, trained in samples), 0.0
