@@ -43,6 +43,7 @@ ELSEWHERE = {
     "python scripts/smollm2": "needs the network; tests/docs/test_tutorial.py runs it every night",
     "head ": "the shell's; tests/docs/test_tutorial.py",
     "python examples/beside_trainer.py": "a real model and minutes; tests/docs/test_tutorial.py runs it every night",
+    "accelerate merge-weights": "another program's; tests/unit/test_convert.py calls what it calls",
     "hf ": "needs the network",
     "modelscope ": "needs the network",
     "ssh": "another machine",

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from toolkit.checkpoint import intact
 from toolkit.checkpoint.fragment_reader import Fragments
@@ -106,6 +109,9 @@ def test_nothing_is_overwritten_and_a_source_must_be_one(
         assert "holds neither files of a DeepSpeed checkpoint" in capsys.readouterr().err
     (tmp_path / "latest").write_text("global_step3\n")
     assert convert.find(tmp_path) == foreign
+    (tmp_path / "empty" / "pytorch_model_fsdp_0").mkdir()
+    assert main(["convert-checkpoint", str(tmp_path / "empty"), f"output={tmp_path}/output"]) == 2
+    assert f"accelerate merge-weights {tmp_path}/empty/pytorch_model_fsdp_0 DIR" in capsys.readouterr().err
 
 
 def test_format_1_is_verified_and_a_damaged_one_is_not_converted(
@@ -157,3 +163,12 @@ def test_cards_of_runs_that_did_not_know_a_key(key: str) -> None:
     state = intact.read_run_state(OLD)
     state.config = {name: value for name, value in state.config.items() if name != key}
     assert b"## Losses" in card(state, is_adapter=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_of_fsdp_come_from_accelerate(tmp_path: Path) -> None:
+    weights = {"model.norm.weight": torch.arange(3.0)}
+    save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    merge_fsdp_weights(str(tmp_path / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys() and merged["model.norm.weight"].equal(weights["model.norm.weight"])

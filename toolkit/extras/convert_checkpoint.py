@@ -50,6 +50,13 @@ def find(source: Path) -> Path:
     for folder in (source, named):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
             return folder
+    if any(source.glob("pytorch_model_fsdp_[0-9]*")):
+        raise ConfigError(
+            "{path} is a checkpoint of FSDP, of which only the weights can be used: write them to a directory by "
+            "accelerate merge-weights {path}/pytorch_model_fsdp_0 DIR,\n"
+            "copy the model's config.json and tokenizer files to it, and train with model.path=DIR.",
+            path=source,
+        )
     raise ConfigError(
         "{path} holds neither files of a DeepSpeed checkpoint (*_model_states.pt) nor optimizer.pt and "
         "trainer_state.json of the Trainer. Name a directory such as checkpoint-500 or checkpoint-500/global_step500.",
