@@ -35,7 +35,7 @@ def warn_of_bad_step(
     rows, write_error = record_samples(file, head, result, samples)
     worst = rows[0]
     of_worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (worst["rank"], worst["micro_batch"])]
-    named = [row["where"] + write_error for row in of_worst]
+    named = [row["where"] + write_error for row in of_worst]  # with the reason where `file` could not be written
     what = tr(
         "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
         step=step,
@@ -60,8 +60,9 @@ def record_samples(
     the highest loss first. Return these rows, and " (reason)" if writing failed, else "". A collective. `samples`: a
     function that returns the samples of all ranks; called on rank 0 only.
     """
-    sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
-    losses = gather([loss / count if count else 0.0 for loss, count in sums])  # by rank, then by micro-batch
+    sums_and_counts = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
+    means = [loss_sum / count if count else 0.0 for loss_sum, count in sums_and_counts]
+    losses = gather(means)  # by rank, then by micro-batch
 
     def write() -> tuple[list[dict[str, Any]], str]:
         rows = [
@@ -76,9 +77,8 @@ def record_samples(
             with file.open("w", encoding="utf-8") as handle:
                 handle.write(json.dumps(head) + "\n")
                 for row in rows:
-                    loss = row["loss"]
-                    row = row | {"loss": loss if math.isfinite(loss) else str(loss)}
-                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    loss = row["loss"] if math.isfinite(row["loss"]) else str(row["loss"])  # JSON has no NaN
+                    handle.write(json.dumps(row | {"loss": loss}, ensure_ascii=False) + "\n")
         except OSError as error:  # a full disk is reported by what has to be saved
             file.unlink(missing_ok=True)
             return rows, f" ({error.strerror})"

@@ -47,7 +47,7 @@ def median_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the rows of square matrices to try until one fits; on a CPU only the first that can be timed."""
+    """Return the sizes of matrices to try until one fits; on a CPU the first that is slow enough, or the last."""
     if device.type != "cpu":
         return _GPU_SIZES
     for size in _CPU_SIZES:
@@ -137,15 +137,16 @@ def _formula_of(model: torch.nn.Module, tuning: TuningConfig) -> Formula | None:
     """
     shapes: outline.Shapes = {}
     trained: set[str] = set()
-    config, untrained = getattr(model, "config", None), tuple[str, ...]()
+    config = getattr(model, "config", None)
+    outside_text: tuple[str, ...] = ()  # beginnings of the names of parameters that do not belong to the text part
     if isinstance(model, PreTrainedModel):
         config = model.config.get_text_config()
         if record_of(model).tuned:  # by a method that trains parts of the text model; else everything is trained
             from toolkit.models.trainable import untrained_prefixes
 
-            untrained = untrained_prefixes(model)
+            outside_text = untrained_prefixes(model)
     for name, parameter in model.named_parameters():
-        if name.startswith(untrained):
+        if name.startswith(outside_text):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):

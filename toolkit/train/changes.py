@@ -15,15 +15,15 @@ _LONGEST = 80
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets. A
-    key that the old config lacks, as an older version wrote it, is taken to have had its default; one that decides what
-    is trained only if it has its default now too, and the old config has a tuning method: else its old value is None,
-    not known.
+    key that the old config lacks, as an older version wrote it, is taken to have had its default. Not so one that
+    decides what is trained, unless it has its default now too, and the old config has a tuning method: its old value is
+    None, not known.
     """
     old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.was_removed_and_off(key, value)}
     new = dict(dotted_keys.leaves(now))
     has_method = "tuning.method" in old
     for key, default in dotted_keys.leaves(load.to_dict(schema.RunConfig())):
-        if key in new and (not _is_trained(key) or (has_method and new[key] == default)):
+        if key in new and (not _decides_trained_part(key) or (has_method and new[key] == default)):
             old.setdefault(key, default)
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
@@ -34,7 +34,7 @@ def is_allowed_change(key: str) -> bool:
     return dotted_keys.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
 
 
-def _is_trained(key: str) -> bool:
+def _decides_trained_part(key: str) -> bool:
     """Whether a config key decides which parameters are trained."""
     return dotted_keys.influence_of(key, schema.RunConfig) is schema.Influence.trained
 
@@ -61,11 +61,12 @@ def check_changes(
             "this, or start over under another run.name, from model.path=RUN/export.",
             changes="\n".join(other_states),
         )
-    if others := [line for key, old, _, line in changes if _is_trained(key) and old is not None]:  # None: not known
+    # A setting whose old value is None, not known, may have been the same.
+    if retrained := [line for key, old, _, line in changes if _decides_trained_part(key) and old is not None]:
         raise ConfigError(
             "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start over under "
             "another run.name; from an adapter: tuning.adapter=RUN/export.",
-            changes="\n".join(others),
+            changes="\n".join(retrained),
         )
     lines = [(key, line) for key, _, _, line in changes]
     lines += _changed_data(data_before, data_now)

@@ -341,7 +341,8 @@ class _Pending:
         try:
             self.files.write()
             self.failure = self.failure or self.files.failure
-            for path in [] if self.failure else [*self.files.written, *self.other_files]:
+            complete_files = [] if self.failure else [*self.files.written, *self.other_files]
+            for path in complete_files:
                 disk.flush(path)
                 self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
             self._flush_metrics()
@@ -352,7 +353,7 @@ class _Pending:
 
     def _flush_metrics(self) -> None:
         """Flush metrics.jsonl, so that after a loss of power a run resumed from this checkpoint has its rows."""
-        run = self.folder.parent.parent
+        run = self.folder.parent.parent  # of RUN/checkpoints/step-N.tmp
         if rank() == 0 and (run / "metrics.jsonl").exists():
             disk.flush(run / "metrics.jsonl")
             disk.flush(run)

@@ -243,6 +243,7 @@ class DeadlineHook(Hook):
 
     def at_start(self, loop: "TrainLoop") -> None:
         """End the run with the step that an earlier start decided on. A collective."""
+        # Rank 0, where the function runs, has a deadline since `at_begin`.
         loop.end_at(process_group.on_rank0(lambda: self.deadline.end_step if self.deadline else 0))
 
     def before_step(self, step: int, vote: StepVote) -> None:

@@ -116,6 +116,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     with ExitStack() as stack:
         stack.enter_context(restore_after(engine))
         batch, name = task.longest_batch(Position(start.epoch, start.row))
+        # On CPUs this context enforces the limit; a GPU has it since the process group was joined.
         memory = stack.enter_context(PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0))
         limits: dict[str, Any] = {"memory": memory, "limit": limit, "plan": plan, "sections": task.memory_sections}
         with explain_out_of_memory(cfg, tr("forward, backward and update of {batch}", batch=name), **limits):
@@ -170,8 +171,8 @@ def check_disk(run: RunContext, saves: int) -> None:
     try_checkpoint(checkpoints)
     if cfg.checkpoint.export:
         on_rank0(lambda: try_export(export))
-    least_bytes, num_bytes = run.checkpointer.least_bytes, export_bytes(run.engine, cfg.checkpoint)
-    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), num_bytes))
+    export_size = export_bytes(run.engine, cfg.checkpoint)
+    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, run.checkpointer.least_bytes(), export_size))
 
 
 def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
@@ -234,9 +235,9 @@ def try_checkpoint(folder: Path) -> None:
             directory.record_file(path)
 
     if not any(reasons):
-        written = _failure_of(write) or files.failure
-        removed = _failure_of(lambda: path.unlink(missing_ok=True))
-        reasons = gather(written or removed)
+        write_reason = _failure_of(write) or files.failure
+        unlink_reason = _failure_of(lambda: path.unlink(missing_ok=True))
+        reasons = gather(write_reason or unlink_reason)
     is_left = rank() == 0 and not was_there and folder.is_dir()  # the directory that was made for the trial
     rmdir_reasons = gather(_failure_of(folder.rmdir) if is_left else "")
     by_rank = [*enumerate(reasons), *enumerate(rmdir_reasons)]
@@ -399,7 +400,7 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
     missing = [tensor for tensor in tensors if not optimizer.state.get(tensor)]
     allocated = [torch.empty_like(tensor) for tensor in missing for _ in range(states)]
     largest_group = max((sum(tensor.numel() for tensor in group) for group in on_device), default=0)
-    if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
+    if any(tensor.dtype is torch.bfloat16 for tensor in tensors):  # in fp32 elements, of which the copy takes half
         largest_group = largest_group // 2 + bf16_chunk_elements(largest_group)
     allocated.append(torch.empty(largest_group, dtype=torch.float32, device=engine.device))
 

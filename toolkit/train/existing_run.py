@@ -130,12 +130,12 @@ def finished_error(folder: Path) -> RunFolderError:
     if not export.is_dir():
         is_saved = bool(directory.published_checkpoints(folder / "checkpoints"))
         command = shlex.join(["toolkit", "export-model", str(folder)])
-        end = tr("Its checkpoints can be exported:  {command}", command=command) if is_saved else ""
-        without = tr(
+        advice = tr("Its checkpoints can be exported:  {command}", command=command) if is_saved else ""
+        message = tr(
             "the run {folder} has finished already (DONE), without an export. For another one choose another run.name.",
             folder=folder,
         )
-        return RunFolderError(joined(without, end) if end else without)
+        return RunFolderError(joined(message, advice) if advice else message)
     return RunFolderError(
         "the run {folder} has finished already (DONE). For another one choose another run.name; to train its model "
         "further, set {key}={folder}/export as well.",
@@ -189,6 +189,7 @@ def newest_step(folder: Path) -> int:
 def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats. With the row of
     step 5: 7 if a heartbeat names step 7; 5 if a rank was evaluating or saving after step 5; else 6, which had begun.
+    Without rows and heartbeats: 1.
     """
     rows = read_rows(folder / "metrics.jsonl", OSError)
     logged = int(rows[-1]["step"]) if rows else 0

@@ -63,9 +63,9 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     if recompute.enabled and not recompute.cpu_checkpointing and device_here() != "cpu":
         overrides.append("train.activation_checkpointing.cpu_checkpointing=true")
     max_stage = cfg.tuning.max_stage
-    if world_size > 1:
+    if world_size > 1:  # not stage 1, which saves less than stage 2
         overrides += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), max_stage + 1)]
-    if zero.offload_optimizer.device is Device.none:
+    if zero.offload_optimizer.device is Device.none:  # conf/zero/ has these of stages 2 and 3
         overrides.append(f"zero=stage{max(zero.stage, 2)}_offload")
     if zero.offload_param.device is Device.none and max_stage == 3:
         overrides.append("zero=stage3_offload")

@@ -34,7 +34,9 @@ class Rotation:
         already), and return at once. A collection replaces that of a request which has not begun yet.
         """
         with self._lock:
-            self._is_due, self._also_keep = True, self._also_keep if also_keep is None else also_keep
+            self._is_due = True
+            if also_keep is not None:
+                self._also_keep = also_keep
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rotation", daemon=True)
                 self._thread.start()

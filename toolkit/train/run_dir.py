@@ -152,10 +152,11 @@ def set_aside_settings(folder: Path) -> None:
     has been accepted: a run that may not be resumed like this stays as it was. For rank 0 only.
     """
     try:
-        moves = {name: f"logs/{name}" for name in ("config.yaml", "ds_config.json", "environment.json")}
-        for name, other in {**moves, "export": "export.replaced"}.items():
+        new_names = {name: f"logs/{name}" for name in ("config.yaml", "ds_config.json", "environment.json")}
+        new_names["export"] = "export.replaced"
+        for name, new_name in new_names.items():
             if (folder / name).exists():
-                (folder / name).rename(disk.unused_path(folder / other))
+                (folder / name).rename(disk.unused_path(folder / new_name))
     except OSError as error:
         raise RunFolderError(
             "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error

@@ -38,7 +38,8 @@ class Saving:
         due is postponed to the next good step (`is_postponed`); after the last step only after two bad losses in a row.
         """
         every = self.config.every
-        retries = self.checkpointer.failed and is_due(step, min(every, max(1, every // 10)))  # ten times as often
+        # A save that failed is retried ten times as often, but not at all if `every` is 0.
+        retries = self.checkpointer.failed and is_due(step, min(every, max(1, every // 10)))
         due = is_due(step, every) or is_time or (last and self.config.at_end) or retries or self.is_postponed
         self.is_postponed = due and (self.guard.has_ruined_weights if last else self.guard.has_bad_loss)
         return stops or (due and not self.is_postponed)

@@ -44,7 +44,7 @@ def agree_on_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> sche
     choices = process_group.gather((bool(rank_cfg.optim.torch), reason))  # what each rank would choose, and why
     saved_optim = process_group.on_rank0(lambda: _saved_optim(source.checkpoint))
     # A rank without a compiler decides for all, and a resumed run keeps what it began with.
-    is_torch = any(is_torch for is_torch, _ in choices) or saved_optim.get("torch") is True
+    is_torch = any(choice for choice, _ in choices) or saved_optim.get("torch") is True
     reason = next((reason for choice, reason in choices if choice == is_torch), tr("as before"))
     if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
         optimizer = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")

@@ -195,9 +195,9 @@ def pass_on_warnings(file: Path, out: "IO[str] | _Stderr", ended: threading.Even
     """Copy lines with NCCL's warnings from `file`, a log that grows, to `out` until `ended` is set (None: forever)."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         lines.seek(0, os.SEEK_END)
-        rest = ""
+        unfinished = ""
         while True:
-            *complete, rest = (rest + lines.read()).split("\n")
+            *complete, unfinished = (unfinished + lines.read()).split("\n")
             for line in complete:
                 if _NCCL_WARNING.search(line):
                     out.write(hide(line) + "\n")

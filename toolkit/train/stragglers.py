@@ -56,6 +56,7 @@ class StragglerDetector(Hook):
         self._times = None
         slowest = slowest_rank(times.own_s)
         excess_s = times.own_s[slowest] - median_low(times.own_s)
+        # At least 1, as a rank may have computed no token.
         per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
         # Slow per token too, as longer sequences take longer.
         is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))

@@ -168,9 +168,9 @@ class ThroughputMeter:
         if self.counted_in:
             row[self.counted_in] = counted
         for name in results[-1].figures:
-            number = sum(result.figures[name][1] for result in finite)
-            if number:
-                row[name] = sum(result.figures[name][0] for result in finite) / number
+            count = sum(result.figures[name][1] for result in finite)
+            if count:
+                row[name] = sum(result.figures[name][0] for result in finite) / count
         if router_losses:
             row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():

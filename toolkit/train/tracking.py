@@ -70,7 +70,7 @@ class Tracking(Hook):
         """Send the answers to `evaluate.prompts`, and figures of the whole run under transformers' names."""
         if not self.trackers.is_on:
             return
-        seconds = max(result.steps_s, 1e-9)
+        seconds = max(result.steps_s, 1e-9)  # 0 if a checkpoint of the last step was resumed
         values = {
             "train_runtime": result.steps_s,
             "train_steps_per_second": result.steps / seconds,
