@@ -30,7 +30,7 @@ class ClassifyTask(samples.ScoreTask):
     def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Return the sum of the cross entropies of samples' labels, nats."""
         scores, labels = self._scores(engine, batch)
-        right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()
+        right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()  # cut: without a filler's scores
         self._add({"accuracy": torch.stack((right, right.new_full((), len(labels)))).float()})
         # Without samples the loss is 0, but has gradients, for which other ranks wait.
         return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()

@@ -240,13 +240,13 @@ class CustomTask(task.Task):
             for part in engine.module.modules()
             if isinstance(part, _BatchNorm) and part.training and not isinstance(part, nn.SyncBatchNorm)
         ]
-        for part in norms:
-            part.eval()
+        for norm in norms:
+            norm.eval()
         try:
             return losses_of(self.spec.loss, engine, batch).float().sum() * 0
         finally:
-            for part in norms:
-                part.train()
+            for norm in norms:
+                norm.train()
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         return evaluate(self.spec, run.cfg, run.ranks, run.engine, alive)
@@ -282,15 +282,15 @@ class CustomTask(task.Task):
 
 
 def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.Tensor:
-    """Return the losses of a micro-batch's samples, [n]; DataError if the program's function returns another shape."""
-    losses, wanted = loss(engine, on_device(micro.batch, engine.device)), max(micro.size, 1)
+    """Return the losses of a micro-batch, [micro.num_samples], a filler's too; DataError if loss= gives other ones."""
+    losses = loss(engine, on_device(micro.batch, engine.device))
     shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-    if shape != (wanted,):
+    if shape != (micro.num_samples,):
         raise DataError(
             "loss= must return one loss per sample, a tensor [{count}] for this batch, and returned {shape}. For "
             "example cross_entropy(logits, labels, reduction='none'); of several losses per sample their mean: "
             "losses.flatten(1).mean(1).",
-            count=wanted,
+            count=micro.num_samples,
             shape=shape,
         )
     return losses
@@ -361,7 +361,8 @@ def evaluate(
             for index, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
                 if index == most:
                     break
-                sums[schema.EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
+                losses = losses_of(spec.loss, engine, micro)[: micro.size]  # without a filler's
+                sums[schema.EVAL_LOSS] += float(losses.double().sum())
                 sums[SAMPLES] += micro.size
                 values = _metrics_of_batch(spec, engine, micro)
                 if spec.score is not None:
@@ -397,17 +398,18 @@ def _metrics_of_all(metrics_of_batches: list[dict[str, torch.Tensor]], device: t
 
 
 def _metrics_of_batch(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """Return the values of metrics= for a micro-batch, name -> [micro.size, ...]; DataError for other shapes."""
+    """Return the values of metrics= for a micro-batch, name -> [micro.size, ...], {} without metrics=; DataError for
+    other shapes.
+    """
     if spec.metrics is None:
         return {}
     values = spec.metrics(engine, on_device(micro.batch, engine.device))
-    wanted = max(micro.size, 1)
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.ndim < 1 or len(value) != wanted:
+        if not isinstance(value, torch.Tensor) or value.ndim < 1 or len(value) != micro.num_samples:
             raise DataError(
                 "metrics= must return a value per sample: '{name}' is no tensor of {count} rows.",
                 name=name,
-                count=wanted,
+                count=micro.num_samples,
             )
         if f"eval_{name}" in (schema.EVAL_LOSS, SAMPLES) or not name.isidentifier():
             raise DataError("metrics=: '{name}' cannot be the name of a metric.", name=name)
@@ -415,7 +417,7 @@ def _metrics_of_batch(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBat
             raise DataError(
                 "metrics=: '{name}' has several numbers per sample. Return one, or give score= too.", name=name
             )
-    return {name: value[: micro.size] for name, value in values.items()}
+    return {name: value[: micro.size] for name, value in values.items()}  # without a filler, which does not count
 
 
 def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:

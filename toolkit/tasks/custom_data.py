@@ -53,6 +53,11 @@ class MicroBatch(NamedTuple):
     size: int
     """Number of samples that count; 0 if the batch only keeps this rank in step with others."""
 
+    @property
+    def num_samples(self) -> int:
+        """Samples in `batch`: those that count, or if there are none a single one, which fills it."""
+        return max(self.size, 1)
+
 
 class _MapSamples:
     """A map-style dataset: in each epoch every sample is on one rank, in an order by `run.seed`."""
@@ -120,11 +125,11 @@ def _unchanged(item: MicroBatch) -> MicroBatch:
 
 def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]:
     """Yield the epoch and the rows of each micro-batch."""
-    epoch_and_step = sampler.start
+    position = sampler.start  # where the step of the micro-batch begins
     for number, rows in enumerate(sampler, start=1):
-        yield epoch_and_step.epoch, rows
+        yield position.epoch, rows
         if number % sampler.accumulation == 0:
-            epoch_and_step = sampler.after(epoch_and_step)
+            position = sampler.after(position)
 
 
 class _MicroBatchReader:
@@ -172,7 +177,7 @@ def _seed(key: str) -> None:
     """Seed the CPU's random generators by a text; the GPU's are the training's."""
     number = int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
     random.seed(number)
-    np.random.seed(number % 2**32)
+    np.random.seed(number % 2**32)  # NumPy takes no larger ones
     torch.default_generator.manual_seed(number)
 
 
@@ -194,8 +199,8 @@ class _StreamSamples:
                 count=cfg.data.num_workers,
             )
         # A dataset that shards itself may give other samples for another number of ranks.
-        whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
-        self.identity = {"samples": f"{name}, {whose}"}
+        division = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
+        self.identity = {"samples": f"{name}, {division}"}
         self.described = tr("A stream of {kind}", kind=name)
         self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.over_epochs(length), size)
         self.steps_per_epoch = steps_per_epoch(length, size) if length else self.total_steps

@@ -268,7 +268,7 @@ class DistillTask(language.LanguageTask):
         if "teacher_ids" in inputs:
             return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
         if objective.has_own_teacher(self.cfg):
-            # Without tokens nothing is computed, unless other ranks wait for this one.
+            # Without tokens nothing is computed, unless ranks with other parts of its rows or model wait for this one.
             if not (len(indices) or "part" in batch or parameters.is_partitioned(engine)):
                 return Scores(torch.zeros(0, len(self.data.tokenizer), device=indices.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
@@ -383,7 +383,8 @@ def weighted_sources(cfg: schema.RunConfig, train: TokenizedCache) -> list[schem
     counts = np.bincount(train.sources(), minlength=len(sources)) * [source.weight for source in sources]
     is_general = np.array([source.general for source in sources])
     general, others = counts[is_general].sum(), counts[~is_general].sum()
-    factor = float(share / (1 - share) * others / max(general, 1))  # so that general x factor is `share` of the sum
+    # So that general x factor is `share` of the sum. Without general samples `_report_general` rejects the data later.
+    factor = float(share / (1 - share) * others / max(general, 1))
     return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
 
 
@@ -428,6 +429,7 @@ def _make_empty(building: Path, size: int) -> None:
 
 
 def _write_error(folder: Path, error: OSError) -> DataError:
+    """Return the error for stored scores whose directory `folder`, in that of `distill.dir`, cannot be written."""
     return DataError(
         "what the teacher says cannot be written to {folder}: {reason}. Set distill.dir to another directory.",
         folder=folder.parent,

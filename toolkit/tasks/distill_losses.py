@@ -106,9 +106,9 @@ class _Distilled(torch.autograd.Function):
             tokens are the first of all: of a slice the first `count`.
             """
             logits, label_ids = student.logits(part), targets[part, None]
-            gradient = logits.log_softmax(1)
-            cross_entropies[part] = -gradient.gather(1, label_ids)[:, 0]
-            gradient.exp_()  # of the cross entropy: probabilities, less 1 at the label
+            log_probabilities = logits.log_softmax(1)
+            cross_entropies[part] = -log_probabilities.gather(1, label_ids)[:, 0]
+            gradient = log_probabilities.exp_()  # of the cross entropy: probabilities, less 1 at the label
             gradient.scatter_(1, label_ids, gradient.gather(1, label_ids) - 1)
             taught_part = slice(part.start, min(part.stop, num_taught))
             count = max(0, taught_part.stop - taught_part.start)

@@ -69,6 +69,7 @@ class LanguageTask(task.Task):
         self._figures = self._zeros()
 
     def _zeros(self) -> dict[str, torch.Tensor]:
+        """Return the figures of no micro-batch, see `_add`."""
         return dict.fromkeys(self.names, torch.zeros(2))
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
@@ -291,7 +292,7 @@ class LanguageTask(task.Task):
         return token_loss_sum(engine, batch)
 
     def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
-        """Add a micro-batch's figures to the step's: each is a sum and the number of its values, [2]."""
+        """Add a micro-batch's figures, all of `names`, to the step's: each is a sum and its number of values, [2]."""
         self._figures = {name: self._figures[name].to(new, non_blocking=True) + new for name, new in figures.items()}
 
     def take_figures(self) -> dict[str, torch.Tensor]:
@@ -346,7 +347,8 @@ class LanguageTask(task.Task):
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/, and check that it computes the same logits as the run."""
-        if is_adapter := has_adapter(run.engine.module):
+        is_adapter = has_adapter(run.engine.module)
+        if is_adapter:
             from toolkit.export.adapter import export_adapter, prove_adapter
         described = run.files.files.items()
         # base.json names the base of an adapter: a whole model has none.
@@ -384,8 +386,10 @@ class LanguageTask(task.Task):
             "trained_tokens": result.state.trained_tokens,
             "total_tokens": result.state.total_tokens,
         }
-        evaluations = result.state.evaluations  # of which a single one is the last
-        ends = dict(zip(("last", "first"), [*evaluations[-1:], *evaluations[:-1][:1]], strict=False))
+        evaluations = result.state.evaluations
+        ends = {"last": evaluations[-1]} if evaluations else {}
+        if len(evaluations) > 1:  # a single one is the last
+            ends["first"] = evaluations[0]
         for figure, name in ((EVAL_LOSS, EVAL_LOSS), *self.reported):
             if all(figure in row for row in ends.values()):
                 summary |= {f"{end}_{name}": row[figure] for end, row in ends.items()}

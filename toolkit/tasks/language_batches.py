@@ -91,7 +91,7 @@ def training_batches(
     """Yield this rank's micro-batches of `total_steps` steps from a position on, prefetched by a thread."""
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = _training_sampler(cfg, data, mesh, start, total_steps, changing_order(cfg, data))
-    # iter() here, in the main thread: only then the loader watches its worker processes.
+    # `load_batches` starts the loader here, in the main thread: only then it watches its worker processes.
     batches = _with_columns(load_batches(cfg, data, "train", shares, cfg.data.num_workers), shares, data, "train")
     return prefetch(map(partial(part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
@@ -261,7 +261,9 @@ def _evaluation_batches(cfg: schema.RunConfig, data: LanguageData, ranks: Ranks)
 
 
 def longest_batch(cfg: schema.RunConfig, data: LanguageData, world_size: int) -> Batch:
-    """Return the longest training rows as one micro-batch, with fewer rows in a small split, or this rank's part."""
+    """Return the longest training rows as a micro-batch, which in a small split has fewer rows than others; if rows are
+    divided over ranks, this rank's part of it.
+    """
     per_step, micro = rows_per_step(cfg, data.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
     rows_per_rank = math.ceil(min(per_step, len(data.train_plan)) / ranks)

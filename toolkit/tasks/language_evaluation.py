@@ -44,19 +44,19 @@ def choose_prompts(cfg: RunConfig, data: language_data.LanguageData) -> "list[Va
 
     names, limits = data.source_names, (evaluate.max_samples, evaluate.max_answers)
     limit = min((limit for limit in limits if limit), default=0)
-    questions, others = choose_questions(data.validation, data.encoder, names, limit)
+    questions, num_without_question = choose_questions(data.validation, data.encoder, names, limit)
     if not questions:
         raise messages.DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
             "out, or give conversations in data.validation.",
-            count=others,
+            count=num_without_question,
         )
-    if others:
+    if num_without_question:
         say(
             "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
             "and are not answered.",
-            count=others,
-            all=others + len(questions),
+            count=num_without_question,
+            all=num_without_question + len(questions),
         )
     return questions
 

@@ -70,6 +70,7 @@ class OnPolicyTask(distill.DistillTask):
         return prompt if len(prompt) + self.cfg.distill.rollouts.max_new_tokens <= max_tokens else []
 
     def _longest_prompt(self, max_tokens: float) -> list[int]:
+        """Return the longest prompt of the _PROBED longest samples, [] if none of them has one; see `_prompt`."""
         order = np.argsort(-self.data.train.lengths(), kind="stable")[:_PROBED]
         return max((self._prompt(int(sample), max_tokens) for sample in order), key=len)
 
@@ -77,7 +78,7 @@ class OnPolicyTask(distill.DistillTask):
         """Read the answers of steps that will be done again, and find out what the server understands. A collective."""
         super().engine_built(engine, ds, source)
         config, checkpoint = self.cfg.distill.rollouts, source.checkpoint
-        first = max(0, step_of(checkpoint)) + 1 if checkpoint else 1
+        first = max(0, step_of(checkpoint)) + 1 if checkpoint else 1  # `step_of` is -1 for other programs' names
         # This run's file, and that of the run whose RUN/checkpoints/step-N it continues.
         folders = {source.folder, *([checkpoint.parent.parent] if checkpoint else [])}
         self._saved = process_group.on_rank0(lambda: read_rollouts([folder / FILE for folder in folders], first))
@@ -170,9 +171,8 @@ class OnPolicyTask(distill.DistillTask):
         if self._client is None:
             answers = self._generate(engine, prompts, seeds)
         else:
-            rank_share = slice(
-                process_group.rank(), None, process_group.world_size()
-            )  # this rank asks for every n-th answer
+            # This rank asks for every n-th answer.
+            rank_share = slice(process_group.rank(), None, process_group.world_size())
             own_answers = self._client.answer_all(list(prompts.values())[rank_share], seeds[rank_share])
             answers = {}
             for of_rank in process_group.gather(dict(zip(samples[rank_share], own_answers, strict=True))):

@@ -166,13 +166,14 @@ class PreferenceTask(SampleTask):
     def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
         """Compute the reference's log-probabilities if they are needed, before a checkpoint is loaded. A collective."""
         super().engine_built(engine, ds, source)
-        if self._is_reference_ahead:
+        if self._stores_reference:
             splits = ["train", "validation"] if self.has_validation else ["train"]
             reference = {split: self._reference_of_split(engine, split, source.folder) for split in splits}
             self.data = replace(self.data, reference=reference)
 
     @property
-    def _is_reference_ahead(self) -> bool:
+    def _stores_reference(self) -> bool:
+        """Whether the reference is computed before the first step, and not in each step."""
         return self.cfg.preference.needs_reference and not objective.has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
@@ -260,7 +261,7 @@ class PreferenceTask(SampleTask):
         """Return the reference's log-probabilities of a micro-batch's answers, [answers]; zeros if none are needed."""
         if not self.cfg.preference.needs_reference:
             return torch.zeros(_num_answers(batch), device=engine.device)
-        if self._is_reference_ahead:
+        if self._stores_reference:
             return batch["reference"].to(engine.device, non_blocking=True)
         with probe.evaluating(engine), lora.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
@@ -299,9 +300,9 @@ class KtoTask(PreferenceTask):
 
     def prepare_step(self, engine: Any, batches: list[Batch]) -> None:
         """Compute the step's divergence between model and reference, on mismatched answers. A collective."""
-        others, sums = [_every_second_row(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
+        mismatched, sums = [_every_second_row(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
-            passes = stages.measure_each(engine, others, self._ratios)
+            passes = stages.measure_each(engine, mismatched, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):  # no passes on earlier stages
                 sums += torch.stack((ratios.sum(), ratios.new_full((), self.count_losses(batch))))
         self._divergence = _mean_at_least_zero(process_group.sum_over_ranks(sums, engine.device))
@@ -399,4 +400,5 @@ def _every_second_row(batch: Batch, first: int) -> Batch:
 
 
 def _mean_at_least_zero(sums: torch.Tensor) -> torch.Tensor:
+    """Return K of `sums`: the sum of mismatched answers' ratios, and their number."""
     return (sums[0] / sums[1]).clamp(min=0).float()

@@ -154,7 +154,7 @@ class StreamTask(LanguageTask):
     def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
         """Return this rank's micro-batches, prefetched; CheckpointError if its places in the stream are not known."""
         self._figures = self._zeros()
-        if position.row not in self.positions and position.row:
+        if position.row and position.row not in self.positions:  # row 0 is the begin of all lanes
             raise CheckpointError(tr("the checkpoint holds no position in a stream: its run had no data.streaming."))
         mesh = mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
         lanes = range(mesh.data_rank, self.stream.lanes, mesh.data_ranks)
