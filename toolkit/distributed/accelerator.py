@@ -40,7 +40,7 @@ def device_name(device: torch.device) -> str:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether an accelerator computes in bf16 itself."""
+    """Whether an accelerator computes in bf16 itself; True if its module of PyTorch does not tell."""
     if device.type == CUDA:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool(getattr(torch.get_device_module(device), "is_bf16_supported", lambda: True)())

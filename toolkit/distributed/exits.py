@@ -34,8 +34,8 @@ _OF_DISKS = (
 def run_guarded(function: Callable[[], int]) -> int:
     """Run a command and return the exit code; what it raises is reported by one of the ranks only."""
     _prepare_process()
-    if lost := _tie_to_launcher():
-        _say(lost)
+    if reason_to_end := _tie_to_launcher():
+        _say(reason_to_end)
         return 1
     try:
         try:
@@ -81,13 +81,14 @@ def run_guarded(function: Callable[[], int]) -> int:
 
 
 def _local_rank() -> int:
+    """Return this rank's number on its node: by the launcher's variables, once they were read, as that changes one."""
     return environment.local_rank or _number("LOCAL_RANK", 0)
 
 
 def _number(name: str, default: int) -> int:
-    """Return an integer variable that a launcher sets; the default if it is no number, which the command reports."""
+    """Return an integer variable that a launcher sets; the default if it is none, which the command reports."""
     text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 10 else default
+    return int(text) if text.isdecimal() and len(text) < 10 else default  # longer ones number no rank
 
 
 def _prepare_process() -> None:
@@ -149,8 +150,10 @@ def end_with_launcher() -> None:
     """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended. Not
     in processes that multiprocessing starts, which read the program too: the rank ends them.
     """
-    if multiprocessing.parent_process() is None and (lost := _tie_to_launcher()):
-        _say(lost)
+    if multiprocessing.parent_process() is not None:
+        return
+    if reason_to_end := _tie_to_launcher():
+        _say(reason_to_end)
         raise SystemExit(1)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _marker: Path | None = None
 _is_mine = False
-_earlier: Collection[int] = ()
+_earlier_markers: Collection[int] = ()
 _is_watching = False
 _over = threading.Event()
 _note: Note | None = None
@@ -42,8 +42,8 @@ def watch_failures(
     it more. `folder`: the run directory, None until it is chosen; `everybody`: the processes of all ranks, () once they
     are known; `earlier_markers`: inodes of FAILED files of earlier starts, still to be seen.
     """
-    global _marker, _note, _peers, _earlier, _is_watching
-    _marker, _earlier = folder / "FAILED" if folder else None, earlier_markers
+    global _marker, _note, _peers, _earlier_markers, _is_watching
+    _marker, _earlier_markers = folder / "FAILED" if folder else None, earlier_markers
     if everybody:
         note, peers = Note(folder, rank, everybody[rank], len(everybody)), None
         if len(everybody) > 1:
@@ -63,7 +63,7 @@ def another_has_failed() -> bool:
     """Return whether another rank has already claimed the failure, by writing its error into the marker file."""
     if _marker is not None and not _is_mine:
         with suppress(OSError):
-            return _marker.stat().st_ino not in _earlier
+            return _marker.stat().st_ino not in _earlier_markers
     return False
 
 
@@ -103,7 +103,10 @@ def blame_peers() -> str:
     """Find out whether this rank's error comes from a rank that has ended and so broken the collectives, and report
     that rank; return what to say in place of the error, "" if it is this rank's own or the end was reported.
     """
-    if _peers is None or _reported_peer.wait(_PEER_S) or another_has_failed():
+    if _peers is None:
+        return ""
+    is_reported = _reported_peer.wait(_PEER_S)  # by the watching thread, which may need a moment to notice the end
+    if is_reported or another_has_failed():
         return ""
     if text := _peers.silent():
         _report_peer(_peers, text)

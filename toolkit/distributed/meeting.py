@@ -232,7 +232,9 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
 
 
 def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple[str | None, str | None]]]]) -> str:
-    """Return one message about all differences: of each thing, the first rank that has another value."""
+    """Return one message about all differences: of each thing, the first rank that has another value; "" if there is
+    none. `host`: rank 0's; `answers`: what the other ranks have published, by rank.
+    """
     ranks_by_name: dict[str, list[int]] = {}
     for rank, answer in answers.items():
         for name in answer["differ"]:

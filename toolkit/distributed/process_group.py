@@ -149,9 +149,9 @@ def on_rank0(function: Callable[[], T]) -> T:
             outcome = [(None, type(error).__name__, system_text(error))]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    result, kind, message = outcome[0]
-    if kind:
-        raise getattr(messages, kind, messages.CheckpointError)(message)  # the system's own: input or output has failed
+    result, error_class, message = outcome[0]
+    if error_class:
+        raise getattr(messages, error_class, messages.CheckpointError)(message)  # an OSError is none of `messages`
     return result  # type: ignore[return-value]
 
 

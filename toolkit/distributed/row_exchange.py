@@ -24,33 +24,34 @@ def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | st
     Raises:
         ValueError: on every rank: ranks give other names, types or shapes.
     """
-    kinds = gather({name: (len(value), str(value.dtype), tuple(value.shape[1:])) for name, value in values.items()})
-    if any(set(of_rank) != set(kinds[0]) for of_rank in kinds):
-        raise ValueError(f"ranks gather other metrics: {[sorted(of_rank) for of_rank in kinds]}")
+    # Of each rank: name -> number of rows, type, shape of a row.
+    forms = gather({name: (len(value), str(value.dtype), tuple(value.shape[1:])) for name, value in values.items()})
+    if any(set(of_rank) != set(forms[0]) for of_rank in forms):
+        raise ValueError(f"ranks gather other metrics: {[sorted(of_rank) for of_rank in forms]}")
     return {
-        name: _gather_tensors(values[name], [of_rank[name] for of_rank in kinds], device) for name in sorted(values)
+        name: _gather_tensors(values[name], [of_rank[name] for of_rank in forms], device) for name in sorted(values)
     }
 
 
 def _gather_tensors(
-    value: torch.Tensor, kinds: list[tuple[int, str, tuple[int, ...]]], device: torch.device | str
+    value: torch.Tensor, forms: list[tuple[int, str, tuple[int, ...]]], device: torch.device | str
 ) -> torch.Tensor:
-    """Return the rows of all ranks of one metric; `kinds`: of each rank number of rows, type, and shape of a row."""
-    filled = {(dtype, shape) for count, dtype, shape in kinds if count}
+    """Return the rows of all ranks of one metric; `forms`: of each rank number of rows, type, and shape of a row."""
+    filled = {(dtype, shape) for count, dtype, shape in forms if count}
     if len(filled) > 1:
-        raise ValueError(f"ranks gather other shapes or types: {kinds}")
-    if len(kinds) == 1 or not filled:
+        raise ValueError(f"ranks gather other shapes or types: {forms}")
+    if len(forms) == 1 or not filled:
         return value.detach().cpu()
     [(dtype_name, shape)] = filled
     dtype = getattr(torch, dtype_name.removeprefix("torch."))
     # As bytes: not every backend knows every type (gloo: bool and bfloat16). all_gather wants one length of all ranks.
-    longest, width = max(count for count, *_ in kinds), torch.Size(shape).numel() * dtype.itemsize
+    longest, width = max(count for count, *_ in forms), torch.Size(shape).numel() * dtype.itemsize
     padded = torch.zeros(longest, width, dtype=torch.uint8, device=device)
     if len(value):
         padded[: len(value)] = value.detach().to(device).contiguous().reshape(len(value), -1).view(torch.uint8)
-    parts = [torch.empty_like(padded) for _ in kinds]
+    parts = [torch.empty_like(padded) for _ in forms]
     dist.all_gather(parts, padded)
-    rows = torch.cat([part[:count] for part, (count, *_) in zip(parts, kinds, strict=True)]).cpu()
+    rows = torch.cat([part[:count] for part, (count, *_) in zip(parts, forms, strict=True)]).cpu()
     return rows.contiguous().view(dtype).reshape(-1, *shape)
 
 

@@ -97,7 +97,7 @@ class Watchdog:
         if self.phase in (START, END):
             return math.inf
         if self.phase == DATA:
-            return max(self.hang_after_s, self.patience_s / 2)
+            return max(self.hang_after_s, self.patience_s / 2)  # not less than a step may take
         if self.hang_after_s > 0:
             return self.hang_after_s
         # What is used again, or for the first time, may compile, tune itself, allocate or connect.
@@ -169,6 +169,7 @@ class Watchdog:
         return True
 
     def _read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return rank -> its last heartbeat, without ranks of which none can be read."""
         states = {}
         for rank in ranks:
             with suppress(OSError, ValueError):
