@@ -69,5 +69,6 @@ def test_answers_are_read_from_the_first_step_on(tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
     rows = [{"step": 3, "sample": 1, "tokens": [5]}, {"step": 4, "sample": 1, "tokens": [6]}]
     rows += [{"step": 4, "sample": 2, "failed": "late"}, {"step": 4, "sample": 1, "tokens": [7, 8]}]
+    rows += [{"step": 4, "sample": 3, "tokens": []}]  # cut before its first token, and yet an answer
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "sam')
-    assert read_rollouts([file, tmp_path / "none.jsonl"], 4) == {4: {1: [7, 8], 2: "late"}}
+    assert read_rollouts([file, tmp_path / "none.jsonl"], 4) == {4: {1: [7, 8], 2: "late", 3: []}}

@@ -136,7 +136,8 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         from toolkit.data.mismatched import MismatchedCache
 
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
-        validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
+        if validation is not None:
+            validation = MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, layout = _packing_and_layout(cfg)
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:

@@ -360,5 +360,5 @@ def read_rollouts(files: Sequence[Path], first_step: int) -> dict[int, dict[int,
     for file in files:
         for row in disk.json_lines(file) if file.is_file() else ():
             if row and {"step", "sample"} <= row.keys() and row["step"] >= first_step:
-                saved.setdefault(row["step"], {})[row["sample"]] = row.get("tokens") or str(row.get("failed", ""))
+                saved.setdefault(row["step"], {})[row["sample"]] = row.get("tokens", str(row.get("failed", "")))
     return saved

@@ -35,7 +35,7 @@ def warn_of_bad_step(
     rows, write_error = record_samples(file, head, result, samples)
     worst = rows[0]
     of_worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (worst["rank"], worst["micro_batch"])]
-    named = [row["where"] + write_error for row in of_worst]  # with the reason where `file` could not be written
+    named = [row["where"] for row in of_worst]
     what = tr(
         "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
         step=step,
@@ -45,11 +45,19 @@ def warn_of_bad_step(
         which=tr("it comes from") if anomaly.kind is AnomalyKind.loss else tr("the highest loss is that of"),
         samples=", ".join(named[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else ""),
     )
-    warn(
-        "{what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
-        what=what,
-        file=file,
-    )
+    if write_error:
+        warn(
+            "{what}. It did not change the weights. {file} cannot be written{reason}.",
+            what=what,
+            file=file,
+            reason=write_error,
+        )
+    else:
+        warn(
+            "{what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
+            what=what,
+            file=file,
+        )
     return what
 
 

@@ -135,6 +135,10 @@ def _compare_loss(step: int, results: Sequence[StepResult], metrics_file: Path) 
     if step not in losses or num_steps > len(results):
         return tr("metrics.jsonl has no row that ends with this step and begins after the checkpoint.")
     finite = [result for result in results[-num_steps:] if math.isfinite(result.loss)]
+    if not finite:
+        return tr(
+            "No loss of steps {first} to {last} is finite: there is no mean to compare.", first=before + 1, last=step
+        )
     mean = sum(result.loss * result.counts.losses for result in finite) / sum(result.counts.losses for result in finite)
     if mean == losses[step]:
         return tr("The loss of steps {first} to {last} equals that in metrics.jsonl.", first=before + 1, last=step)
