@@ -44,12 +44,12 @@ def test_only_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "step is missing: toolkit replay runs/NAME step=120" in capsys.readouterr().err
 
 
-def test_samples_that_cannot_be_written_are_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_cannot_be_written_are_not_offered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result: Any = SimpleNamespace(micro_losses=torch.tensor([math.nan]), micro_counts=[1])
     anomaly = Anomaly(AnomalyKind.loss, math.nan, 0.0)
     samples = [[[{"where": "rows.jsonl:3"}, {"where": "rows.jsonl:4"}]]]
     what = warn_of_bad_step(tmp_path / "none", 7, anomaly, result, lambda: samples)
     assert what.endswith("micro-batch 0: rows.jsonl:3, rows.jsonl:4")
-    said = capsys.readouterr().err
+    said = caplog.text
     assert said.count("No such file or directory") == 1 and "cannot be written (No such" in said
     assert "toolkit show" not in said
