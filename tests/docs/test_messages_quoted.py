@@ -8,13 +8,18 @@ import pytest
 from pages import ROOT, Block, blocks, chinese
 
 from toolkit import messages
+from toolkit.config.load import load
+from toolkit.train.out_of_memory import remedies
 
 PAGE = ROOT / "docs" / "debugging.md"
+REMEDY = re.compile(r"  (\S+=\S+|…)")
+"""A line of what an out-of-memory error offers."""
 QUOTES = [
     (block, line)
     for page in (PAGE, chinese(PAGE))
     for block in blocks(page, "text")
     for line in block.body.splitlines()
+    if not REMEDY.fullmatch(line)
 ]
 OUTPUTS = [
     page for name in ("multinode", "tasks") for page in (PAGE.with_name(f"{name}.md"), PAGE.with_name(f"{name}_zh.md"))
@@ -83,6 +88,16 @@ def test_each_quote_is_said(block: Block, line: str) -> None:
     assert found
     if kind := re.match(KINDS, line):
         assert kind[0] in {RAISED.get(template, kind[0]) for template in found}
+
+
+@pytest.mark.parametrize("page", [PAGE, chinese(PAGE)], ids=lambda page: page.name)
+def test_what_is_offered_without_memory_is_what_the_toolkit_offers(page: Path) -> None:
+    (body,) = [
+        block.body for block in blocks(page, "text") if "OutOfMemory: " in block.body and "8 x 2048" in block.body
+    ]
+    shown = [line.strip() for line in body.splitlines() if REMEDY.fullmatch(line)]
+    words = ["recipe=chatglm", "zero=stage2", "batch.global_size=64", "batch.micro_per_gpu=8", "data.max_length=2048"]
+    assert shown == [*remedies(load(words).cfg, 8)[:4], "…"]
 
 
 @pytest.mark.parametrize("page", OUTPUTS, ids=lambda page: page.name)
