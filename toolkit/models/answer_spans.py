@@ -57,6 +57,7 @@ class Template:
             options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **mode, **self.tokens}
             return compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
 
+        # What `deadline` leaves, but not so little that an ordinary rendering would fail.
         seconds = min(RENDERING_S, max(_MIN_RENDERING_S, self.deadline - time.monotonic()))
         text: str = _rendered(render, messages, seconds)
         return text
@@ -237,8 +238,9 @@ class AnswerFinder:
         shorter = up_to_answer.removesuffix(self.template.end)
         if shorter == up_to_answer or not text.startswith(shorter):
             return None
-        is_other = self.traits.earlier_end and text.startswith(self.traits.earlier_end, len(shorter))
-        return None if is_other else len(shorter)
+        # With another token at its end the answer is not what generation would produce.
+        has_earlier_end = self.traits.earlier_end and text.startswith(self.traits.earlier_end, len(shorter))
+        return None if has_earlier_end else len(shorter)
 
     def prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, for_answer: bool
@@ -331,7 +333,7 @@ class Openings:
         """Forms for which a comparison has found the same spans."""
 
     def find(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
-        """Return the spans of all answers in a conversation's text, None if there are more or fewer."""
+        """Return the spans of all answers in a conversation's text; None unless it has an opening for each of them."""
         begins = [opening.end() for opening in self._openings.finditer(text)]
         if len(begins) != sum(message["role"] == "assistant" for message in messages):
             return None
@@ -354,7 +356,7 @@ class Openings:
         return forms
 
     def trust(self, forms: set[Any]) -> None:
-        """Trust `find` for messages of these forms from now on."""
+        """Trust `find` for messages of these forms from now on; a bound keeps the memory for them small."""
         if len(self.trusted) < _MOST_FORMS:
             self.trusted |= forms
 
@@ -365,8 +367,8 @@ class Openings:
         calls, reasoning = message.get("tool_calls"), message.get(reasoning_key or "")
         several_calls = len(calls) > 1 if calls else None
         reasoning_features = self._text_features(str(reasoning)) if reasoning else ()
-        about = message["role"], message.get("loss"), several_calls
-        return about, self._text_features(message["content"]), reasoning_features
+        apart_from_texts = message["role"], message.get("loss"), several_calls
+        return apart_from_texts, self._text_features(message["content"]), reasoning_features
 
     def _text_features(self, text: str) -> tuple[Any, ...]:
         """Return whether a text is blank, and begins or ends with white space; and the constants in it or at an end."""

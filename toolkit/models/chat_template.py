@@ -166,13 +166,13 @@ class Examination:
 
     def _examine_rewriting(self) -> None:
         """Determine whether earlier answers are written in another way once another turn follows."""
-        under_key = [m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]
-        in_text = [{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]
+        reasoning_under_key = [m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in PROBE]
+        reasoning_in_text = [{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in PROBE]
         # Rounds with tools at the end, and with another question after them.
         loops = (_TOOL_CONVERSATION, [*_TOOL_CONVERSATION, PROBE[2], *_TOOL_CONVERSATION[1:]])
-        divided = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
-        rewrites_reasoning = any(self._is_divided(chat, None) for chat in (under_key, in_text))
-        self.note(rewrites_reasoning=rewrites_reasoning, rewrites=any(divided))
+        rewrites = [self._is_divided(PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
+        rewrites_reasoning = [self._is_divided(chat, None) for chat in (reasoning_under_key, reasoning_in_text)]
+        self.note(rewrites_reasoning=any(rewrites_reasoning), rewrites=any(rewrites))
 
     def _examine_surroundings(self, text: str, spans: list[Span], opening: str) -> None:
         """Determine `lead` and `frame`: what the template writes before and after the contents of answers. `text`: the
@@ -310,7 +310,8 @@ class TemplateChatEncoder:
         self.answer_ids: list[int] = []  # for the interface: ChatGLM's formats have such tokens
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = [
-            # Spawned workers had the family's own template on official ChatGLM tokenizers until version 7.
+            # One more for official ChatGLM tokenizers, whose caches need another key: spawned workers had the family's
+            # own template on them until version 7.
             f"{CODE_VERSION + hasattr(tokenizer, 'own_template')} {train_thinking}",
             type(tokenizer).__name__,
             backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True),
@@ -322,8 +323,8 @@ class TemplateChatEncoder:
         self.template.deadline = time.monotonic() + RENDERING_S  # of all of the examples together
         self.traits = examine(self.template)
         self.drops_system, self.drops_tools = "system" in self.traits.missing, "tools" in self.traits.missing
-        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.traits.ends | self.traits.call_ends))
-        self.stop_ids = [int(tokenizer.eos_token_id), *others]
+        other_ends: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.traits.ends | self.traits.call_ends))
+        self.stop_ids = [int(tokenizer.eos_token_id), *other_ends]
         self.shield = Shield(tokenizer, self.traits.turn_marks)
         self.finder = AnswerFinder(self.template, self.traits)
         with suppress(RowError):
@@ -361,7 +362,7 @@ class TemplateChatEncoder:
             return []
         texts: list[str] = []
         spans: list[list[Span]] = []
-        with time_limit(RENDERING_S):  # outer limit, which makes that of each cheaper
+        with time_limit(RENDERING_S):  # inside this limit that of each rendering costs less
             for messages, chat_tools in zip(conversations, tools or [None] * len(conversations), strict=True):
                 text, trained = self._text_and_spans(messages, self.shield.cover(chat_tools))
                 texts.append(text)

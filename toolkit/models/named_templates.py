@@ -72,7 +72,7 @@ def use_template(tokenizer: Any, name: str) -> None:
 
 
 def templates_taking(tokenizer: Any, features: Iterable[str]) -> list[str]:
-    """Return the names of templates that write these features of rows and whose control tokens a tokenizer has."""
+    """Return the names of templates that write all of these features of rows, in tokens that a tokenizer has."""
     return [
         name
         for name, template in TEMPLATES.items()
@@ -96,12 +96,15 @@ def _named(name: str) -> _Template | None:
 
 
 def _missing_tokens(tokenizer: Any, name: str) -> list[str]:
-    ids = zip(_control_tokens(name), tokenizer.convert_tokens_to_ids(_control_tokens(name)), strict=True)
-    return [token for token, index in ids if index in (None, tokenizer.unk_token_id)]
+    """Return the control tokens of a named template that a tokenizer does not have."""
+    tokens = _control_tokens(name)
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    return [token for token, index in zip(tokens, ids, strict=True) if index in (None, tokenizer.unk_token_id)]
 
 
 @cache
 def _control_tokens(name: str) -> list[str]:
+    """Return the control tokens in a named template, but for its comments, and those that it begins and ends with."""
     text, template = files.named_chat_template(name).read_text(encoding="utf-8"), TEMPLATES[name]
-    written = _CONTROL.findall(re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL))
-    return sorted({*written, template.begin, template.end} - {""})
+    in_text = _CONTROL.findall(re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL))
+    return sorted({*in_text, template.begin, template.end} - {""})

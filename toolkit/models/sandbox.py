@@ -227,7 +227,7 @@ def _joined_size(values: list[Any]) -> int:
 def _formatted_size(values: list[Any], mark: str = "{") -> int:
     """Return the longest that a format string, with fields that begin with `mark`, can get with the other values."""
     text = str(values[0])
-    widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
+    widths = sum(int(width[:20]) for width in _WIDTH.findall(text))  # 20 digits are too large anyway
     return len(text) + widths + text.count(mark) * _longest(values[1:])
 
 

@@ -61,8 +61,8 @@ def _thinking_opening(encoder: "TemplateChatEncoder", messages: Sequence[Message
 
 
 def lost_part(number: int, part: str, setting: str) -> RowError:
-    """Return the error that a template has no place for a part of the message `number`, counted from 1. `part`: a key
-    of `_FEATURES`, or "reasoning"; `setting`: what gives another template.
+    """Return the error that a template has no place for a part of the message `number`, counted from 1. `part`: a
+    feature that templates may drop (`_FEATURES` of chat_template.py), or "reasoning"; `setting`: what gives another.
     """
     kinds = {
         "tool_calls": tr("calls of tools"),

@@ -61,8 +61,8 @@ def _restore_template(tokenizer: Any, export: Path) -> None:
     from toolkit.models.chatglm import formats
 
     saved = directory.saved_template(export)
-    # Others stand for the family's own format: its template, in exports of earlier versions that without
-    # `SERVED_TURNS` (`bare`), the official file's, or none.
+    # It did unless the saved one is the family's own: its template, the same without `SERVED_TURNS` (`bare`, in exports
+    # of earlier versions), the official file's, or none.
     bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
     if saved not in (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None):
         tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
@@ -150,9 +150,7 @@ def has_tokenizer(folder: Path) -> bool:
 def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> AnyChatEncoder | None:
     """Return the chat encoder of a model's tokenizer, None if its files are not here; see `load_chat_encoder`."""
     folder = Path(model.tokenizer or model.path)
-    if not (model.tokenizer or model.path) or not folder.is_dir():
-        return None
-    if not has_tokenizer(folder):
+    if not (model.tokenizer or model.path) or not folder.is_dir() or not has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     return chat_encoder(tokenizer, model.original_labels, train_thinking)
