@@ -96,7 +96,7 @@ class FamilyChatEncoder:
         return self.encode_pieces(self.example(with_tools(messages, chat_tools)) for messages, chat_tools in pairs)
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[list[Message]]:
-        """Return the conversation: what follows an answer changes nothing of it."""
+        """Return the conversation undivided: no answer is written in another way once another turn follows."""
         return [list(messages)]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:

@@ -31,8 +31,8 @@ _ROTARY_BASE = 10000.0
 
 
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns of each channel, of which i and
-    i + D/4 are a pair.
+    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`, D being `head_size`: D/2 columns of each of
+    the two channels, of which i and i + D/4 are a pair.
 
     Inverse frequencies are rounded to float16, as in the original; angles are float32 (the original's half-precision
     table is off by up to 2.0 beyond position 1024). No buffer, so no cast can reach it.
@@ -46,7 +46,7 @@ def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys `[B, N, S, D]`, each half of a head by its own channel."""
+    """Rotate queries or keys `[B, N, S, D]`: half of a head by the first channel of positions, half by the second."""
     first, second, third, fourth = states.chunk(4, dim=-1)
     return states * cos + torch.cat((-second, first, -fourth, third), dim=-1) * sin
 
@@ -64,7 +64,9 @@ def check_rows(input_ids: torch.Tensor, config: "ChatGLMConfig") -> None:
 
 
 def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
-    """Return position ids `[B, 2, S]` of sequences `[B, S]` with <sop>, without counting `padded`, bool `[B, S]`."""
+    """Return position ids `[B, 2, S]` of sequences `[B, S]` with <sop>. Channel 0 counts the context, without what is
+    `padded`, bool `[B, S]`, and stays at the mask token's; channel 1 is 0 there and counts from <sop> on.
+    """
     start = first_index(input_ids, config.bos_token_id)[:, None]  # [B, 1]
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
     mask_at = start
@@ -72,8 +74,8 @@ def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: to
         token_at = first_index(input_ids, token)[:, None]
         mask_at = torch.where(token_at < input_ids.size(1), token_at, mask_at)
     index = torch.arange(input_ids.size(1), device=input_ids.device)[None]  # [1, S]
-    num_left = 0 if padded is None else padded.long().cumprod(dim=1).sum(dim=1, keepdim=True)
-    context = torch.where(index < start, index, mask_at) - num_left
+    left_padding = 0 if padded is None else padded.long().cumprod(dim=1).sum(dim=1, keepdim=True)  # [B, 1]
+    context = torch.where(index < start, index, mask_at) - left_padding
     block = index - start + 1
     return torch.stack((context.clamp(min=0), block.clamp(min=0)), dim=1)
 
@@ -259,8 +261,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         rotary = rotary_tables(position_ids, self.config.hidden_size // self.config.num_attention_heads, states.dtype)
         # Keys that precede the mask are a P-Tuning prefix, which every token sees.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        missing = int(past) + attention_mask.size(-2) - attention_mask.size(-1)
-        masked = functional.pad(attention_mask, (max(missing, 0), 0))
+        num_prefix = int(past) + attention_mask.size(-2) - attention_mask.size(-1)
+        masked = functional.pad(attention_mask, (max(num_prefix, 0), 0))
         # The smallest number instead of -inf: a padding query may see nothing at all, and must not become NaN.
         bias = torch.zeros(masked.shape, dtype=states.dtype, device=states.device)
         bias = bias.masked_fill(masked, torch.finfo(states.dtype).min)
@@ -491,16 +493,16 @@ class GlmLayout(Layout):
         match = _LAYER.fullmatch(name)
         if match is None:
             return [name]
-        prefix, rest = f"model.layers.{match[1]}", match[2]
-        if rest.startswith(_QKV):
-            return [f"{prefix}.self_attn.{part}_proj.{rest.removeprefix(_QKV)}" for part in "qkv"]
-        return [f"{prefix}.{_IN_LAYER[rest]}" if rest in _IN_LAYER else name]
+        layer, inside = f"model.layers.{match[1]}", match[2]
+        if inside.startswith(_QKV):
+            return [f"{layer}.self_attn.{part}_proj.{inside.removeprefix(_QKV)}" for part in "qkv"]
+        return [f"{layer}.{_IN_LAYER[inside]}" if inside in _IN_LAYER else name]
 
     def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
         """Divide query_key_value into q, k and v; anything else stays whole."""
         if _QKV not in name:
             return [value]
-        if self._interleaved:
+        if self._interleaved:  # rows are q, k and v of one head after another
             by_head = value.view(self._heads, 3, self._head_dim, *value.shape[1:])
             return [by_head[:, part].reshape(-1, *value.shape[1:]) for part in range(3)]
         return list(value.split(self._rows))
@@ -510,9 +512,9 @@ class GlmLayout(Layout):
         if len(parts) == 1:
             return parts[0]
         if self._interleaved:
-            rest = parts[0].shape[1:]
-            by_head = [part.view(self._heads, 1, self._head_dim, *rest) for part in parts]
-            return torch.cat(by_head, dim=1).view(-1, *rest)
+            row_shape = parts[0].shape[1:]  # () of a bias
+            by_head = [part.view(self._heads, 1, self._head_dim, *row_shape) for part in parts]
+            return torch.cat(by_head, dim=1).view(-1, *row_shape)
         return torch.cat(parts)
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:

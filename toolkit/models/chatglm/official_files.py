@@ -44,7 +44,7 @@ def named_family(folder: Path) -> Family:
         text = read_text(folder / name).lower()
         if "<|user|>" in text or "chatglm3" in text:
             return Family.chatglm3
-        if "chatglm2" in text or "codegeex2" in text or "问：" in text:
+        if "chatglm2" in text or "codegeex2" in text or "问：" in text:  # as ChatGLM2 writes a question
             return Family.chatglm2
     return Family.auto
 
@@ -87,7 +87,9 @@ def read_text(file: Path) -> str:
 
 
 def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
-    """Raise ModelError if a config has values that `toolkit.models.chatglm.modeling` does not support."""
+    """Raise ModelError if a config has values that `toolkit.models.chatglm.modeling` does not support, or if nothing in
+    `folder` tells what its rope_ratio means.
+    """
     if config.get("quantization_bit"):
         raise ModelError(
             "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "
@@ -111,7 +113,7 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
                 expected=expected,
             )
     if architecture is Architecture.glm:
-        divides_positions(config, folder)
+        divides_positions(config, folder)  # for its errors: the answer is needed where the model is built
 
 
 def official_vocabulary(folder: Path) -> Path | None:
@@ -129,8 +131,8 @@ def official_vocabulary(folder: Path) -> Path | None:
     if (folder / "tokenizer.model").is_file():
         has_official_config = architecture_of(read_json_or_empty(folder / "config.json")) is not None
         # A vocabulary alone: other families' directories have at least a tokenizer_config.json.
-        others = ("tokenizer_config.json", "tokenizer.json", "config.json")
-        is_alone = not any((folder / name).is_file() for name in others)
+        expected_of_others = ("tokenizer_config.json", "tokenizer.json", "config.json")
+        is_alone = not any((folder / name).is_file() for name in expected_of_others)
         if is_named or has_official_config or is_alone or (folder / TOKENIZER_CODE).is_file():
             return folder / "tokenizer.model"
     if is_named and not (folder / "tokenizer.json").is_file():

@@ -379,7 +379,7 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
         return tokens
 
     def _convert_token_to_id(self, token: str) -> int:
-        return self.ids.get(token, self.offset)
+        return self.ids.get(token, self.offset)  # that of the first piece, <unk>
 
     def _convert_id_to_token(self, index: int) -> str:
         inside = self.offset <= index < self.vocab_size
