@@ -28,8 +28,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCORING = "SEQ_CLS"
 """peft's `task_type` of an adapter with the head of a classifier."""
 _METHODS = {"LORA": TuningMethod.lora, "PROMPT_TUNING": TuningMethod.prompt, PTUNING_V2: TuningMethod.ptuning_v2}
-_PEFT_MODEL, _PROMPT = "base_model.model.", "prompt_embeddings"
-_SOFT_PROMPT = "soft_prompt.embedding.weight"
+_PEFT_PREFIX = "base_model.model."
+_SOFT_PROMPT, _PROMPT_IN_FILE = "soft_prompt.embedding.weight", "prompt_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class AdapterState:
         files = {directory.BASE_FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
-            files |= {classifier.FILE: self.head.write()} if self.head else {}
+            if self.head is not None:
+                files[classifier.FILE] = self.head.write()
         return files
 
 
@@ -75,16 +76,16 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     if method is TuningMethod.ptuning_v2:
         return {name: f"transformer.{name}" for name in names}
     if method is TuningMethod.prompt:
-        return {_SOFT_PROMPT: _PROMPT}
+        return {_SOFT_PROMPT: _PROMPT_IN_FILE}
     copies = [name for name in model.state_dict(keep_vars=True) if f".modules_to_save.{lora.ADAPTER}." in name]
     # peft renames the keys of a state: an empty tensor for each parameter shows which of its names became which.
     stand_ins = {name: torch.empty(0) for name in dict.fromkeys((*names, *copies))}
     name_of = {id(value): name for name, value in stand_ins.items()}
     # save_embedding_layers=False, as peft would ask a hub for the base's config otherwise.
     adapter_state = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
-    stored_by_name = {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in adapter_state.items()}
+    stored_by_name = {name_of[id(value)]: _PEFT_PREFIX + stored for stored, value in adapter_state.items()}
     initial = [name for name, _ in model.named_buffers() if name.endswith(lora_init.BUFFERS)]
-    return stored_by_name | {name: _PEFT_MODEL + name for name in initial}
+    return stored_by_name | {name: _PEFT_PREFIX + name for name in initial}
 
 
 def in_stored_shape(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -135,9 +136,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def base_of_adapter(folder: Path, override: str = "") -> Path:
     """Return the directory of an adapter's base: `override`, or if that is "", what its files name; see `find_base`."""
     configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
-    # Both files are written with the same path: if peft's has another one, somebody has edited it.
-    edited = configured if base is None or configured != base.path else ""
-    return find_base(folder, override or edited)
+    # Both files are written with the same path: if peft's has another one, somebody has edited it, and this counts.
+    preferred = configured if base is None or configured != base.path else ""
+    return find_base(folder, override or preferred)
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:
@@ -241,7 +242,7 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
 
 def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, misshaped: Sequence[str] = ()) -> None:
     """Raise ModelError if the tensors of the adapter in `folder`, `values` by name, have other names than `names`, or
-    if there are descriptions of `misshaped` ones.
+    other shapes than the model's; `misshaped` describes those that have.
     """
     # peft (0.21) stores the base layer of a classifier's head too, which is ignored.
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))

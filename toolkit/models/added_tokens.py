@@ -52,14 +52,14 @@ class _Tables(NamedTuple):
 
 
 def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
-    """Return a config whose `model.path` has the tokens of `model.add_tokens`; see the top of this file.
+    """Return a config whose `model.path` is a copy of the model's directory with the tokens of `model.add_tokens`; the
+    copy is made once. ModelError if tokens cannot be added to this model.
 
-    With `config_only` the new directory has no weights; without a tokenizer's files the config stays as it is.
-    ModelError if tokens cannot be added to this model.
+    With `config_only` the copy has no weights, and if the tokenizer's files are missing the config stays as it is.
     """
     model = loaded.cfg.model
     folder, tokenizer_folder = Path(model.path), Path(model.tokenizer or model.path)
-    if list(directory.added_tokens(folder)) == model.add_tokens:  # as in the config.yaml of a run
+    if list(directory.added_tokens(folder)) == model.add_tokens:  # a copy already, as in a run's config.yaml
         return loaded
     if config_only and not tokenizer_files.has_tokenizer(tokenizer_folder):
         return loaded
@@ -67,7 +67,7 @@ def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     tokenizer = tokenizer_files.load_tokenizer(tokenizer_folder, family=model.family)
     vocabulary, template = tokenizer.get_vocab(), _template_text(model, tokenizer)
     control_tokens = named_templates.control_tokens(model.chat_template)
-    # A control token in a row's text stays text (`Shield`): only what the template writes is one.
+    # What the template writes becomes a control token, whose name in a row stays text (`Shield`). Others are ordinary.
     special = [token for token in model.add_tokens if token in template or token in control_tokens]
     for token in model.add_tokens:
         added = AddedToken(token, normalized=False, special=token in special)
@@ -146,18 +146,18 @@ def _tables(folder: Path, num_rows: int) -> _Tables:
     names = _names_of_tables(model)
     config = directory.read_object(folder / _CONFIG)
     if rows[0] < rows[1]:
-        changed, others = _growing_parameters(folder, model, names, rows[1])
+        growing, not_growable = _growing_parameters(folder, model, names, rows[1])
         # Where config.json describes the text model: at its top, or in a section such as text_config.
         sections = [config] if text_config is model.config else []
         sections += [part for key, part in config.items() if getattr(model.config, key, None) is text_config]
-        if others or not changed or not sections:
+        if not_growable or not growing or not sections:
             raise ModelError(
                 "model.add_tokens: {architecture} in {folder} cannot get more than its {rows} rows: its embeddings do "
                 "not simply grow with vocab_size ({others}). Use tokens that its vocabulary has, or another model.",
                 architecture=type(model).__name__,
                 folder=folder,
                 rows=rows[0],
-                others=", ".join(sorted(others)) or _CONFIG,
+                others=", ".join(sorted(not_growable)) or _CONFIG,
             )
         if "vocab_size" in config:  # multimodal models may repeat the number at the top
             sections.append(config)
@@ -173,11 +173,11 @@ def _growing_parameters(
     of those that are not its `tables`, which cannot be made to grow.
     """
     grown, old = weights.shapes_of(load.load_empty(folder, {"vocab_size": num_rows})), weights.shapes_of(model)
-    changed = {name for name, shape in grown.items() if shape != old[name]}
-    others = changed - tables
+    growing = {name for name, shape in grown.items() if shape != old[name]}
+    not_growable = growing - tables
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
-        others.add(tr("embeddings of each layer"))
-    return changed, others
+        not_growable.add(tr("embeddings of each layer"))
+    return growing, not_growable
 
 
 def _names_of_tables(model: PreTrainedModel) -> set[str]:
@@ -210,7 +210,7 @@ def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
         is_table = name in names or bool({*layout.parameters(name)} & names)
         if is_table and old < new and info.shape[:1] == (old,):
             growing.setdefault(info.file, []).append(name)
-    added = 0  # bytes
+    added_bytes = 0
     for file in directory.weight_files(folder):
         if file not in growing:
             (target / file.name).symlink_to(file.resolve())
@@ -218,17 +218,18 @@ def _write_weights(folder: Path, tables: _Tables, target: Path) -> None:
         tensors = load_file(file)
         for name in growing[file]:
             tensors[name] = with_rows(tensors[name], new)
-            added += tensors[name][old:].nbytes
+            added_bytes += tensors[name][old:].nbytes
         save_file(tensors, target / file.name, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = directory.read_object(index)
-        content.get("metadata", {})["total_size"] = content.get("metadata", {}).get("total_size", 0) + added
+        metadata = content.get("metadata", {})
+        metadata["total_size"] = metadata.get("total_size", 0) + added_bytes
         (target / index.name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a table of a vocabulary with so many rows; new ones are the mean of the others, taken in float32."""
+    """Return a table of a vocabulary with `rows` rows; new ones are the mean of the others, taken in float32."""
     mean = table.float().mean(dim=0, keepdim=True).to(table.dtype)
     return torch.cat([table, mean.expand(rows - len(table), *table.shape[1:])])
 

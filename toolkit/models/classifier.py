@@ -65,19 +65,20 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
         _set_labels(config, head)
         config.pad_token_id = head.pad_token_id
         return model
-    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    scorer_class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     _set_labels(config, head)
-    if kind is not None:
+    if scorer_class is not None:
         with no_init_weights(), torch.device("meta"):
-            scorer = kind(config)
-    if kind is None or scorer.base_model_prefix != model.base_model_prefix or type(scorer.score) is not nn.Linear:
+            scorer = scorer_class(config)
+    takes_layers = scorer_class is not None and scorer.base_model_prefix == model.base_model_prefix
+    if not takes_layers or type(scorer.score) is not nn.Linear:
         raise ModelError(
             "transformers has no sequence classifier of {architecture} that reads its last token, so there is nothing "
             "to train a score in. Possible are Llama, Qwen2, Qwen3, Mistral, ChatGLM2 and later, GLM-4 and others.",
             architecture=type(model).__name__,
         )
     setattr(scorer, scorer.base_model_prefix, model.base_model)
-    if not all(parameter.is_meta for parameter in model.parameters()):  # of a pipeline stage that has weights
+    if not all(parameter.is_meta for parameter in model.parameters()):  # a pipeline stage has weights of some
         weight = torch.empty(scorer.score.weight.shape)
         weight.normal_(0, getattr(config, "initializer_range", 0.02), generator=torch.Generator().manual_seed(seed))
         scorer.score.weight = nn.Parameter(weight)

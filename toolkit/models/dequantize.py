@@ -108,7 +108,7 @@ class QuantizedFiles(weights.WeightFiles):
         shapes = {end: self._stored[stem + end].shape for end in kind.ends if stem + end in self._stored}
         if ".weight_shape" in shapes:
             with self._stored.open(stem + ".weight_shape") as value:
-                shapes[".weight_shape"] = tuple(value.tolist())
+                shapes[".weight_shape"] = tuple(value.tolist())  # its values are the shape of the matrix
         try:
             return kind.shape(shapes)
         except (LookupError, ArithmeticError, ValueError) as error:
@@ -260,6 +260,7 @@ def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = No
 
 
 def _bits(packed: torch.Tensor, unpacked: torch.Tensor) -> int:
+    """Return the bits of a code, if the int32s of a row of `packed` hold as many codes as `unpacked` has columns."""
     return packed.shape[-1] * 32 // unpacked.shape[-1]
 
 
@@ -269,6 +270,7 @@ def _fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_2(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the scales that exponents of 8 bits (E8M0, with a bias of 127) stand for."""
     return torch.exp2(exponents.float() - 127)
 
 

@@ -11,10 +11,10 @@ FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "
 
 def describe(pooling: Pooling, width: int, max_length: int) -> dict[str, bytes]:
     """Return path -> content of `FILES`. `width`: of the embeddings; `max_length`: in tokens."""
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}  # by directory
+    module_types = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}  # by directory
     modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (path, kind) in enumerate(kinds.items())
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{module_type}"}
+        for index, (path, module_type) in enumerate(module_types.items())
     ]
     pooling_settings = {
         "word_embedding_dimension": width,
@@ -25,6 +25,7 @@ def describe(pooling: Pooling, width: int, max_length: int) -> dict[str, bytes]:
         "include_prompt": True,
     }
     lengths = {"max_seq_length": max_length, "do_lower_case": False}
+    # In the order of `FILES`.
     contents = modules, pooling_settings, lengths, {"prompts": {}, "similarity_fn_name": "cosine"}
     return {
         name: (json.dumps(content, indent=2) + "\n").encode() for name, content in zip(FILES, contents, strict=True)

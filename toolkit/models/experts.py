@@ -253,6 +253,7 @@ def _grouped_products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups
 
 
 def _has_kernel(rows: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped product computes such rows: on GPUs in bf16, if there are any."""
     return rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows) > 0
 
 

@@ -52,7 +52,9 @@ def is_predicting(name: str, config: Any) -> bool:
 
 
 def has_predicting_layers(names: Iterable[str], layers: int) -> bool:
-    """Whether some names are of layers for multi-token prediction; `layers`: number of the model's decoder layers."""
+    """Whether some names are of layers for multi-token prediction: by words such as mtp, or by the layer number
+    `layers`, the first after those of the model's decoder layers, of which there are so many.
+    """
     return any(re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", name) for name in names)
 
 

@@ -156,7 +156,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             num_virtual_tokens=config.num_tokens,
             token_dim=model.get_input_embeddings().embedding_dim,  # OPT's and ELECTRA's differ from hidden_size
             num_layers=text_config.num_hidden_layers,
-            num_attention_heads=getattr(text_config, "num_attention_heads", None) or 1,  # Mamba's for peft, too
+            num_attention_heads=getattr(text_config, "num_attention_heads", None) or 1,  # peft needs one for Mamba, too
             num_transformer_submodules=1,
         )
     else:

@@ -14,7 +14,7 @@ from toolkit.sample_types import Batch
 
 
 def scores(engine: Any, batch: Batch, indices: torch.Tensor) -> Scores:
-    """Run forward on a batch from `on_device`; return the scores of the tokens at T indices of B x S."""
+    """Run forward on a batch from `on_device`; return the logits, or their factors, of the tokens at `indices` [T]."""
     head = loss_head(engine)
     path = head.path(engine)
     if path is not LossPath.losses:
@@ -25,8 +25,8 @@ def scores(engine: Any, batch: Batch, indices: torch.Tensor) -> Scores:
 
 
 def states_at(engine: Any, batch: Batch, indices: torch.Tensor) -> torch.Tensor:
-    """Run forward on a batch from `on_device`; return the output layer's inputs [T, H] at T indices of the B x S
-    tokens. The layer's weight takes part with a factor of 0, so that it has a gradient, for which ZeRO waits.
+    """Run forward on a batch from `on_device`; return the output layer's inputs [T, H] at `indices` [T] of
+    the B x S tokens. The layer's weight takes part with a factor of 0, so that it has a gradient, for which ZeRO waits.
     """
     layer = output_layer(engine)
 

@@ -103,9 +103,9 @@ def _build_official(
     """Build the model of an official ChatGLM directory; arguments as `_build_empty`."""
     generation_file = folder / GENERATION_FILE
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
-    kind, model_config = official_class(folder, config, generation)
+    official_model, model_config = official_class(folder, config, generation)
     change_config(model_config, changed or {})
-    model = weights.build_empty(lambda: kind(model_config), ds_config)
+    model = weights.build_empty(lambda: official_model(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
@@ -331,8 +331,8 @@ def model_class(config: Any) -> Any:
     """Return transformers' auto class of a config: of a language model, a sequence classifier or a multimodal model."""
     if probe.describes_classifier(config.to_dict()):
         return transformers.AutoModelForSequenceClassification
-    is_wrapper = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return transformers.AutoModelForImageTextToText if is_wrapper else transformers.AutoModelForCausalLM
+    is_multimodal = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
 
 
 def _loading_error(folder: Path, error: Exception) -> ModelError:

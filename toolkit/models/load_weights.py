@@ -46,8 +46,8 @@ def load_model(
     if partitioned is not None and "tensor_parallel" in partitioned:
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
     # A directory's own code may not support empty parameters: its caller does the work of `ready` afterwards.
-    replaces = ready is not None and not directory.is_trusted(folder)
-    is_streamed = partitioned is not None or needed_rows is not None or replaces or load.is_read_in_16_bits(folder)
+    calls_ready = ready is not None and not directory.is_trusted(folder)
+    is_streamed = partitioned is not None or needed_rows is not None or calls_ready or load.is_read_in_16_bits(folder)
     if directory.architecture_of(config) is None and not is_streamed:
         return load.load_by_transformers(folder, dtype)
     model, files, layout = load.open_directory(folder, config, dtype, partitioned)

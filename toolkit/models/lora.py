@@ -121,7 +121,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     if not linear_layers.layer_of(name, structure.layer_lists(model)):
         return
     import bitsandbytes
-    from deepspeed.accelerator import get_accelerator  # as in `attention`
+    from deepspeed.accelerator import get_accelerator  # takes seconds to import
 
     device = torch.device(get_accelerator().current_device_name())
     path, parameter = name.rpartition(".")[0], model.get_parameter_or_buffer(name)

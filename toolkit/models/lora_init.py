@@ -41,7 +41,7 @@ class InitializedLinear(Linear):
     initial_B: torch.Tensor  # noqa: N815
 
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Return W x + s (B A x - B0 A0 x). As in peft, dropout is on the input of A alone."""
+        """Return W x + s (B A x - B0 A0 x), with scaling s and initial A0, B0; as in peft, A alone gets dropout."""
         result: torch.Tensor = self.base_layer(x, *args, **options)
         if self.disable_adapters:
             return result
@@ -97,7 +97,7 @@ def _compute(layers: list[Any], kind: str) -> None:
     """Set the factors of layers, initial and trained ones: a layer's are computed by one rank, which sends them to all
     others. ModelError if some are not finite. A collective if there are several ranks.
     """
-    from deepspeed.accelerator import get_accelerator  # as in `attention`
+    from deepspeed.accelerator import get_accelerator  # takes seconds to import
 
     device = torch.device(get_accelerator().current_device_name())
     seed, rank, ranks = torch.initial_seed(), process_group.rank(), process_group.world_size()
@@ -127,8 +127,8 @@ def _compute(layers: list[Any], kind: str) -> None:
 
 
 def _factors_of(layer: Any, kind: str, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A0 and B0 of a layer in float32, by peft's formulas (0.21, tuners/lora/layer.py); NaN where the weight
-    cannot be decomposed, as an error on one rank would leave the others waiting.
+    """Return a layer's initial factors in float32, A0 [rank, in] and B0 [out, rank], by peft's formulas (0.21,
+    tuners/lora/layer.py); NaN where the weight cannot be decomposed, as an error on one rank would let others wait.
     """
     weight = layer.get_base_layer().weight.detach().to(device, torch.float32)
     weight = weight.T if layer.fan_in_fan_out else weight
@@ -146,7 +146,7 @@ def _factors_of(layer: Any, kind: str, device: torch.device, seed: int) -> tuple
                 right = right.T
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return torch.full((rank, weight.size(1)), math.nan), torch.full((weight.size(0), rank), math.nan)
-    # s B0 A0 is what the largest singular values make up of W; each factor takes the root of a value.
+    # Scaling x B0 A0 is what the largest singular values make up of the weight; each factor takes their roots.
     roots = (values[:rank] / scaling).sqrt()
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 
@@ -170,7 +170,7 @@ def as_plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors, by their names in its file, with A0 and B0 joined to the trained factors:
+    """Return an adapter's tensors, by their names in its file, with the initial factors joined to the trained ones:
     B A - B0 A0 is the product of [B, -B0] and [A; A0]. Empty tensors, of ranks that gather nothing, stay empty.
     """
     plain = {name: value for name, value in state.items() if not name.endswith(BUFFERS)}

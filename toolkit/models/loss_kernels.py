@@ -148,10 +148,10 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        of_hidden, of_weight, of_bias, _ = ctx.needs_input_grad
-        hidden_gradient = torch.empty_like(hidden) if of_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
         size = chunk_rows(len(weight))
         for begin in range(0, len(hidden), size):
             states, target_ids = hidden[begin : begin + size], targets[begin : begin + size, None]

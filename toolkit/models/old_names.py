@@ -34,13 +34,14 @@ def add_to_config(file: Path) -> None:
             section.setdefault("num_experts", section["num_local_experts"])
         if kind in _OLD_LAYERS:
             section["layer_types"] = [_OLD_LAYERS[kind].get(name, name) for name in section["layer_types"]]
-        for key, value in section.items():  # transformers 5 writes {"__float__": "Infinity"}
+        for key, value in section.items():  # transformers 4 takes plain numbers alone
             if isinstance(value, list):
                 section[key] = [float(element["__float__"]) if _is_tagged(element) else element for element in value]
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _is_tagged(value: Any) -> bool:
+    """Whether a value is a float in the form of transformers 5, such as {"__float__": "Infinity"}."""
     return isinstance(value, dict) and value.keys() == {"__float__"}
 
 

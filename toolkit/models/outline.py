@@ -119,8 +119,8 @@ def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
     """Return the shape of a parameter; of a transposed weight (GPT-2's Conv1D) that of a linear layer."""
     path, _, attribute = name.rpartition(".")
     parameter = model.get_parameter(name)
-    is_turned = isinstance(model.get_submodule(path), Conv1D) and attribute == "weight"
-    return parameter.T.shape if is_turned else parameter.shape
+    is_transposed = isinstance(model.get_submodule(path), Conv1D) and attribute == "weight"
+    return parameter.T.shape if is_transposed else parameter.shape
 
 
 def _saved_bytes(folder: Path, layers: int, dtype: torch.dtype, trains: bool, number: int = -1) -> int:

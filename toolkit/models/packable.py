@@ -83,9 +83,9 @@ def _attention_settings(path: str) -> dict[str, Any]:
     config = read_config(path, with_weights=False)
     if architecture_of(config) is not None or is_trusted(Path(path)):
         return config
-    full = transformers_config(Path(path))
-    text, arguments = full.get_text_config(decoder=True), signature(registered_class(full).forward)
-    takes_positions = "position_ids" in arguments.parameters or full.model_type in _WITHOUT_POSITION_IDS
+    model_config = transformers_config(Path(path))
+    text, arguments = model_config.get_text_config(decoder=True), signature(registered_class(model_config).forward)
+    takes_positions = "position_ids" in arguments.parameters or model_config.model_type in _WITHOUT_POSITION_IDS
     keys = "model_type", "layer_types", "sliding_window", "use_sliding_window"
     settings = {key: getattr(text, key) for key in keys if hasattr(text, key)}
     return settings | {"takes_positions": takes_positions}

@@ -46,14 +46,14 @@ class PrefixEncoder(nn.Module):
             self.trans = nn.Sequential(nn.Linear(embedded, hidden), nn.Tanh(), nn.Linear(hidden, width))
 
     def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""
+        """Return each layer's prefix: keys, which are not rotated, and values, `[B, heads, P, head_size]`."""
         indices = torch.arange(self.num_tokens, device=self.embedding.weight.device)
         states = self.embedding(indices)  # by a forward pass, so that ZeRO-3 gathers the weight
         if self.trans is not None:
             states = self.trans(states)  # [P, W]
         states = states.view(self.num_tokens, 2 * self.num_layers, -1)
         if self.tensor_size > 1:
-            from deepspeed.module_inject.layers import ScatterToTensorParallelRegion  # seconds, as in `attention`
+            from deepspeed.module_inject.layers import ScatterToTensorParallelRegion  # takes seconds to import
 
             sizes, group = [states.size(-1) // self.tensor_size] * self.tensor_size, process_group.tensor_group()
             states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))

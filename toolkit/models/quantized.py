@@ -86,9 +86,9 @@ def report(folder: Path, dtype: Dtype) -> None:
 def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:
     """Return the error for a directory of quantized weights, with what to do instead. `config`: its config.json."""
     settings = quantization_settings(config)
-    way = tr("Use the original repository in bf16: tuning=qlora puts it in 4 bits while it is read.")
+    advice = tr("Use the original repository in bf16: tuning=qlora puts it in 4 bits while it is read.")
     if is_readable(settings):
-        way = tr(
+        advice = tr(
             "Write a copy in 16 bits and train that, with tuning=qlora if it is too large:  toolkit export-model "
             "{folder} dtype=bf16 output=DIR",
             folder=folder,
@@ -99,7 +99,7 @@ def quantization_error(config: Mapping[str, Any], folder: Path) -> ModelError:
         folder=folder,
         method=method_of(folder, config),
         file="config.json" if settings else MODELOPT_FILE,
-        way=way,
+        way=advice,
     )
 
 

@@ -111,7 +111,7 @@ class Routers:
         return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
 
     def dropped(self, loads: torch.Tensor) -> dict[str, float]:
-        """Return the metric of the fraction of choices that the capacity dropped; {} without a capacity."""
+        """Return as a metric the fraction of choices that the capacity dropped, the last of `loads`; {} without one."""
         return {"expert_dropped": float(loads[-1] / loads[:-1].sum())} if self.capacity else {}
 
     def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -227,9 +227,10 @@ def expert_load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
 
 
 def balance_loss(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Return a router's loss, E x sum of f x P (see above), a float32 scalar. `logits`: [tokens, E]; `load`: from
-    `expert_loads`, [E]; `samples`: how often each token counts, [tokens]. If `parts` > 1 ranks have parts of the same
-    rows, the loss is of all their tokens, and this is a collective.
+    """Return a router's loss, E x sum over E experts of f x P, a float32 scalar: f how often an expert is chosen per
+    token, P its mean probability. `logits`: [tokens, E]; `load`: from `expert_loads`, [E]; `samples`: how often each
+    token counts, [tokens]. If `parts` > 1 ranks have parts of the same rows, the loss is of all their tokens, and this
+    is a collective.
     """
     size, counts = logits.size(-1), samples.float()
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
@@ -238,9 +239,9 @@ def balance_loss(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor
         from toolkit.layouts.sequence import sum_over_parts
 
         sums = sum_over_parts(sums)
-    num_tokens, num_choices, summed = sums.split((1, size, size))
-    num_tokens = num_tokens.clamp(min=1)
-    return size * torch.dot(num_choices / num_tokens, summed / num_tokens)
+    num_tokens, num_choices, probability_sums = sums.split((1, size, size))
+    num_tokens = num_tokens.clamp(min=1)  # 0 if all is padding
+    return size * torch.dot(num_choices / num_tokens, probability_sums / num_tokens)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -117,7 +117,8 @@ def _remove_padding_token(model: PreTrainedModel) -> None:
 
 def _correct_prediction_layers(model: PreTrainedModel) -> None:
     """Set the number of multi-token prediction layers in the config to 0 if the model has none."""
-    if "_predict_layers" in (config := str(model.config)) or "mtp_" in config:
+    config = str(model.config)
+    if "_predict_layers" in config or "mtp_" in config:  # else it has none of the keys for that number
         from toolkit.models import extra_tensors
 
         extra_tensors.correct_layer_counts(model)

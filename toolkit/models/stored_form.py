@@ -213,8 +213,8 @@ class TransformersLayout(weights.Layout):
         if is_stacked:
             number = next(names.index(name) for names in parts if name in names)
             parts = [names[number : number + 1] for names in parts]
-        names = [name for names in parts for name in names]
-        return names[: names.index(name)]
+        in_order = [part for names in parts for part in names]
+        return in_order[: in_order.index(name)]
 
     def _size_of(self, name: str, axis: int) -> int:
         """Return a stored tensor's size along an axis, 0 if it has none."""
@@ -227,7 +227,7 @@ class TransformersLayout(weights.Layout):
         single = deepcopy(converter)
         single.add_tensor(parameter, name, pattern, value)
         converted = single.convert(parameter, model=self._shell, config=self._model.config)
-        return {name: part[0] if isinstance(part, list) else part for name, part in converted.items()}
+        return {target: part[0] if isinstance(part, list) else part for target, part in converted.items()}
 
 
 def as_stored(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch.Tensor]:

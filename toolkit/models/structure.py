@@ -39,19 +39,19 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
 def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the name prefixes, such as "model.visual.", of modules that process only images and sound; () without."""
     modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
-    parts = []
+    tower_names = []
     for name, part in modules.items():  # inner models that take no text
         if isinstance(part, PreTrainedModel) and "text" not in part.input_modalities:
             # Each with what is around it: the outermost module that does not hold the embedding of text, too.
             path = name.split(".")
             around = [".".join(path[:depth]) for depth in range(1, len(path))]  # the outermost first
-            parts.append(next((outer for outer in around if embedding not in modules[outer].modules()), name))
-    parts += [name for name in modules if name.endswith(_PROJECTIONS)]
+            tower_names.append(next((outer for outer in around if embedding not in modules[outer].modules()), name))
+    tower_names += [name for name in modules if name.endswith(_PROJECTIONS)]
     if model.config.get_text_config() is not model.config:  # a multimodal wrapper: everything but its text model
         text_modules = {model.get_decoder(), model.get_output_embeddings()}
-        others = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
-        parts += [name for name, part in modules.items() if part in others]
-    return tuple(f"{name}." for name in dict.fromkeys(parts))
+        without_text = [part for part in model.base_model.children() if text_modules.isdisjoint(part.modules())]
+        tower_names += [name for name, part in modules.items() if part in without_text]
+    return tuple(f"{name}." for name in dict.fromkeys(tower_names))
 
 
 _PROJECTIONS = ("git.visual_projection",)

@@ -118,27 +118,28 @@ def untrained_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     kinds = f"{_CHOOSERS}|{_FOR_IMAGES}|{_FOR_SENTENCES}"
     if not getattr(model.config, "is_encoder_decoder", False):
         kinds += f"|{_TO_ENCODER}"
-    others = [name for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
-    return tuple(dict.fromkeys((*tower_prefixes(model), *(f"{name}." for name in others), *_constants(model))))
+    of_kinds = [f"{name}." for name, _ in model.named_modules() if re.fullmatch(kinds, name.rpartition(".")[2])]
+    return tuple(dict.fromkeys((*tower_prefixes(model), *of_kinds, *_constants(model))))
 
 
 def _constants(model: PreTrainedModel) -> list[str]:
     """Return the names of parameters that a model's class creates without gradient: sinusoidal positions (Marian),
     biases of routers (ERNIE 4.5 MoE, AFMoE). transformers (5.23) lets them have one as it loads them.
     """
-    if record_of(model).code_files is not None:
+    if record_of(model).code_files is not None:  # a directory's own class, with which it does not do so
         return []
-    kind, config = type(model), deepcopy(model.config)
-    config._attn_implementation = "eager"
+    config = deepcopy(model.config)
+    config._attn_implementation = "eager"  # with which every class can be constructed
     with no_init_weights(), torch.device("meta"):
-        fresh = kind(config)
+        fresh = type(model)(config)
     return [name for name, parameter in fresh.named_parameters() if not parameter.requires_grad]
 
 
 def frozen_parts(model: PreTrainedModel) -> tuple[list[str], int]:
     """Return the names of modules never trained, `*` for layers' numbers, and how many parameters they have."""
     untrained = untrained_prefixes(model)
-    outermost = [name for name in untrained if not any(name != other and name.startswith(other) for other in untrained)]
+    # Without those inside another one.
+    outermost = [name for name in untrained if not any(name != outer and name.startswith(outer) for outer in untrained)]
     sizes = [
         getattr(parameter, "ds_numel", parameter.numel())
         for name, parameter in model.named_parameters()

@@ -58,10 +58,13 @@ class Layout:
 
 
 def prediction_layer_pattern(config: Any) -> str:
-    """Return a pattern of multi-token prediction layers' names; transformers (5.23) knows those of published sizes."""
+    """Return a pattern of the names of multi-token prediction layers, which follow the decoder layers; without such
+    layers it never matches. transformers (5.23) itself knows only those of published sizes.
+    """
     config = config.get_text_config()
-    count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
-    return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
+    count, first = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
+    numbers = range(first, first + min(count, 16))  # a damaged config.json may name any count
+    return "|".join(rf"(?:^|\.)layers\.{number}\." for number in numbers) or r"(?!)"
 
 
 def zeroes_padding_embedding(model: PreTrainedModel) -> bool:
@@ -265,7 +268,7 @@ def tied_parameter_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def under_first_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state that has tied parameters once, under their first names."""
+    """Return a state with each tied parameter once, under its first name, even if it has only the second."""
     tied = tied_parameter_names(model)
     return {tied.get(name, name): value for name, value in state.items() if tied.get(name) not in state}
 
