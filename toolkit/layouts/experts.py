@@ -60,7 +60,7 @@ def keep_own_experts(model: PreTrainedModel, rank: int, ranks: int, group: str) 
         module, _, leaf = name.rpartition(".")
         layer, size = model.get_submodule(module), parameter.size(0) // ranks
         stored[name] = slice(rank * size, (rank + 1) * size)
-        own_experts = parameter.data[stored[name]].clone()  # or what others have would stay, too
+        own_experts = parameter.data[stored[name]].clone()  # a view would keep all experts in memory
         setattr(layer, leaf, mark_as_divided(nn.Parameter(own_experts, requires_grad=parameter.requires_grad), group))
         layer.num_experts, layer.expert_group, layer.compute_elsewhere = size, group, compute_elsewhere
     model.set_experts_implementation(SORTED)
@@ -119,15 +119,15 @@ def split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     other ranks. The groups are marked as DeepSpeed marks those of its own experts (0.19.8, moe/utils.py,
     split_params_into_different_moe_groups_for_optimizer).
     """
-    divided = []
+    new_groups = []
     for group in groups:
         experts = [parameter for parameter in group["params"] if is_expert_part(parameter)]
-        others = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
-        if others:
-            divided.append(group | {"params": others})
+        undivided = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
+        if undivided:
+            new_groups.append(group | {"params": undivided})
         if experts:
-            divided.append(group | {"params": experts, "moe": True, "name": experts[0].group_name})
-    return divided
+            new_groups.append(group | {"params": experts, "moe": True, "name": experts[0].group_name})
+    return new_groups
 
 
 class ExpertGroups(MoE):

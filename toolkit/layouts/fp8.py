@@ -87,8 +87,8 @@ class _Multiply(torch.autograd.Function):
         if ctx.needs_input_grad[1] and fp8 is Fp8.rowwise_with_gw_hp:
             of_weight = gradient.t() @ states
         elif ctx.needs_input_grad[1]:
-            missing = (0, 0, 0, -len(states) % MULTIPLE)  # rows of zeros add nothing
-            gradient, states = functional.pad(gradient, missing), functional.pad(states, missing)
+            padding = (0, 0, 0, -len(states) % MULTIPLE)  # the kernel needs multiples; rows of zeros add nothing
+            gradient, states = functional.pad(gradient, padding), functional.pad(states, padding)
             of_weight = _product(gradient.t(), states, fp8, gradient=True)
         return of_states, of_weight, None
 
@@ -134,32 +134,32 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
     """
     if fp8 is Fp8.none:
         return
-    left: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     count = 0
     for name, layer in model.get_submodule(structure.decoder_layers_name(model)).named_modules():
         path = name.split(".")
         if type(layer) is not nn.Linear:
             continue
         if ".lora_" in name:
-            left[tr("LoRA's matrices")] += 1
+            left_out[tr("LoRA's matrices")] += 1
         elif is_routed(f".{name}.") or not _ROUTERS.isdisjoint(path):
-            left[tr("routers and experts")] += 1
+            left_out[tr("routers and experts")] += 1
         elif _INDEXER in path:
-            left[tr("indexers of sparse attention")] += 1
+            left_out[tr("indexers of sparse attention")] += 1
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-            left[tr("sizes that are no multiples of 16")] += 1
+            left_out[tr("sizes that are no multiples of 16")] += 1
         else:
             _converted(layer, fp8)
             count += 1
     if stacks := len(experts.expert_matrix_names(model)):  # parameters, and so no modules of the loop above
-        left[tr("routers and experts")] += stacks
+        left_out[tr("routers and experts")] += stacks
     if not count:
         raise ConfigError(tr("precision.fp8: no linear layer of this model can multiply in FP8. Use precision=bf16."))
     say(
         "FP8 ({fp8}): {count} linear layers multiply in it while training. In bf16 stay embedding, output layer{left}.",
         fp8=fp8.value,
         count=count,
-        left="".join(tr(", {what} ({number})", what=what, number=number) for what, number in left.items()),
+        left="".join(tr(", {what} ({number})", what=what, number=number) for what, number in left_out.items()),
     )
     if not trains_on_gpu():
         say("FP8 on CPUs is for trying it out: it is much slower than bf16.")

@@ -132,11 +132,11 @@ def part_attention(
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
-    """Return a batch of rank `part` of P `parts`: its S / P tokens of each row, and the trained tokens whose loss is
-    its. With P = 2 and S = 8, part 0 has the tokens 0 to 3 and the losses of 1 to 4, as a token is predicted at the one
-    before it. With one part the batch stays as it is, and columns of segments and samples always do. Added are `part`
-    (part, parts), int64 [2], and `row_ids` and `row_segments` of whole rows, [B, S], of which ChatGLM-6B makes
-    positions and mask.
+    """Return a batch of rank `part` of P `parts`: its S / P tokens of each row, and the trained tokens whose loss it
+    computes. With P = 2 and S = 8, part 0 has the tokens 0 to 3 and the losses of 1 to 4, as a token is predicted at
+    the one before it. With one part the batch stays as it is; what has a number for each segment or sample always does.
+    Added are `part` (part, parts), int64 [2], and `row_ids` and `row_segments` of whole rows, [B, S], of which
+    ChatGLM-6B makes positions and mask.
     """
     if parts == 1:
         return batch
@@ -172,9 +172,9 @@ def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
 
 def sum_over_parts(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values that ranks have of parts of rows; its gradient is each summand's. A collective."""
-    others = values.detach().clone()
-    dist.all_reduce(others, group=_group)
-    return values + (others - values.detach())
+    total = values.detach().clone()
+    dist.all_reduce(total, group=_group)
+    return values + (total - values.detach())  # the total, with the gradient of `values`
 
 
 def check_sequence_parallel(

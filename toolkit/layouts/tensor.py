@@ -185,7 +185,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
     autotp.update_linear_policies()
     autotp._replace_module(model)
     autotp.register_replicated_grad_hooks(model)
-    # Of what is whole on all, the norm counts the first rank's gradient.
+    # Of what all ranks have in full, the norm counts the first rank's gradient.
     for parameter in (each for each in module.parameters() if each.requires_grad):
         parameter.model_parallel &= process_group.tensor_rank() == 0 or process_group.is_tensor_part(parameter)
     return for_split_stage(ds_config)
