@@ -59,7 +59,8 @@ def activation_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 
     sizes: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):
         sizes.update(layer_activation_bytes(outline, rows, width, layer, dropout))
-    # Outside the layers: the mask that all share, cosines and sines, the ids, the last norm.
+    # Outside the layers: the mask that all share, cosines and sines, the ids, the last norm (an RMSNorm saves its input
+    # and one number per token in float32).
     hidden, tokens, rotary = outline.sizes["hidden"], rows.tokens, outline.sizes["rotary"]
     if outline.is_v1:
         sizes["norms"] += tokens * (width * hidden + 2 * _layernorm_statistic_bytes(rows, width))
@@ -120,7 +121,8 @@ def _measured_lora_bytes(outline: Outline, rows: Rows, width: int, layer: int, d
 
 def _dora_bytes(outline: Outline, name: str, rows: Rows, width: int, input_has_gradient: bool) -> int:
     """Return the bytes that DoRA saves more than LoRA in a linear layer, 0 without it: the outputs of the layer and of
-    the factors, for the gradient of the magnitudes, and vectors of these (peft 0.21.2, lora/dora.py).
+    the factors, for the gradient of the magnitudes, and two vectors with a number for each magnitude, three if the
+    layer's input has a gradient (peft 0.21.2, lora/dora.py).
     """
     [out] = outline.shapes.get(name + MAGNITUDES, (0,))
     return width * out * (2 * rows.tokens + 2 + input_has_gradient)
@@ -162,11 +164,12 @@ def expert_activation_bytes(outline: Outline, rows: Rows, width: int) -> tuple[i
 
 
 def _layernorm_statistic_bytes(rows: Rows, width: int) -> int:
-    """Return the bytes of a token's mean in LayerNorm, which has the states' precision on CPUs."""
+    """Return the bytes of each of a token's two statistics in LayerNorm, in the states' precision on CPUs."""
     return width if rows.on_cpu else 4
 
 
 def _mask_size(rows: Rows) -> int:
+    """Return the bytes of one copy of the attention mask: whether a token of a row sees a key."""
     return rows.rows * rows.length * (rows.length + rows.prefix) * rows.mask_bytes
 
 
@@ -180,7 +183,8 @@ class _Layer:
         self.size = outline.sizes
         self.bytes: Counter[str] = Counter()
         self.at = f"{'transformer' if outline.is_v1 else 'model'}.layers.{layer}."
-        # Whether the layer's input has a gradient, as something before it is trained.
+        # Whether the layer's input has a gradient, as something before it is trained. Like the embedding, head and last
+        # norm are in no layer, but they come after all of them.
         before = (name for name in outline.trained if not name.startswith(("lm_head", "score.")) and "norm" not in name)
         self.has_gradient = any(layer_of(name) < layer for name in before)
         self.add_parts()
@@ -241,7 +245,9 @@ class _DecoderLayer(_Layer):
     """A decoder layer of transformers' Llama, GLM and their kind."""
 
     def norm(self, name: str, wide: int = 0, groups: int = 1) -> None:
-        """Add an RMSNorm over `wide` elements per token (0: the hidden width), in so many groups with a norm each."""
+        """Add an RMSNorm over `wide` elements per token (0: the hidden width), in so many groups with a norm each. It
+        saves its input and a number per group in float32, and the normed states if its weight is trained.
+        """
         wide, trains = wide or self.size["hidden"], self.trains(name)
         if self.has_gradient:
             self.save("norms", 4 * wide + 4 * groups)
@@ -272,7 +278,7 @@ class _DecoderLayer(_Layer):
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
         self.norm("post_attention_layernorm")
-        self.mlp(("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", 3)
+        self.mlp(("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", inner_copies=3)  # SwiGLU
         if size["norms"] == 4:
             self.norm("post_mlp_layernorm")
 
@@ -297,4 +303,4 @@ class _ChatGLM6BLayer(_Layer):
             self.attention(hidden, hidden if self.rows.prefix else 3 * hidden)
         self.linear("attention", ("attention.dense",), hidden, is_kept=saves_attention)
         self.norm("post_attention_layernorm")
-        self.mlp(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", 1)
+        self.mlp(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", inner_copies=1)  # GELU

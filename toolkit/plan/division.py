@@ -185,7 +185,8 @@ def tensor_parallel_bytes(outline: Outline, size: int, states_bytes: int, recomp
     kinds = {name: tensor_split.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
     # Reduced tensors are as wide as the hidden states, or between LoRA's two factors as their rank. In a ring a rank
     # sends 2 (size - 1) / size of each.
-    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is tensor_split.Split.columns]
-    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, tensor_split.Split.columns)]
-    widths = [*columns, *others, *(columns if recomputes else ())]
+    columns, shapes = tensor_split.Split.columns, outline.shapes
+    output_widths = [shapes[name][0] for name, kind in kinds.items() if kind is columns]
+    input_widths = [shapes[name][1] for name, kind in kinds.items() if kind not in (None, columns)]
+    widths = [*output_widths, *input_widths, *(output_widths if recomputes else ())]
     return sum(widths) / outline.sizes["hidden"] * 2 * (size - 1) / size * states_bytes, len(widths)

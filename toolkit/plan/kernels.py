@@ -49,8 +49,8 @@ DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attentio
 def kernels_of(config: Mapping[str, Any]) -> Kernels | None:
     """Return what the layers of a config.json's text model use; None if none of its layers uses such packages."""
     text = config.get("text_config")
-    kind = str((text if isinstance(text, dict) else config).get("model_type") or config.get("model_type"))
-    return next((kernels for kernels in TABLE if kind.removesuffix("_text") in kernels.types), None)
+    model_type = str((text if isinstance(text, dict) else config).get("model_type") or config.get("model_type"))
+    return next((kernels for kernels in TABLE if model_type.removesuffix("_text") in kernels.types), None)
 
 
 def missing(kernels: Kernels) -> list[str]:

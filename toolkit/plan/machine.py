@@ -86,7 +86,8 @@ class Machine:
         """Description for users, such as `2 x 8 x A100 80GB`."""
         card = self.card.name if self.card else ""
         gpu = "CPU" if self.on_cpu else card
-        memory = "" if gpu.endswith("GB") or "GB " in gpu else f"{self.memory_bytes / GIB:.0f} GiB"
+        names_memory = gpu.endswith("GB") or "GB " in gpu
+        memory = "" if names_memory else f"{self.memory_bytes / GIB:.0f} GiB"
         return " ".join(filter(None, [f"{self.nodes} x {self.ranks} x", gpu, memory]))
 
 
@@ -125,11 +126,11 @@ def find_gpu(name: str) -> Gpu | None:
     best = max(named, key=lambda gpu: len(identifying_words(gpu.name)), default=None)
     if best is None:
         return None
-    rest = words - identifying_words(best.name)
-    is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in rest)  # a vGPU: A10-24Q
-    sizes = [int(word.removesuffix("gb")) * GIB for word in rest if re.fullmatch(r"\d+gb", word)]
+    more_words = words - identifying_words(best.name)
+    is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in more_words)  # a vGPU: A10-24Q
+    sizes = [int(word.removesuffix("gb")) * GIB for word in more_words if re.fullmatch(r"\d+gb", word)]
     has_other_size = any(abs(size / best.memory_bytes - 1) > _SIZE_TOLERANCE for size in sizes)
-    return None if is_part or has_other_size or rest & _QUALIFIERS else best
+    return None if is_part or has_other_size or more_words & _QUALIFIERS else best
 
 
 def identifying_words(name: str) -> set[str]:

@@ -157,6 +157,12 @@ class RankPlanner:
         """Return a rank's share of so many elements."""
         return -(-elements // self.ranks)
 
+    def half_of_largest(self, width: int) -> int:
+        """Return half of the bytes of the largest gradient, of `width` bytes per element: an estimate of what there is
+        besides full buckets, by which plans come near to what is measured (tests/ranks/test_plan.py).
+        """
+        return width * self.largest // 2
+
     def memory(self) -> RankMemory:
         """Return the peak bytes of each phase; a CPU rank's host memory is in `device`."""
         stage = _STAGES[self.cfg.zero.stage](self)
@@ -199,16 +205,16 @@ class RankPlanner:
         part, and the layers that are gathered), and one layer's states. `is_ahead`: before training, where its scores
         are stored (distill.top_k); else during it. {} for the other of the two, and without a teacher.
         """
-        other = self.outline.teacher
+        model = self.outline.teacher
         runs_ahead = self.cfg.distill.top_k > 0
-        if other is None or runs_ahead != is_ahead:
+        if model is None or runs_ahead != is_ahead:
             return {}
-        size, zero = other.num_parameters, self.cfg.zero
+        size, zero = model.num_parameters, self.cfg.zero
         if zero.stage == 3:
-            ahead = max(zero.stage3_prefetch_bucket_size, other.largest_layer())
+            ahead = max(zero.stage3_prefetch_bucket_size, model.largest_layer())
             gathered = min(size, min(size, zero.stage3_max_live_parameters) + min(size, ahead))
             size = gathered + (self.part(size) if zero.offload_param.device is schema.Device.none else 0)
-        layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]  # elements of a token's states in one layer
+        layer = 4 * model.sizes["inner"] + 4 * model.sizes["hidden"]  # elements of a token's states in one layer
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def update(self) -> Parts:
@@ -221,11 +227,11 @@ class RankPlanner:
         """
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
-        small = sum(quantized_sizes(self.outline))
+        in_4_bits = sum(quantized_sizes(self.outline))
         stacks = (
             math.prod(shape) for name, shape in self.outline.shapes.items() if len(shape) == 3 and is_routed(name)
         )
-        return self.weight * (self.all - small + max(stacks, default=0)) + small // 2 + small // 64
+        return self.weight * (self.all - in_4_bits + max(stacks, default=0)) + in_4_bits // 2 + in_4_bits // 64
 
     def forward(self, stage: "_StageMemory") -> Parts:
         """Return the bytes at the end of a forward pass, or in stage 3 while layers are gathered, if that is more."""
@@ -233,9 +239,9 @@ class RankPlanner:
         zero = self.cfg.zero
         if zero.stage == 3 and self.all <= zero.stage3_max_live_parameters:
             # All weights are gathered once and stay: nothing is being prefetched at the end.
-            coming, staying = self.gathered(), self.gathered(ahead=False)
-            extra = sum(coming.values()) - sum(staying.values())
-            parts = coming if extra > sum(parts.values()) else parts | staying
+            while_prefetching, at_end = self.gathered(), self.gathered(ahead=False)
+            prefetched = sum(while_prefetching.values()) - sum(at_end.values())
+            parts = while_prefetching if prefetched > sum(parts.values()) else parts | at_end
         else:
             parts |= self.gathered()
         return parts | (stage.accumulated if mesh.accumulation(self.cfg, self.world) > 1 else {})
@@ -247,7 +253,7 @@ class RankPlanner:
             return {}
         live = min(self.all, zero.stage3_max_live_parameters)
         coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.outline.largest_layer())) if ahead else 0
-        return {"gathered": self.weight * min(live + coming, 2 * self.all)}
+        return {"gathered": self.weight * (live + coming)}
 
     def activations(self) -> Parts:
         """Return the bytes of activations by kind: saved ones, and those of one layer's backward pass."""
@@ -290,7 +296,7 @@ class RankPlanner:
             # Logits in the model's type and in float32, probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
-        most, copies_of_chunk = CHUNK_BYTES, _CHUNK_COPIES if with_gradients else 2.0
+        most, copies_of_chunk = CHUNK_BYTES, _CHUNK_COPIES if with_gradients else 2.0  # logits and probabilities
         if self.cfg.task.kind is schema.TaskKind.distill:
             most, copies_of_chunk = CHUNK_BYTES // _DISTILLED_PART, _DISTILLED_COPIES
         chunk = int(copies_of_chunk * min(rows.tokens * vocab * 4, most))
@@ -298,7 +304,8 @@ class RankPlanner:
         inputs = chunk + (self.weight + (4 if with_gradients else 0)) * hidden * rows.tokens
         if not (with_gradients and self.outline.trains_head):
             return inputs
-        # The head's gradient in float32, and the logits of the tokens that it is computed of, if they exceed a chunk.
+        # The head's gradient in float32, and logits of the tokens that are multiplied for it at once (`group_size` in
+        # models/loss_kernels.py), if they exceed a chunk. In half precision a slice of the product is added at a time.
         gradient, tokens = 4 * vocab * hidden, min(rows.tokens, 2 * hidden // self.weight)
         logits = tokens * vocab * self.weight if tokens * vocab * 4 > CHUNK_BYTES else 0
         return inputs + gradient + logits + (min(gradient, CHUNK_BYTES) if self.is_half else 0)
@@ -356,12 +363,14 @@ class _StageMemory:
 
 
 def _stage0(rank: RankPlanner) -> _StageMemory:
-    """Weights w P, states s X, gradients w X; half precision: (4 + s) X, and 8 X while gradients become float32."""
+    """Without ZeRO a rank has all weights, gradients and optimizer states. In half precision the optimizer also holds
+    trained weights in float32 (4 bytes each), and during an update gradients twice, one by one and flattened (8 bytes).
+    """
     weight, trained = rank.weight, rank.trained
-    states = int(((4 if rank.is_half else 0) + rank.states) * trained)
-    at_rest = {"weights": rank.weights(), "optimizer": states}
+    optimizer = int(((4 if rank.is_half else 0) + rank.states) * trained)
+    at_rest = {"weights": rank.weights(), "optimizer": optimizer}
     return _StageMemory(
-        load=at_rest | {"optimizer": states - int(rank.states * trained)},
+        load=at_rest | {"optimizer": optimizer - int(rank.states * trained)},  # the first step creates the states
         at_rest=at_rest,
         accumulated={"gradients": weight * trained},
         backward={"gradients": weight * trained, "buckets": weight * min(trained, _ALL_REDUCE)},
@@ -370,11 +379,11 @@ def _stage0(rank: RankPlanner) -> _StageMemory:
 
 
 def _stage1(rank: RankPlanner) -> _StageMemory:
-    """Weights w P, states (m + s) X / N, gradients w X, and w X / N of them reduced.
-    In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
+    """ZeRO-1: a rank has all weights and gradients, but of master weights and optimizer states its part alone. In bf16
+    by DeepSpeed's BF16_Optimizer, which sums all gradients in float32 (4 bytes each) between steps, too.
     """
     weight, trained = rank.weight, rank.trained
-    own_weights, bucket = weight * rank.own_trained, weight * rank.bucket
+    own_gradients, bucket = weight * rank.own_trained, weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
     if rank.sums_in_fp32 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
@@ -389,17 +398,18 @@ def _stage1(rank: RankPlanner) -> _StageMemory:
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
-        backward={"gradients": weight * trained, "buckets": bucket + own_weights - rank.part(own_weights)},
+        # With copies of this rank's reduced gradients, of which the only rank has none.
+        backward={"gradients": weight * trained, "buckets": bucket + own_gradients - rank.part(own_gradients)},
         update={} if rank.offloads else rank.update(),
     )
 
 
 def _stage2(rank: RankPlanner) -> _StageMemory:
-    """Weights w P, states (m + s) X / N, gradients g X / N."""
+    """ZeRO-2: a rank has all weights, but of gradients, master weights and optimizer states its part alone."""
     cfg, weight, part = rank.cfg, rank.weight, rank.own_trained
     is_bf16, bucket = rank.sums_in_fp32, weight * rank.bucket
     gradients = 0 if rank.offloads else rank.grad * part
-    flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
+    flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + rank.half_of_largest(weight)
     backward = {"gradients": gradients, "buckets": bucket + flush}
     if is_bf16 and not rank.offloads and rank.trained > cfg.zero.reduce_bucket_size:
         # A bucket is flattened and sent while the next gradient exists, in bf16 and in float32; a gradient larger than
@@ -414,7 +424,7 @@ def _stage2(rank: RankPlanner) -> _StageMemory:
             backward["gradients"] = 0
     vocab, hidden = rank.outline.vocabulary
     at_rest = _at_rest_below_3(rank)
-    update = {"gradients": 4 * part + 4 * rank.largest // 2} if is_bf16 else rank.update()
+    update = {"gradients": 4 * part + rank.half_of_largest(4)} if is_bf16 else rank.update()
     return _StageMemory(
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
@@ -426,7 +436,9 @@ def _stage2(rank: RankPlanner) -> _StageMemory:
 
 
 def _stage3(rank: RankPlanner) -> _StageMemory:
-    """Weights w P / N, states (m + s) X / N, gradients g X / N; and the layers that are gathered."""
+    """ZeRO-3: a rank has its part alone of weights, gradients, master weights and optimizer states, and all of small
+    weights and of the layers that are gathered.
+    """
     zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
     persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
@@ -437,7 +449,7 @@ def _stage3(rank: RankPlanner) -> _StageMemory:
     at_rest = {"weights": weight * (own_numbers + persistent), **states, "buckets": weight * rank.bucket}
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
         at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
-    flush = weight * min(rank.trained, zero.reduce_bucket_size) + weight * rank.largest // 2
+    flush = weight * min(rank.trained, zero.reduce_bucket_size) + rank.half_of_largest(weight)
     return _StageMemory(
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
@@ -453,7 +465,7 @@ def _at_rest_below_3(rank: RankPlanner) -> Parts:
     """Return the bytes of stages 1 and 2 between two steps."""
     if not rank.offloads:
         return {"weights": rank.weights(), "optimizer": int((rank.master + rank.states) * rank.own_trained)}
-    parts = {"weights": rank.weights(), "buckets": (rank.weight + rank.grad) * rank.largest // 2}
+    parts = {"weights": rank.weights(), "buckets": rank.half_of_largest(rank.weight + rank.grad)}
     zenflow = rank.cfg.zero.zenflow
     if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
         parts["zenflow"] = rank.weight * int(rank.trained * zenflow.topk_ratio) * (1 if zenflow.offload else 3)
@@ -461,12 +473,14 @@ def _at_rest_below_3(rank: RankPlanner) -> Parts:
 
 
 def _before_states(rank: RankPlanner, at_rest: Parts, is_flattened: bool = True) -> Parts:
-    """Return the bytes before the optimizer's states exist, with a copy of the weights if they are flattened."""
+    """Return the bytes before the optimizer's states exist. Weights that are flattened are copied before master weights
+    are made, so that the larger of both counts.
+    """
     if rank.offloads:
         return at_rest
     optimizer = at_rest["optimizer"] - int(rank.states * rank.own_trained)
-    copy = max(0, rank.weight * rank.trained - optimizer) if is_flattened else 0
-    return at_rest | {"optimizer": optimizer, "weights": at_rest["weights"] + copy}
+    excess = max(0, rank.weight * rank.trained - optimizer) if is_flattened else 0
+    return at_rest | {"optimizer": optimizer, "weights": at_rest["weights"] + excess}
 
 
 def _add_parts(first: Parts, second: Parts) -> Parts:

@@ -128,7 +128,7 @@ def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
     try:
         config = parsed_json(file_bytes(file))
         if not isinstance(config, dict):
-            raise ValueError("[]")
+            raise ValueError("[]")  # what such JSON may be, in place of {}
     except (ValueError, OSError) as error:
         raise ConfigError("{file} is no model's config.json: {reason}", file=file, reason=error) from None
     return config

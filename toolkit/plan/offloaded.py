@@ -48,6 +48,7 @@ def _rounding_by_kind(rank: RankPlanner) -> Parts:
     trained, parts = [size for name, size in sizes.items() if name in rank.outline.trained], Counter[str]()
     if rank.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
         parts["optimizer"] = _rounding_bytes(4, *rank.own_groups)
+        # A rank's share of them; 1 in the place of 0, of a part that trains nothing.
         accumulated = _rounding_bytes(weight, *trained) * own_numbers // max(rank.trained, 1)
         parts["gradients"] = parts["optimizer"] + _rounding_bytes(weight, *rank.own_groups) + accumulated
     elif rank.offloads and zero.offload_optimizer.pin_memory:

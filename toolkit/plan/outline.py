@@ -52,9 +52,10 @@ def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
     if not (layers and heads and hidden):
         return {}
     sizes = {"layers": layers, "heads": heads, "head_size": read("head_dim") or hidden // heads}
-    kinds = read("layer_types") or ()
-    if len(kinds) == layers and (others := sum(kind in WITHOUT_ATTENTION for kind in kinds)):
-        sizes["attending"] = layers - others
+    layer_types = read("layer_types") or ()
+    num_without = sum(layer_type in WITHOUT_ATTENTION for layer_type in layer_types)
+    if len(layer_types) == layers and num_without:
+        sizes["attending"] = layers - num_without
     if latent := read("kv_lora_rank"):
         rotated, value = read("qk_rope_head_dim"), read("v_head_dim")
         sizes |= {"head_size": read("qk_nope_head_dim") + rotated, "value_size": value, "cached": latent + rotated}
@@ -168,9 +169,9 @@ class Outline:
     @property
     def trains_head(self) -> bool:
         """Whether the output layer's weight is trained."""
-        tied = not any(name in self.shapes for name in OUTPUT)
+        is_tied = not any(name in self.shapes for name in OUTPUT)
         trained_matrices = (name for name in self.trained if TRAINED_ROWS not in name)
-        return any(("embed" in name if tied else name in OUTPUT) for name in trained_matrices)
+        return any(("embed" in name if is_tied else name in OUTPUT) for name in trained_matrices)
 
     def largest_layer(self, inside: bool = False) -> int:
         """Return the parameters of the largest layer; unless `inside`, all that are in no layer count as one more."""

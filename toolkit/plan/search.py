@@ -56,12 +56,12 @@ def layouts(
     sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MAX_MICRO_BATCH]
     experts = experts or expert_sizes(outline, machine.world_size)
     for expert, (stage, optimizer, parameters), recomputes, micro in product(experts, LAYOUTS, (False, True), sizes):
-        other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
-        other.parallel.expert = expert
-        if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy across nodes would save no traffic
-            other.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
-        if not _is_contradictory(other):
-            yield evaluate_layout(outline, other, machine, rates)
+        candidate = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
+        candidate.parallel.expert = expert
+        if candidate.zero.zero_hpz_partition_size > machine.ranks:  # a copy across nodes would save no traffic
+            candidate.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
+        if not _is_contradictory(candidate):
+            yield evaluate_layout(outline, candidate, machine, rates)
 
 
 def expert_sizes(outline: Outline, world_size: int) -> list[int]:

@@ -114,7 +114,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     compute = (num_micro + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
     updated = sum(trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in zero_groups(part, world))
-    # Bytes: gradients read; master weights, optimizer states and weights of the run's precision read and written.
+    # Gradients, as wide as master weights, are read; these, states and weights of the run's precision read and written.
     master, states = rule_tables.state_bytes(cfg)
     moved = updated * (3 * master + 2 * states + 2 * weight + _BF16_ADAM_BYTES * rule_tables.has_bf16_states(cfg))
     is_offloaded = zero.offload_optimizer.device is not schema.Device.none

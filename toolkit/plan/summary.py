@@ -299,7 +299,7 @@ def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[st
         zero = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
         groups.setdefault((*zero, recomputes, divides), []).append(layout)
-    of_groups = []  # the one that is shown of each group
+    of_groups = []  # the one that may be shown of each group
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
         fast = min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
@@ -308,8 +308,8 @@ def _layout_table(all_layouts: Sequence[Layout], best: Layout | None) -> list[st
     shown = sorted((layout for layout in of_groups if layout.fits), key=lambda layout: layout.time.seconds)
     shown = shown or sorted(of_groups, key=lambda layout: layout.peak)[:_SHOWN_IF_NONE_FITS]
     table = layout_table(tr("layout"), [(layout.name, layout) for layout in shown], best)
-    if rest := len(of_groups) - len(shown):
-        table.append(tr("{count} more do not fit.", count=rest))
+    if num_left_out := len(of_groups) - len(shown):
+        table.append(tr("{count} more do not fit.", count=num_left_out))
     return table
 
 
