@@ -25,13 +25,13 @@ class Bf16Adam(torch.optim.Optimizer):
         self._is_decoupled = is_decoupled
         self._last_step = 0
         """Step of the last updated parameter."""
-        self._place = 0
+        self._position = 0
         """Number of parameters that were updated before it in that step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. What is drawn depends on step, rank and the parameter's place
-        alone, so that a resumed run draws the same. ZeRO-3 hands over one flat tensor at a time.
+        """Update every parameter that has a gradient. What is drawn depends on step, rank and `_position` of the
+        parameter alone, so that a resumed run draws the same. ZeRO-3 hands over one flat tensor at a time.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -42,10 +42,10 @@ class Bf16Adam(torch.optim.Optimizer):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter, requires_grad=False)
                 state["step"] = step = state.get("step", 0) + 1
-                self._place = self._place + 1 if step == self._last_step else 0
+                self._position = self._position + 1 if step == self._last_step else 0
                 self._last_step = step
                 rank = distributed.get_rank() if distributed.is_initialized() else 0
-                seed = zlib.crc32(f"{step} {self._place} {rank}".encode())
+                seed = zlib.crc32(f"{step} {self._position} {rank}".encode())
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
                 chunks = (tensor.view(-1).split(BF16_CHUNK) for tensor in tensors)  # few numbers at once are in float32

@@ -73,7 +73,7 @@ def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0)
 
 
 def patch_norm_masking() -> None:
-    """Replace the function by which DeepSpeed's optimizers mask a gradient norm that is not finite; see above."""
+    """Let DeepSpeed's optimizers mask a gradient norm that is not finite by `_mask_invalid`, which does not wait."""
     for module in (utils, stage3, stage_1_and_2):
         module.mask_nan_or_inf_with_val_inplace = _mask_invalid
 

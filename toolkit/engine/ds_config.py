@@ -337,10 +337,10 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     """Write the optimizer, or omit it if DeepSpeed has no name for it. `reason`: why `optim.torch` = auto became what
     it is, "" if it was not auto.
     """
-    optim, kind, section = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
+    optim, traits, section = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # PyTorch's Adam, and what DeepSpeed makes by name, are on its list of tested optimizers, offloaded ones too.
     is_ours = rule_tables.is_client(optim) or rule_tables.has_bf16_states(cfg)
-    if cfg.zero.stage and (is_ours or not kind.is_known):
+    if cfg.zero.stage and (is_ours or not traits.is_known):
         why = tr("= true: DeepSpeed has not tested its ZeRO with optim.name")
         ds.put("zero_allow_untested_optimizer", True, why)
     if rule_tables.is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:
@@ -352,24 +352,24 @@ def _write_optimizer(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
             "deepspeed.initialize as model_parameters.",
             keys=", ".join(rule_tables.GROUPING),
         )
-    if not kind.ds_type:
+    if not traits.ds_type:
         ds.omit(
             "The optimizer is omitted: DeepSpeed has no name for {name}. Pass one to "
             "deepspeed.initialize as optimizer.",
             name=optim.name.value,
         )
         return
-    ds.put("optimizer.type", kind.ds_type, "optim.name")
-    for name in ("lr", *kind.reads, "weight_decay"):
+    ds.put("optimizer.type", traits.ds_type, "optim.name")
+    for name in ("lr", *traits.reads, "weight_decay"):
         value = getattr(optim, name)
         if name != "adam_lr" or value:  # adam_lr = 0 stands for lr
             ds.put(section + name, list(value) if isinstance(value, list) else value, f"optim.{name}")
-    if kind.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
-        if kind.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
-            ds.put(section + "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
+    if traits.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
+        if traits.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
+            ds.put(section + "adam_w_mode", traits.ds_type == "AdamW", "optim.name")
         why = tr("= optim.torch: auto, {reason}", reason=reason) if reason else "optim.torch"
         ds.put(section + "torch_adam", optim.torch, why)
-        if kind.is_adam and optim.torch:  # else PyTorch takes one parameter after the other, ten times as slow on CPUs
+        if traits.is_adam and optim.torch:  # else PyTorch takes parameter after parameter, ten times as slow on CPUs
             ds.put(section + "fused", True, why)
 
 

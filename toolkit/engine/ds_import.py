@@ -196,9 +196,9 @@ class DsImport:
                 if isinstance(value, str) and type(json.loads(value.lower())) in accepted:
                     expected_type = joined(expected_type, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
-        item = str if key == "comms_logger.prof_ops" else (int, float)  # what a list holds
-        if isinstance(value, list) and not all(isinstance(part, item) and not isinstance(part, bool) for part in value):
-            expected_type = tr("a list of texts") if item is str else tr("a list of numbers")
+        item_type = str if key == "comms_logger.prof_ops" else (int, float)  # of a list
+        if isinstance(value, list) and any(isinstance(part, bool) or not isinstance(part, item_type) for part in value):
+            expected_type = tr("a list of texts") if item_type is str else tr("a list of numbers")
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=expected_type)
         return value
 
@@ -544,10 +544,10 @@ def _import_muon(ds: DsImport) -> None:
     muon_lr, adam_lr = "optimizer.params.muon_lr", "optimizer.params.adam_lr"
     scatter = "zero_optimization.reduce_scatter"
     if ds.has(muon_lr):
-        others = ds.values.get(adam_lr, ds.current("optim.lr"))
+        adams_rate = ds.values.get(adam_lr, ds.current("optim.lr"))
         ds.assign("optim.lr", ds.values[muon_lr], muon_lr)
-        if not equal(others, ds.values[muon_lr]):
-            ds.assign("optim.adam_lr", others, adam_lr)
+        if not equal(adams_rate, ds.values[muon_lr]):
+            ds.assign("optim.adam_lr", adams_rate, adam_lr)
         ds.explained |= {muon_lr, adam_lr, "optimizer.params.lr"}
     if ds.values.get(scatter) is True and ds.current("zero.stage") == 3:
         ds.note(scatter, "reduce_scatter is off: Muon needs whole gradients under ZeRO-3.")

@@ -84,13 +84,13 @@ def key_problem(key: str) -> str:
     if key in RENAMED:
         return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
     # What was meant: the name in another section, a similar name in this section, or a key that is similar as a whole.
-    places = [other for other in json_keys() if other.rpartition(".")[2] == name]
+    namesakes = [other for other in json_keys() if other.rpartition(".")[2] == name]
     close = nearest(name, siblings)
-    guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
+    guess = ELSEWHERE.get(key) or next(iter(namesakes), None) or (key.removesuffix(name) + close if close else None)
     guess = guess or nearest(key, json_keys())
     if guess is None:
         return tr("DeepSpeed has no key '{key}'.", key=key)
-    if guess in places:
+    if guess in namesakes:
         return tr("'{key}' is in the wrong section. It belongs to '{guess}'.", key=key, guess=guess)
     return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
 

@@ -33,23 +33,24 @@ class LiveBytes(TorchDispatchMode):
         """id of a counted storage -> the weak reference that tells when it is freed."""
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage, unless it is counted already; it is subtracted when it is freed."""
+        """Add a tensor's storage, or what it has grown since it was counted; it is subtracted when it is freed."""
         if not self._is_counted(tensor):
             return
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        counted = self._sizes.get(key)
-        if counted is None:
+        size_before = self._sizes.get(key)
+        if size_before is None:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        if counted != size:
+        if size_before != size:  # new, or resized
             self._sizes[key] = size
-            self._add(key, size - (counted or 0), tensor)
+            self._add(key, size - (size_before or 0), tensor)
 
     def _is_counted(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory: not on meta, where also the fake tensors are that torch.compile leaves."""
         return tensor.untyped_storage().device.type != "meta"
 
     def _forget(self, key: int) -> None:
+        """Subtract a storage that is freed."""
         self._add(key, -self._sizes.pop(key), None)
         del self._references[key]
 
@@ -120,13 +121,13 @@ def limit_bytes(device: torch.device, max_gib: float) -> int:
     """Return the bytes that this rank may use: on a GPU what is free, but at most `max_gib` (0: all of it); on a CPU
     `max_gib` in bytes, where 0 stands for no limit.
     """
-    asked = int(max_gib * GIB)
+    wanted = int(max_gib * GIB)
     if device.type == "cpu":
-        return asked
+        return wanted
     from toolkit.distributed import own_gpu
 
     available = own_gpu.available_bytes(device)
-    return min(asked, available) if asked else available
+    return min(wanted, available) if wanted else available
 
 
 def set_limit(device: torch.device, max_gib: float) -> None:
