@@ -44,6 +44,7 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
             continue
         kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
         is_scaled = kind == "linear" and config.get("model_type") in _SCALED_ALREADY
+        # Below a bound, as the file may hold anything, infinity too.
         if kind in _SCALES and not is_scaled and isinstance(factor, (int, float)) and 0 < factor < 2**20:
             before_scaling = _number(scaling, "original_max_position_embeddings") or unscaled
             limits.append(int(before_scaling * factor))
@@ -51,7 +52,7 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
-    """Return the value of a key if it is a number above 0, else None."""
+    """Return the value of a key if it is a whole number above 0 that can be meant (of 64 bits), else None."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
 

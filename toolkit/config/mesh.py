@@ -105,8 +105,8 @@ def micro_rows(cfg: RunConfig) -> int:
 
 def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
     """Return the micro-batches that divide a rank's share of the global batch, ascending; [] if it cannot be shared."""
-    per_rank, rest = divmod(cfg.batch.global_size, mesh_of(cfg, world_size).data_ranks)
-    if rest:
+    per_rank, remainder = divmod(cfg.batch.global_size, mesh_of(cfg, world_size).data_ranks)
+    if remainder:
         return []
     # The divisors up to the square root; with each comes the one that it is multiplied by.
     smaller = [rows for rows in range(1, math.isqrt(per_rank) + 1) if per_rank % rows == 0]

@@ -25,7 +25,7 @@ def wanted_format(cfg: RunConfig) -> RowFormat | None:
 def data_unit(cfg: RunConfig) -> tuple[str, int]:
     """Return the unit that the data are counted in (pairs, labels, answers, samples), and its samples per unit."""
     if has_pairs(cfg):
-        return "pairs", 2 + cfg.embed.negatives
+        return "pairs", 2 + cfg.embed.negatives  # texts of a query that are not to be found; 0 for other tasks
     if cfg.task.kind is TaskKind.classify:
         return "labels", 1
     return "answers" if cfg.preference.is_on else "samples", 1

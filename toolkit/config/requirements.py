@@ -151,7 +151,7 @@ def check_packages(name: str = DISTRIBUTION) -> None:
     wrong = []
     with suppress(metadata.PackageNotFoundError):
         for wanted in map(Requirement, metadata.requires(name) or ()):
-            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):  # of another system or an extra
                 continue
             try:
                 installed = metadata.version(wanted.name)

@@ -74,7 +74,8 @@ def state_bytes(cfg: schema.RunConfig) -> tuple[int, float]:
 
 def is_grouped(optim: schema.OptimConfig) -> bool:
     """Whether parameter groups differ in learning rate or weight decay."""
-    return optim.decay.value != "all" or not optim.layer_lr_decay == optim.lora_plus_ratio == 1 or bool(optim.adam_lr)
+    factors = (optim.layer_lr_decay, optim.lora_plus_ratio)
+    return optim.decay.value != "all" or factors != (1, 1) or bool(optim.adam_lr)
 
 
 def when(condition: str) -> Test:

@@ -88,8 +88,8 @@ def is_foreign(name: str) -> bool:
 
 def is_of_others(name: str) -> bool:
     """Whether another program, or DeepSpeed's JSON, has a key of this name."""
-    others = (foreign_names(), _deepspeed_keys(), _deepspeed()["removed"])
-    return is_foreign(name) or any(name in names for names in others)
+    tables = (foreign_names(), _deepspeed_keys(), _deepspeed()["removed"])
+    return is_foreign(name) or any(name in table for table in tables)
 
 
 def reject_foreign_keys(file: str, keys: Sequence[str], total: int) -> None:
@@ -438,11 +438,12 @@ def _most_similar(name: str, candidates: Iterable[str], least: float) -> str | N
     words = re.split(r"[._]", name.lower())
 
     def is_like(candidate: str) -> bool:
-        others = re.split(r"[._]", candidate)
-        rest = "_".join(word for word in words if word not in others)
-        other_rest = "_".join(word for word in others if word not in words)
-        likeness = difflib.SequenceMatcher(None, rest, other_rest).ratio()
-        return not rest or not other_rest or sorted(rest) == sorted(other_rest) or likeness >= _LEAST_WORDS
+        candidate_words = re.split(r"[._]", candidate)
+        typed = "_".join(word for word in words if word not in candidate_words)
+        meant = "_".join(word for word in candidate_words if word not in words)
+        likeness = difflib.SequenceMatcher(None, typed, meant).ratio()
+        has_swapped_letters = sorted(typed) == sorted(meant)
+        return not typed or not meant or has_swapped_letters or likeness >= _LEAST_WORDS
 
     close = difflib.get_close_matches(name.lower(), list(candidates), n=_MOST_GUESSES, cutoff=least)
     return next(filter(is_like, close), None)
