@@ -82,21 +82,21 @@ def _separate(
     """
     overrides, config_dir, values, own_flags = list[str](), "", dict[str, str](), set[str]()
     wrong, unknown_options = list[ConfigError](), list[str]()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    unread = list(words)
+    while unread:
+        word = unread.pop(0)
         name, equals, value = word.partition("=")
         if word in flags:
             own_flags.add(word)
         elif name in ("--config-dir", "-cd"):
-            config_dir = value if equals else "".join(rest[:1])
-            rest = rest if equals else rest[1:]
+            config_dir = value if equals else "".join(unread[:1])
+            unread = unread if equals else unread[1:]
         elif equals and name in names:
             values[name] = value
         elif word.startswith("-"):
             # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are values.
-            has_value = bool(rest) and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0])
-            following = rest.pop(0) if has_value else ""
+            has_value = bool(unread) and not equals and re.match(r"(?!-[^\d.])[^=]+$", unread[0])
+            following = unread.pop(0) if has_value else ""
             from toolkit.command_line import unknown_option
             from toolkit.config.suggest import keys_meant, option_meant  # its tables are read in errors alone
 
@@ -105,7 +105,7 @@ def _separate(
             unknown_options.append(name)
         else:
             try:
-                overrides.append(named_recipe(word, rest[0] if rest else "", names))
+                overrides.append(named_recipe(word, unread[0] if unread else "", names))
             except ConfigError as error:
                 wrong.append(error)
     if unknown_options:

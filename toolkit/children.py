@@ -139,9 +139,9 @@ def process(function: Callable[..., None], *arguments: Any) -> Any:
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    made = context.Process(target=_tied, args=(os.getpid(), function, *arguments))
-    made.start()
-    return made
+    started = context.Process(target=_tied, args=(os.getpid(), function, *arguments))
+    started.start()
+    return started
 
 
 def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) -> None:

@@ -21,8 +21,8 @@ def named_arguments(
     """
     values: dict[str, str] = {}
     names = [*required, *optional]
-    rest = choose_language(words)
-    for word, following in zip_longest(rest, rest[1:], fillvalue=""):
+    words = choose_language(words)
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if word.startswith("-"):
             raise unknown_option(word, following, names, [f"{name}=" for name in names])

@@ -176,8 +176,8 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     with open_regular_file(path) as file:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                    pass  # the rest of the line is skipped
+                while (piece := file.readline(LONGEST_LINE)) and not piece.endswith(b"\n"):
+                    pass  # all of the line is skipped
                 yield None
             elif line.strip():
                 value = None

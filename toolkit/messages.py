@@ -230,7 +230,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     name, spellings = name.lower(), {candidate.lower(): candidate for candidate in candidates}
     parts = sorted((part for part in spellings if re.search(rf"(\b|_){re.escape(part)}", name)), key=len)
     begun = sorted((other for other in spellings if re.search(rf"(\b|_){re.escape(name)}", other)), key=len)
-    close = [*begun[: len(name) > 2], *difflib.get_close_matches(name, spellings, n=1, cutoff=0.75), *parts[::-1]]
+    having = begun[:1] if len(name) > 2 else []  # shorter names are in too many others
+    close = [*having, *difflib.get_close_matches(name, spellings, n=1, cutoff=0.75), *parts[::-1]]
     return spellings[close[0]] if close else None
 
 
