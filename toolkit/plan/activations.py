@@ -258,23 +258,23 @@ class _DecoderLayer(_Layer):
     def add_parts(self) -> None:
         """Add the layer's parts in forward order, see `_Layer`."""
         size, rows = self.size, self.rows
-        # Elements of a token's queries, and heads of keys.
-        wide, groups = size["heads"] * size["head_size"], size["keys"] // size["head_size"]
+        query_width, key_heads = size["heads"] * size["head_size"], size["keys"] // size["head_size"]
         self.norm("input_layernorm")
         self.linear("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), size["hidden"])
         if f"{self.at}self_attn.q_norm.weight" in self.outline.shapes:
-            self.norm("self_attn.q_norm", wide, size["heads"])
-            self.norm("self_attn.k_norm", size["keys"], groups)
+            self.norm("self_attn.q_norm", query_width, size["heads"])
+            self.norm("self_attn.k_norm", size["keys"], key_heads)
         partial = size["rotary"] < size["head_size"]
         if self.has_gradient and partial:  # cosines and sines, repeated in each layer
             self.save("attention", 2 * self.width * size["rotary"])
         saves_attention = self.has_gradient or bool(rows.prefix)
         if saves_attention:
             # With a mask PyTorch's kernel gets keys repeated for every head of queries (transformers, use_gqa_in_sdpa).
-            keys = wide if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(groups)
+            keys = query_width if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(key_heads)
             self.attention(keys, keys)
         # With partial rotation the output of attention has another memory layout, so that it is copied.
-        self.linear("attention", ("self_attn.o_proj",), wide, is_kept=saves_attention and (rows.varlen or not partial))
+        is_kept = saves_attention and (rows.varlen or not partial)
+        self.linear("attention", ("self_attn.o_proj",), query_width, is_kept)
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
         self.norm("post_attention_layernorm")

@@ -29,6 +29,7 @@ def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None
         raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
     if not machine.on_cpu:
         here = this_machine()
+        # The memory may be that in the GPU's name: 48 GB of an L40S, which has 45 GiB.
         if not here or machine.ranks > here.ranks or abs(machine.memory_bytes / here.memory_bytes - 1) >= 0.1:
             raise ConfigError(
                 "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "

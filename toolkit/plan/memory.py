@@ -454,7 +454,7 @@ def _stage3(rank: RankPlanner) -> _StageMemory:
         load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
-        update={} if rank.offloads else {"gradients": rank.master * rank.tile + rank.chunk},
+        update={} if rank.offloads else {"gradients": rank.master * rank.tile + rank.chunk},  # as wide as masters
     )
 
 

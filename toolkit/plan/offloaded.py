@@ -16,7 +16,7 @@ def offloaded_bytes(rank: RankPlanner) -> Parts:
     elif zero.offload_optimizer.device is schema.Device.nvme:  # buffers for what is read of them
         parts["optimizer"] = 4 * rank.tile * zero.offload_optimizer.buffer_count
     if rank.offloads:
-        # Below stage 3 gradients in float32, accumulated ones in the weights' type, and a copy of the weights.
+        # Gradients in float32 and accumulated ones; below stage 3 these and a copy of the weights in the weights' type.
         parts["gradients"] = part * (4 + rank.grad if zero.stage == 3 else 4 + 2 * rank.weight)
         if zero.offload_optimizer.super_offload:  # the process that updates has its own copy of a tile's gradients
             parts["gradients"] += 4 * rank.tile

@@ -94,22 +94,22 @@ def shapes_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes
 
 def decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     """Return shapes and sizes of transformers' GLM, Llama and their kind by the keys of a config.json."""
-    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    model_type, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
     groups = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or hidden // heads
-    is_glm = kind in ("glm", "glm4")
-    bias = kind == "qwen2" or bool(config.get("attention_bias", False))
+    head_size = config.get("head_dim") or hidden // heads
+    is_glm = model_type in ("glm", "glm4")
+    bias = model_type == "qwen2" or bool(config.get("attention_bias", False))
     norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
-    rows = {"q": heads * size, "k": groups * size, "v": groups * size}
+    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if model_type == "glm4" else []
+    rows = {"q": heads * head_size, "k": groups * head_size, "v": groups * head_size}
     layer: Shapes = {f"self_attn.{name}_proj.weight": (width, hidden) for name, width in rows.items()}
     layer |= {f"self_attn.{name}_proj.bias": (width,) for name, width in rows.items() if bias}
-    layer["self_attn.o_proj.weight"] = (hidden, heads * size)
-    if bias and kind in ("llama", "qwen3"):
+    layer["self_attn.o_proj.weight"] = (hidden, heads * head_size)
+    if bias and model_type in ("llama", "qwen3"):
         layer["self_attn.o_proj.bias"] = (hidden,)
-    if kind == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+    if model_type == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (head_size,), "self_attn.k_norm.weight": (head_size,)}
     into = {"gate_up": 2 * inner} if is_glm else {"gate": inner, "up": inner}
     layer |= {f"mlp.{name}_proj.weight": (width, hidden) for name, width in into.items()}
     layer["mlp.down_proj.weight"] = (hidden, inner)
@@ -122,17 +122,18 @@ def decoder_shapes(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     if not config.get("tie_word_embeddings"):
         shapes[HEAD] = (vocab, hidden)
     rope = config.get("rope_parameters") or {}
-    rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if is_glm else 1.0))
+    usual_share = 0.5 if is_glm else 1.0
+    rotary_share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", usual_share))
     return shapes, {
         "layers": layers,
         "hidden": hidden,
         "inner": inner,
         "heads": heads,
-        "head_size": size,
-        "keys": groups * size,
-        "prefix": 2 * layers * groups * size,
+        "head_size": head_size,
+        "keys": groups * head_size,
+        "prefix": 2 * layers * groups * head_size,
         "norms": len(norms),
-        "rotary": int(size * rotary),
+        "rotary": int(head_size * rotary_share),
     }
 
 

@@ -114,6 +114,7 @@ def with_layout(
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
+    # An offloaded Adam is DeepSpeed's, and without ZeRO nothing reads overlap_comm.
     if optimizer is not Device.none and rule_tables.OPTIMIZERS[cfg.optim.name].is_adam and cfg.optim.torch is True:
         other.optim.torch = False
     if stage == 0:
