@@ -92,7 +92,9 @@ instead."""
 
 
 def was_removed_and_off(key: str, value: object) -> bool:
-    """Whether a key or section is one of earlier versions, and was off: their runs' configs name all keys."""
+    """Whether a key of earlier versions, or all keys of a section, had the value that did nothing: the configs of their
+    runs name all keys.
+    """
     return all(name in REMOVED and REMOVED[name][0] == inner for name, inner in leaves({key: value}))
 
 

@@ -114,7 +114,7 @@ def _once_per_machine(name: str, revision: str) -> str:
     if constants.HF_HUB_OFFLINE or os.environ.get("WORLD_SIZE", "1") == "1":
         return snapshot(True)
     file = Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{name.replace('/', '--')}.toolkit"
-    launch = f"{os.getppid()} {os.environ.get('MASTER_PORT', '')} {revision}"
+    launch = f"{os.getppid()} {os.environ.get('MASTER_PORT', '')} {revision}"  # the same for all its ranks here
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as lock:
         while not try_lock(lock)[0]:

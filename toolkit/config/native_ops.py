@@ -33,49 +33,49 @@ def resolve_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.env
     """Return a config whose `optim.torch` is true or false, and the reason for that if it was auto, else ""."""
     if cfg.optim.torch != schema.AUTO:
         return cfg, ""
-    kind, is_torch = device_here(environ), False
+    accelerator, is_torch = device_here(environ), False
     if has_bf16_states(cfg):
         is_torch, reason = True, tr("its states are in bf16")
     elif cfg.optim.name not in _KINDS:
         reason = tr("{name} is neither's", name=cfg.optim.name.value)
     elif cfg.zero.offload_optimizer.device is not schema.Device.none:
         reason = tr("the optimizer is offloaded")
-    elif kind == "cpu":
+    elif accelerator == "cpu":
         is_torch, reason = True, tr("no GPU here")
-    elif kind != CUDA:
-        reason = tr("DeepSpeed's accelerator {name} brings its own", name=kind)
+    elif accelerator != CUDA:
+        reason = tr("DeepSpeed's accelerator {name} brings its own", name=accelerator)
     elif OPTIMIZERS[cfg.optim.name].is_adam:
         # 6.2 billion parameters in 50 ms of a step of 3.6 s on an H200, 82 % of the speed of a copy (torch 2.11;
         # benchmarks/2026-11-29-gpu.json).
         is_torch, reason = True, tr("DeepSpeed's is not faster")
     else:
-        op = _optimizer_op(cfg, kind)
+        op = _optimizer_op(cfg, accelerator)
         tools = [] if built_ops([op], environ) else lacking_tools([op], environ)
         reason = tr("{tools} not found here", tools=", ".join(tools)) if tools else tr("there is a GPU and a compiler")
         is_torch = bool(tools)
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, torch=is_torch)), reason
 
 
-def _optimizer_op(cfg: schema.RunConfig, kind: str) -> str:
+def _optimizer_op(cfg: schema.RunConfig, accelerator: str) -> str:
     """Return the op of DeepSpeed's optimizer on an accelerator: "fused_adam", or "cpu_adam" if it is offloaded."""
-    on_gpu = cfg.zero.offload_optimizer.device is schema.Device.none and kind != "cpu"
+    on_gpu = cfg.zero.offload_optimizer.device is schema.Device.none and accelerator != "cpu"
     return f"{'fused' if on_gpu else 'cpu'}_{_KINDS[cfg.optim.name]}"
 
 
 def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the ops that DeepSpeed uses for a recipe, by the names under which it builds them."""
     cfg, _ = resolve_optimizer(cfg, environ)
-    offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
-    kind, ops = device_here(environ), []
+    offload_devices = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
+    accelerator, ops = device_here(environ), []
     if not cfg.optim.torch and cfg.optim.name in _KINDS:
-        op = _optimizer_op(cfg, kind)
-        ops += [op] if kind == CUDA or op.startswith("cpu_") else []  # for NPUs and others they are Python
-    if schema.Device.nvme in offloads:
+        op = _optimizer_op(cfg, accelerator)
+        ops += [op] if accelerator == CUDA or op.startswith("cpu_") else []  # for NPUs and others they are Python
+    if schema.Device.nvme in offload_devices:
         ops.append("async_io")
-    if cfg.distributed.cpu_shared_memory and kind == "cpu":
+    if cfg.distributed.cpu_shared_memory and accelerator == "cpu":
         ops.append("deepspeed_shm_comm")
-    if kind == CUDA:
-        if schema.Device.nvme in offloads and cfg.zero.aio.use_gds:
+    if accelerator == CUDA:
+        if schema.Device.nvme in offload_devices and cfg.zero.aio.use_gds:
             ops.append("gds")
         if cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients:
             ops.append("quantizer")

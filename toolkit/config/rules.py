@@ -222,7 +222,7 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
         yield loaded.error(
             key, "data.sources[{number}]: weight and weights are both given: keep one of them.", number=number
         )
-    if points != sorted({at for at in points if 0 <= at <= 1}):  # a set: each point once
+    if points != sorted({at for at in points if 0 <= at <= 1}):  # not in order, twice (a set has it once), or outside
         yield loaded.error(
             key,
             "data.sources[{number}].weights: the points {points} must rise from 0, the beginning of the run, to at "

@@ -379,7 +379,8 @@ def keys_meant(path: str) -> tuple[str, ...]:
     if name in deepspeed_keys:  # the last part of a key of DeepSpeed's
         return keys_meant(deepspeed_keys[name])
     is_in_section = prefix and members(shown.rpartition(".")[0])  # of ours: then it is rather a misspelling
-    return () if not is_in_section and why_there_is_none(shown) else _nearest(prefix, shown, name)
+    is_known_elsewhere = not is_in_section and why_there_is_none(shown)
+    return () if is_known_elsewhere else _nearest(prefix, shown, name)
 
 
 def _nearest(prefix: str, shown: str, name: str) -> tuple[str, ...]:

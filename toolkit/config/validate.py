@@ -207,7 +207,7 @@ def _scalar(value: Any, kind: Any, path: str, locate: Locator) -> Any:
         return value
     node, describe = _SCALARS[kind]
     try:
-        # OmegaConf would take null for any type; and another text than auto must not become a number.
+        # OmegaConf would take null for any type; and of a key that may be auto another text is no number, not even "3".
         if value is None or isinstance(value, (dict, list)) or (kind in _OR_AUTO and isinstance(value, str)):
             raise ValidationError
         result = node(value=value)._value()  # converted: "5e-5" is 5e-05 for a FloatNode
