@@ -442,11 +442,11 @@ class Problems:
             return
         if self.count == 1:
             raise self.errors[0]
-        kinds = {type(error) for error in self.errors}  # the one error has their class if they share one
+        classes = {type(error) for error in self.errors}  # the one error has their class if they share one
         lines = [f"{number}. " + str(error).replace("\n", "\n   ") for number, error in enumerate(self.errors, start=1)]
-        kind = kinds.pop() if len(kinds) == 1 else ConfigError
+        error_class = classes.pop() if len(classes) == 1 else ConfigError
         lines += [tr("… and {count} more.", count=f"{self.more:,}")] if self.more else []
-        error = kind("\n".join([tr("{count} errors:", count=self.count), *lines]))
+        error = error_class("\n".join([tr("{count} errors:", count=self.count), *lines]))
         error.parts, error.more = tuple(self.errors), self.more
         raise error
 
@@ -576,7 +576,7 @@ def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any
     twice in an object is an error too; `nan`: NaN may be in it, as where no loss is known yet. Infinity always may be.
     """
 
-    def constant(name: str) -> float:
+    def number_of_name(name: str) -> float:  # NaN, Infinity or -Infinity
         if name == "NaN" and not nan:
             raise ValueError(tr("{value} is no number", value=name))
         return float(name)
@@ -589,7 +589,7 @@ def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any
         return dict(members)
 
     try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=dict_of_unique if once else None)
+        return json.loads(text, parse_constant=number_of_name, object_pairs_hook=dict_of_unique if once else None)
     except RecursionError as error:
         raise ValueError(reason_of(error)) from None
 

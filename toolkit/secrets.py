@@ -152,9 +152,9 @@ def _secrets() -> list[str]:
     """Return the known secrets, in each form in which they may be written, the longest first."""
     # Each message comes by here: of a large environment only the values are read whose names say so.
     values = [os.environ.get(name, "") for name in filter(_says_secret, os.environ)]
-    named = set(filter(_is_secret, values))
+    of_variables = set(filter(_is_secret, values))
     # As they are, and as JSON and Python escape them (a quote, a backslash), without the quotes around.
-    forms = {form for value in named | _learned for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+    forms = {form for value in of_variables | _learned for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
     return sorted(forms, key=len, reverse=True)
 
 

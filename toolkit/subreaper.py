@@ -50,15 +50,15 @@ def _end_all(child: "subprocess.Popen[Any]") -> None:
     """Ask all processes below this one to end, then kill those that do not within _GRACE_S, until none is left: the
     children of those that end become children of this process. `child`: the one that it has started itself.
     """
-    until, number = time.monotonic() + _GRACE_S, signal.SIGTERM
+    deadline, number = time.monotonic() + _GRACE_S, signal.SIGTERM
     signalled: set[int] = set()  # each gets SIGTERM once
     while True:
         child.poll()
         left = _below(os.getpid())
         if not left:
             return
-        if time.monotonic() > until:
-            number, signalled = signal.SIGKILL, set()
+        if time.monotonic() > deadline:
+            number, signalled = signal.SIGKILL, set()  # to all that are left, in each round
         for pid in left - signalled:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -114,6 +114,7 @@ def _tensor_groups(model: PreTrainedModel | PipelineModule, ds_config: dict[str,
 
 
 def _rejected_by_deepspeed(error: Exception) -> ConfigError:
+    """Return the error about settings that made DeepSpeed raise `error`."""
     return ConfigError("DeepSpeed rejects this configuration: {reason}", reason=str(error) or type(error).__name__)
 
 

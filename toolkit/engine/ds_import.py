@@ -289,9 +289,9 @@ def _apply_deepspeed_defaults(ds: DsImport) -> None:
     """Set keys that the file omits to DeepSpeed's defaults, unless the recipe sets them; note which, and what of the
     recipe stays in effect.
     """
-    plain, stage = schema.RunConfig(), ds.values.get("zero_optimization.stage", 0)
+    default_config, stage = schema.RunConfig(), ds.values.get("zero_optimization.stage", 0)
     defaults = {
-        key: ds_config.read_key(plain, ours)
+        key: ds_config.read_key(default_config, ours)
         for key, ours in ds_config.SAME.items()
         if ours.startswith(("zero.", "precision."))
     }

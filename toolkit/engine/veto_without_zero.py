@@ -42,6 +42,7 @@ def ask_before_step(veto: UpdateVeto) -> None:
 
 
 def _norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm of all gradients together, 0 of none."""
     # In fp32, as the squares of ordinary fp16 gradients would overflow.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.stack(norms).norm() if norms else torch.zeros((), device=device)
