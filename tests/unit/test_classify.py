@@ -147,6 +147,14 @@ def test_a_classifier_keeps_its_head_and_the_order_of_its_labels() -> None:
         with_head(model, Head(("d", "c"), 0), seed=4)
 
 
+def test_models_whose_classifier_has_another_head_are_rejected() -> None:
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.BertConfig(is_decoder=True, num_attention_heads=2, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match="transformers has no sequence classifier of BertLMHeadModel"):
+        with_head(model, Head(("a", "b"), 0), seed=3)
+
+
 def test_what_follows_from_the_task() -> None:
     cfg = load(["recipe=qwen3_classify_lora", "classify.labels=[a,b,c]"]).cfg
     assert {one.format for one in cfg.data.sources} == {RowFormat.classify} and END

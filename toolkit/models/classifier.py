@@ -71,7 +71,7 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
         with no_init_weights(), torch.device("meta"):
             scorer = scorer_class(config)
     takes_layers = scorer_class is not None and scorer.base_model_prefix == model.base_model_prefix
-    if not takes_layers or type(scorer.score) is not nn.Linear:
+    if not takes_layers or type(getattr(scorer, "score", None)) is not nn.Linear:
         raise ModelError(
             "transformers has no sequence classifier of {architecture} that reads its last token, so there is nothing "
             "to train a score in. Possible are Llama, Qwen2, Qwen3, Mistral, ChatGLM2 and later, GLM-4 and others.",
