@@ -71,8 +71,11 @@ def read_questions(source: schema.SourceConfig, allow_code: bool = False) -> Ite
     """Yield a question for every row of a source; DataError if a row's `check` is wrong or not allowed."""
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
-    files = [readers.DataFile(path, 0, source.format, dict(source.columns)) for path in data_paths.files_of(source)]
-    for _, file, block in readers.read_blocks(files):
+    data_files = [
+        readers.DataFile(path, source=0, row_format=source.format, columns=dict(source.columns))
+        for path in data_paths.files_of(source)
+    ]
+    for _, file, block in readers.read_blocks(data_files):
         if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         reader = formats.RowReader(file.row_format, file.columns, answered=False)
@@ -97,15 +100,18 @@ def _question_of_row(row: Any, where: str, reader: formats.RowReader, allow_code
 
 
 def _question_of(conversation: formats.Conversation, where: str) -> RowQuestion:
-    """Return a conversation as a question: its messages up to the assistant's last one, which becomes the reference."""
-    messages: list[Message] = [
+    """Return a conversation as a question. If its last message is the assistant's, that becomes the reference, not
+    a part of the question. RowError if nothing is asked.
+    """
+    messages: list[Message] = [  # without the key that is for training alone
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
     reference = None
     if messages[-1]["role"] == "assistant":
         last = messages.pop()
-        calls = last.get("tool_calls")
-        reference = json.dumps(calls, ensure_ascii=False) if calls and not last["content"] else str(last["content"])
+        calls, text = last.get("tool_calls"), last["content"]
+        # Of an answer without text, which calls tools alone, the calls are the reference.
+        reference = json.dumps(calls, ensure_ascii=False) if calls and not text else str(text)
     if all(message["role"] == "system" for message in messages):
         raise RowError(tr("nothing is asked before the answer. Correct or remove the row"))
     return RowQuestion(where=where, messages=messages, tools=conversation.tools, reference=reference)
@@ -134,11 +140,11 @@ class AnswerFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the file. After an error say how to resume, or remove the file if it is empty."""
         with self.file:
-            if kind is None or not self.part.exists():
+            if error_type is None or not self.part.exists():
                 return
             if self.part.stat().st_size:
                 say("The answers so far are in {file}; the same command resumes.", file=self.part)
@@ -169,8 +175,8 @@ class AnswerFile:
                 self.record.unlink()
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
-        """Lock the file, cut it after the last complete window, and return its number of lines; ConfigError if another
-        process writes it, or it was started with other settings.
+        """Lock the file, record the settings of a new one, cut an old one after its last complete window, and return
+        its number of lines; ConfigError if another process writes it, or it was started with other settings.
         """
         if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
@@ -228,10 +234,10 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
     # The numbers of shards in names of `shard_of`, such as OUTPUT.1-of-4.
     shard_name = re.compile(rf"{re.escape(output.name)}\.\d+-of-(\d+)")
     matches = [shard_name.fullmatch(path.name) for path in output.parent.glob("*-of-*")]
-    counts = {int(match[1]) for match in matches if match}
-    if output.exists() or not counts:
+    shard_counts = {int(match[1]) for match in matches if match}
+    if output.exists() or not shard_counts:  # `AnswerFile` will refuse an output that exists
         return False
-    shards = min(counts)
+    shards = min(shard_counts)  # the smallest, if shards of several calls are there
     files = [shard_of(output, number + 1, shards) for number in range(shards)]
     for number, path in enumerate(files, start=1):
         if not path.exists():
@@ -280,7 +286,7 @@ class LocalModel:
     def answer(
         self, prompts: Mapping[int, Sequence[int]], sampling: Sampling, at_once: int
     ) -> dict[int, dict[str, Any]]:
-        """See `Answering`; each batch adds its place to the seed."""
+        """Return answers as `Answering` says; a batch begins at a number of prompts, which is added to its seed."""
         answered = {}
         # The longest first, so that a lack of memory shows at once.
         order = sorted(prompts, key=lambda index: -len(prompts[index]))
@@ -305,9 +311,9 @@ def answer_rows(
     done: int,
     shard: tuple[int, int] = (1, 1),
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a window of `batch_size * BATCHES_IN_WINDOW` questions at a time, after asking the model; of
-    `shard` i/n every n-th window, from the i-th on, whose answers are those that one process gives.
-    Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
+    """Ask the model, and yield the rows of a window of `batch_size * BATCHES_IN_WINDOW` questions at a time; of `shard`
+    i/n every n-th window, from the i-th on. One process that has all windows gives the same answers.
+    Each row has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
     length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Windows have their own
     seeds: skipping the first `done` questions changes no answer.
     """
@@ -319,8 +325,8 @@ def answer_rows(
         if not window:
             return
         is_of_shard = number % shards == shard_number - 1
-        is_done = number // shards < done // window_size  # windows of this shard: before this one, and done
-        if is_of_shard and not is_done:
+        windows_before = number // shards  # of this shard
+        if is_of_shard and windows_before >= done // window_size:
             seeded = replace(sampling, seed=sampling.seed + number * window_size)
             yield _answer_window(window, model, seeded, batch_size, system)
 
@@ -338,7 +344,7 @@ def _answer_window(
             results[index]["error"] = str(error)
     for index, answer in model.answer(prompts, sampling, batch_size).items():
         results[index] |= answer if "error" in answer else {"prompt_tokens": len(prompts[index]), **answer}
-    if rank() == 0:
+    if rank() == 0:  # the only one that writes them
         _add_verdicts(window, results)
     return results
 

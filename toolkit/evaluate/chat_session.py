@@ -122,7 +122,9 @@ class ChatSession:
         return command != "/exit"
 
     def _answer(self, question: str) -> None:
-        """Generate an answer, print it as it is generated, and add question and answer to the conversation."""
+        """Generate an answer, print it as it is generated, and add question and answer to the conversation. In a
+        terminal Ctrl-C ends the answer, and what was printed of it is added.
+        """
         stream = AnswerStream(self.encoder, _print)
         try:
             answer = self.ask(question, stream)
@@ -188,13 +190,14 @@ class AnswerStream(BaseStreamer):
             return
         self.ids += [token for token in value.flatten().tolist() if token not in self.encoder.stop_ids]
         # An incomplete character is decoded as U+FFFD.
-        self._print(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
+        self._write_new(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
 
     def end(self) -> None:
         """Print the rest of the text at the end of generation."""
-        self._print(decode_answer(self.encoder, self.ids))
+        self._write_new(decode_answer(self.encoder, self.ids))
 
-    def _print(self, text: str) -> None:
+    def _write_new(self, text: str) -> None:
+        """Write what a text has beyond the part of it that has been written."""
         if len(text) > len(self.text):
             self.write(text[len(self.text) :])
             self.text = text

@@ -82,21 +82,25 @@ def code_of(answer: str) -> str:
 
 
 def _exact(expected: str | list[str], answer: str) -> str:
+    """Return why an answer is none of the expected texts, "" if it is one."""
     texts = [expected] if isinstance(expected, str) else expected
     return "" if answer.strip() in [text.strip() for text in texts] else tr("another text")
 
 
 def _contains(expected: str | list[str], answer: str) -> str:
-    missing = [text for text in ([expected] if isinstance(expected, str) else expected) if text not in answer]
+    """Return which of the expected texts an answer lacks, "" if it has all."""
+    texts = [expected] if isinstance(expected, str) else expected
+    missing = [text for text in texts if text not in answer]
     return tr("without {texts}", texts=shortened(json.dumps(missing, ensure_ascii=False), 200)) if missing else ""
 
 
 def _regex(expected: str, answer: str) -> str:
+    """Return why the pattern `expected` matches nowhere in an answer, "" if it does."""
     return "" if re.search(expected, answer) else tr("no match")
 
 
 def _json_schema(expected: Any, answer: str) -> str:
-    """Validate an answer, or its code block, as JSON."""
+    """Return why an answer, or the code block in it, is no JSON of the schema `expected`; "" if it is."""
     try:
         value = parsed_json(code_of(answer.strip()))
     except ValueError:
@@ -123,6 +127,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _python(expected: str, answer: str) -> str:
+    """Return why a program fails, "" if it does not: the code in an answer, and after it that of the check."""
     from toolkit.evaluate import code_run
 
     return code_run.why_failed(f"{code_of(answer)}\n\n{expected}\n")

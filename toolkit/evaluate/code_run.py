@@ -33,7 +33,7 @@ def why_failed(program: str, seconds: float = TIME_LIMIT_S) -> str:
         (folder / "answer.py").write_text(program, encoding="utf-8", errors="backslashreplace")
         with (folder / "output").open("wb+") as output:
             process = children.start_tree(
-                [sys.executable, "-I", "-S", __file__, "answer.py"],
+                [sys.executable, "-I", "-S", __file__, "answer.py"],  # this file sets limits, then runs that one
                 cwd=folder,
                 env={"PATH": os.defpath, "HOME": name, "TMPDIR": name, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -76,7 +76,7 @@ def _leave_network() -> bool:
 def _limit(seconds: float) -> None:
     """Limit this process and what it becomes: `seconds` of processor time, memory, sizes and numbers of files."""
     limits = {
-        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_CPU: int(seconds) + 1,  # a whole number, and not less than `seconds`
         resource.RLIMIT_AS: _MEMORY_BYTES,
         resource.RLIMIT_FSIZE: _FILE_BYTES,
         resource.RLIMIT_NOFILE: 64,

@@ -156,32 +156,33 @@ class CompletionClient:
         """Return a choice (of a response's `choices`) up to its end token: with the server's `token_ids`, else those of
         its text. ValueError if the answer cannot be used.
         """
-        tokenizer, most = self.encoder.tokenizer, self.config.max_new_tokens
+        tokenizer, max_tokens = self.encoder.tokenizer, self.config.max_new_tokens
         text, ids_of_server = choice["text"], choice.get("token_ids")
-        if not text.encode().strip() and not self.keeps_empty:  # a lone surrogate has no UTF-8
+        if not text.encode().strip() and not self.keeps_empty:  # `encode` raises ValueError for a lone surrogate
             raise ValueError(tr("it is empty"))
         ids = ids_of_server
         if ids is None:
             ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-        elif not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids) or len(ids) > most:
+        elif not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids) or len(ids) > max_tokens:
             raise ValueError(tr("its token ids are not the student's"))
-        if len(ids) > 3 * most:  # a text may be divided into more tokens: a byte that is no UTF-8 becomes three
+        # A text may become more tokens than it came from: a byte that is no UTF-8 becomes U+FFFD, which is three.
+        if len(ids) > 3 * max_tokens:
             raise ValueError(tr("it has {count} tokens", count=len(ids)))
         end = next((index for index, token in enumerate(ids) if token in self.encoder.stop_ids), len(ids))
-        stop = ids[end : end + 1]
-        if choice["finish_reason"] == "stop" and not stop:  # a server leaves the end token out of the text
-            stop = [self.encoder.stop_ids[0]]
-        is_text = ids_of_server is None and end == len(ids)
-        answer = text.strip() if is_text else decode_answer(self.encoder, ids[:end])
-        return Completion((ids[:end] + stop)[:most], answer, is_cut=not stop)
+        end_token = ids[end : end + 1]  # [] without one
+        if choice["finish_reason"] == "stop" and not end_token:  # a server leaves the end token out of the text
+            end_token = [self.encoder.stop_ids[0]]
+        is_text_alone = ids_of_server is None and end == len(ids)  # no ids to decode, and no end token to leave out
+        answer = text.strip() if is_text_alone else decode_answer(self.encoder, ids[:end])
+        return Completion((ids[:end] + end_token)[:max_tokens], answer, is_cut=not end_token)
 
 
 def as_text(prompt: Sequence[int], encoder: chat.AnyChatEncoder) -> str:
-    """Return the text that the tokenizer turns into `prompt`, adding up to two tokens in front, such as BOS, or GLM's
-    [gMASK]<sop>, which the text then must not have; ValueError if there is none.
+    """Return the text that the tokenizer turns into `prompt`, without the tokens (two at most) that it puts in front by
+    itself, such as BOS, or GLM's [gMASK]<sop>; ValueError if there is none.
     """
-    for begin in (0, 1, 2):
-        text = str(encoder.tokenizer.decode(list(prompt[begin:]), skip_special_tokens=False))
+    for num_added in (0, 1, 2):
+        text = str(encoder.tokenizer.decode(list(prompt[num_added:]), skip_special_tokens=False))
         if list(encoder.tokenizer(text)["input_ids"]) == list(prompt):
             return text
     raise ValueError(tr("the server takes text, and the prompt's tokens are not those of its text"))

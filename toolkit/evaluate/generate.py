@@ -59,7 +59,8 @@ def generate(
     pad = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    if first := record_of(model).first_position:  # transformers (5.23) would count from 0, as its forward does not
+    # `generate` of transformers (5.23) counts positions from 0 also for a model that counts them from another number.
+    if first := record_of(model).first_position:
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:  # with greedy decoding transformers would warn of these

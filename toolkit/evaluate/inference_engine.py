@@ -23,8 +23,7 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
     import deepspeed
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    kind = model.config.model_type
-    if kind not in FAMILIES:
+    if model.config.model_type not in FAMILIES:
         raise ModelError(
             "engine = deepspeed: DeepSpeed's inference engine is not known to split a {kind} rightly; known are "
             "{known}. Leave engine out.",

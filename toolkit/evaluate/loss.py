@@ -90,7 +90,7 @@ def ngram_baselines(
     code = before * vocab_size + token
     index = np.minimum(np.searchsorted(bigrams, code), len(bigrams) - 1)  # where the pair is, if it was seen
     count = np.where(bigrams[index] == code, bigram_counts[index], 0)
-    total = np.maximum(seen[before] + followers[before], 1)
+    total = np.maximum(seen[before] + followers[before], 1)  # no division by 0 where h was never seen
     unseen_weight = np.where(seen[before] > 0, followers[before] / total, 1.0)
     bigram_probability = count / total + unseen_weight * probability[token]
     return float(-np.log(probability[token]).mean()), float(-np.log(bigram_probability).mean())
@@ -123,7 +123,7 @@ def describe_evaluation(row: Mapping[str, float]) -> list[str]:
             )
         ]
     if SAMPLES in row:
-        others = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
+        custom_figures = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
         return [
             tr(
                 "step {step}  validation loss {loss} over {count} samples",
@@ -131,7 +131,7 @@ def describe_evaluation(row: Mapping[str, float]) -> list[str]:
                 loss=f"{row[EVAL_LOSS]:.4f}",
                 count=f"{int(row[SAMPLES]):,}",
             )
-            + "".join(f"  {name.removeprefix('eval_')} {value:.4f}" for name, value in others.items())
+            + "".join(f"  {name.removeprefix('eval_')} {value:.4f}" for name, value in custom_figures.items())
         ]
     lines = [
         tr(

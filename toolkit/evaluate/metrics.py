@@ -57,7 +57,7 @@ def _sacrebleu_scores(metric: Metric, answers: Sequence[str], references: Sequen
 def _mean_score(
     score_of: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str], tokenize: str
 ) -> Scores:
-    """Return the mean of a score over all answers, and the score of each against its reference."""
+    """Return the mean of a score over all answers, and each one's score against its reference, without `tokenize`."""
     each = [score_of(answer, reference) for answer, reference in zip(answers, references, strict=True)]
     return Scores(sum(each) / len(each), each)
 
@@ -76,6 +76,7 @@ def _rouge_l(answer: str, reference: str) -> float:
 
 
 def _f1(common: int, in_answer: int, in_reference: int) -> float:
+    """Return F1 in percent, 100 * 2 * common / (in_answer + in_reference), from numbers of units such as n-grams."""
     return 200 * common / (in_answer + in_reference) if common else 0.0
 
 
@@ -93,7 +94,9 @@ def _common_subsequence(left: str, right: str) -> int:
 
 
 def _distinct(n: int, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
-    """Different n-grams among all n-grams of the answers, over the same words as BLEU. Li et al. 2016, section 5."""
+    """Return the percentage of different n-grams among all of the answers, of the same words as BLEU's: distinct-n of
+    Li et al. 2016, section 5. It needs no references.
+    """
     from sacrebleu.metrics import BLEU
 
     words = BLEU(tokenize=tokenize).tokenizer
@@ -117,7 +120,9 @@ def _chatglm_bleu_4(answer: str, reference: str) -> float:
 
 
 def _chatglm_rouge(name: str, answer: str, reference: str) -> float:
-    """ROUGE as ibid.: rouge-chinese over jieba's words, rounded; an empty text, at which that fails, scores 0."""
+    """ROUGE as ChatGLM-6B's ptuning/main.py has it: rouge-chinese over jieba's words, rounded. An empty text, for which
+    rouge-chinese fails, scores 0. `name`: such as rouge-1.
+    """
     jieba, rouge = _chatglm_libraries()
     words = [" ".join(jieba.cut(text)) for text in (answer, reference)]
     if not all(text.split() for text in words):
@@ -180,7 +185,7 @@ def score_answers(
     for index, question in enumerate(asked):
         by_source[question.source].append(index)
     compared_sources = sorted(by_source.items()) if len(by_source) > 1 else []
-    each = {}
+    scores_by_metric = {}
     for metric in metrics:
         name = metric.value
         try:
@@ -195,7 +200,7 @@ def score_answers(
             results.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         results.values |= figures
-        each[name] = scores.each
+        scores_by_metric[name] = scores.each
         if scores.signature:
             results.signatures[name] = scores.signature
     results.rows = [
@@ -206,7 +211,7 @@ def score_answers(
             "output": hide(text),
             "reference": hide(reference),
             "output_tokens": count,
-            **{name: scores[index] for name, scores in each.items()},
+            **{name: scores[index] for name, scores in scores_by_metric.items()},
         }
         for index, (question, text, reference, count) in enumerate(zip(asked, texts, references, tokens, strict=True))
     ]

@@ -32,7 +32,9 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: chat.AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Return at most `max_samples` questions (0: all), evenly from a split, and how many samples have no prompt."""
+    """Return the questions of at most `max_samples` samples (0: all), evenly from a split, and how many of these have
+    no prompt, and so give no question.
+    """
     count = min(max_samples or len(store), len(store))
     sources = store.sources()
     questions = []

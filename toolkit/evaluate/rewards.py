@@ -166,6 +166,7 @@ def best_answers(rows: Sequence[Row], least: float) -> tuple[list[Row], dict[str
 
 
 def _by_prompt(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each prompt, by file:line of the prompt."""
     prompts: dict[str, list[Row]] = {}
     for row in rows:
         prompts.setdefault(row["where"], []).append(row)
@@ -173,7 +174,7 @@ def _by_prompt(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _figures(prompts: Mapping[str, list[Row]], learned: int) -> dict[str, Any]:
-    """Return figures of all answers, of which `learned` prompts give something to learn; the others are ties."""
+    """Return figures of all answers; of `learned` prompts a pair or an answer was taken, and the others are ties."""
     rewards = [[row["reward"] for row in samples] for samples in prompts.values()]
     return {
         "prompts": len(prompts),
@@ -204,6 +205,7 @@ def scoring_command(reward: Reward, samples: Path, output: Path) -> list[str]:
 
 
 def _main(spec: Mapping[str, Any]) -> int:
+    """Score a file as `scoring_command` describes it."""
     write_lines(Path(spec["output"]), with_rewards(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
     return 0
 

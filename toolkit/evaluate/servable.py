@@ -27,7 +27,7 @@ def resolve_servable(path: Path, adapter: Path | None = None, *, chats: bool = T
             folder=folder,
         )
     config = read_config(str(folder))
-    architecture = architecture_of(config)
+    architecture = architecture_of(config)  # None: not of an official ChatGLM directory
     if architecture is Architecture.v1:
         raise ModelError(
             "{folder} holds a ChatGLM-6B, which neither transformers' server nor vLLM knows. What works: `toolkit "

@@ -98,11 +98,12 @@ class ServedModel:
             usable = {key: reply for key, reply in received.items() if not (self._down and isinstance(reply, str))}
             answers |= usable
             if self._down:
-                failures = 1 if usable else failures + 1
+                failures = 1 if usable else failures + 1  # what has answered was up in between
                 self._revive(failures)
         return {key: self._row(answer) for key, answer in answers.items()}
 
     def _row(self, answer: completions.Completion | str) -> dict[str, Any]:
+        """Return what `answer_rows` adds to a row for an answer, or for a reason why there is none."""
         if isinstance(answer, str):
             return {"error": answer}
         tokens = len(until_stop(answer.ids, set(self.encoder.stop_ids)))
@@ -134,7 +135,7 @@ class ServedModel:
         fields = {"top_k": sampling.top_k} if sampling.top_k else {}
         protocol = completions.try_protocols(config, self.encoder, "served_name", fields)
         if isinstance(protocol, str):
-            raise self._dead(protocol)
+            raise self._error(protocol)
         say("The answers come from {url}, model {name}.", url=config.url, name=protocol.model)
         return completions.CompletionClient(config, self.encoder, protocol, fields, keeps_empty=True)
 
@@ -147,10 +148,10 @@ class ServedModel:
         try:
             self._running.enter_context(running_server(command, address, "/v1/models", self.choice.log))
         except NotStarted as error:
-            raise self._dead(str(error)) from error
+            raise self._error(str(error)) from error
         return f"{address}/v1"
 
-    def _dead(self, reason: str) -> LaunchError:
+    def _error(self, reason: str) -> LaunchError:
         """Return the error about a server that gives no answers."""
         return LaunchError(
             "the server gives no answers: {reason}. See {where}. The same command resumes.",
@@ -163,7 +164,7 @@ class ServedModel:
         failures in a row.
         """
         if failures >= TRIES:
-            raise self._dead(self._down)
+            raise self._error(self._down)
         warn("the server is down: {reason}. What it has not answered is asked again.", reason=self._down)
         self._down = ""
         if not self.choice.url:

@@ -68,7 +68,7 @@ def server_program(backend: str) -> tuple[str, list[str]]:
     """Return a server's name (`auto` chooses) and its command without options; ConfigError if not installed."""
     name = "vllm" if backend == "auto" else backend
     program = find_program(name)
-    if program and backend != "transformers":
+    if program and backend != "transformers":  # whose own program serves without the limits of this module
         return name, [program]
     if backend in ("vllm", "sglang"):
         raise ConfigError(
@@ -86,7 +86,7 @@ def server_program(backend: str) -> tuple[str, list[str]]:
 
 
 def check_adapter(adapter: Path, backend: str) -> None:
-    """ConfigError if a server does not apply an adapter, or not all of it."""
+    """Raise ConfigError if a server does not apply an adapter, or not all of it."""
     file = adapter / "adapter_config.json"
     config: dict[str, Any] = read_object(file) if file.is_file() else {}
     if config.get("peft_type") != "LORA":
@@ -113,7 +113,7 @@ def adapter_options(adapter: Path, base: Path, name: str, backend: str) -> list[
     it adds to one of the two matrices of experts alone.
     """
     config = read_object(adapter / "adapter_config.json")
-    needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
+    needed = max([config.get("r", 0), *config.get("rank_pattern", {}).values()])
     rank = next((allowed for allowed in _RANKS if allowed >= needed), needed)
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
     template = adapter.resolve() / "chat_template.jinja"
@@ -161,7 +161,8 @@ class BoundedApp:
             return await _send_error(
                 send, 413, tr("the request is larger than {limit} MiB.", limit=MAX_REQUEST_BYTES >> 20)
             )
-        if body.lstrip()[:1] not in (b"", b"{"):  # FastAPI would repeat the body in its answer, and fail if it is NaN
+        # FastAPI would repeat another body in its answer, and fail if it is NaN; that of a GET is empty.
+        if body.lstrip()[:1] not in (b"", b"{"):
             return await _send_error(send, 400, tr("the request must be a JSON object."))
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -214,19 +215,20 @@ def _error_message(body: bytes) -> str:
 
 
 async def _send_error(send: Send, status: int, sentence: str) -> None:
+    """Send an error in the form of OpenAI's."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    kind = "invalid_request_error" if status < _FIRST_OF_SERVER else "server_error"
-    error = {"message": sentence, "type": kind, "param": None, "code": status}
+    error_type = "invalid_request_error" if status < _FIRST_OF_SERVER else "server_error"
+    error = {"message": sentence, "type": error_type, "param": None, "code": status}
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
 def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
     """Return what is wrong with a request, else "". `reserved`: names not allowed in `chat_template_kwargs`."""
-    for name, (kind, least, greatest) in _RANGES.items():
+    for name, (number_type, least, greatest) in _RANGES.items():
         value = body.get(name)
-        is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)  # JSON may write 1.0 as 1
-        if value is not None and not (is_kind and least <= value <= greatest):
+        is_number = isinstance(value, (int, number_type)) and not isinstance(value, bool)  # JSON may write 1.0 as 1
+        if value is not None and not (is_number and least <= value <= greatest):
             return tr(
                 "{name} = {value} must be a number from {least} to {greatest}.",
                 name=name,
@@ -246,14 +248,18 @@ def request_problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
             length=_LONGEST_STOP,
         )
     options = body.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or (forbidden := sorted(reserved.intersection(options))):
-        name = forbidden[0] if isinstance(options, dict) else type(options).__name__
-        return tr("chat_template_kwargs must be an object of the template's own names, without {name}.", name=name)
+    forbidden = sorted(reserved.intersection(options)) if isinstance(options, dict) else [type(options).__name__]
+    if forbidden:
+        return tr(
+            "chat_template_kwargs must be an object of the template's own names, without {name}.", name=forbidden[0]
+        )
     return _messages_problem(body.get("messages"))
 
 
 def _messages_problem(messages: Any) -> str:
-    """Return which message has no content, which templates drop, or ""; an assistant's may have calls alone."""
+    """Return which message is no object with a role, or has no content, so that templates would drop it; "" if none is.
+    An assistant's message may have calls of tools instead.
+    """
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return tr("messages[{number}] must be an object with role and content.", number=number)
@@ -375,7 +381,8 @@ def _sanitize_messages() -> None:
     apply = PreTrainedTokenizerBase.apply_chat_template
 
     def with_text(self: Any, conversation: Any, **options: Any) -> Any:
-        if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):  # else it is rejected
+        # In other calls transformers rejects the option.
+        if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):
             if self.chat_control_tokens is None:
                 self.chat_control_tokens = []
                 with suppress(ModelError):  # it has no usable template
