@@ -109,7 +109,7 @@ def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
     """Return what was trained (adapter, part of a model) in a verified checkpoint; `base` "" finds the base model."""
     described = checkpoint / MODEL_DIR
     recorded_base = base_model.read_base(described)
-    assert recorded_base is not None
+    assert recorded_base is not None  # what is not a full model names its base
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
     values = dict(fragment_reader.iter_weights(checkpoint))
     if settings:  # an adapter: as in its file, where PiSSA and OLoRA are plain LoRA
@@ -251,11 +251,12 @@ def _write_merged(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the base with an adapter merged into its weights to `folder`.
+    """Write a whole model to `folder`: the base with an adapter merged into its weights, or with some of them trained.
 
     Args:
-        source: the checkpoint or export that holds the adapter, with its probe.
-        part: the adapter.
+        source: the checkpoint or export that holds the trained part, with its probe.
+        part: the adapter, or the weights that were trained.
+        options: layout and size of the files.
         files: the other files of the export, by name.
         dtype: of the weights; None takes that of the checkpoint's config.json.
     """
@@ -273,6 +274,7 @@ def _write_merged(
             )
         if keys:
             say("The merged model has weights that its base lacks: config.json says {keys}.", keys=keys)
+        # A whole model has no base.
         files = {name: files[name] for name in files if name not in (BASE_FILE, adapters.CONFIG)}
         files["config.json"] = assemble.with_config_keys(files["config.json"], plan.config, options.dtype)
         if extra_tensors.FILE in files:

@@ -21,16 +21,16 @@ _MOST_BYTES = 1 << 30
 
 
 def as_tensors_of(base: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the `files` that describe a model with such tensors, which are in the directory `base` now."""
+    """Return the `files` that describe a model with extra tensors, with `base` as the directory that has these now."""
     record = json.loads(files[FILE]) | {"folder": str(base.absolute())}
     return {**files, FILE: json.dumps(record).encode()}
 
 
 def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict[str, bytes]:
-    """Copy the tensors next to a model's weights in `folder`, and read them back; return the files that describe the
-    model, without the record and, where the tensors are not to be had, with a config.json that counts no such layers.
+    """Copy the extra tensors that `files` record next to a model's weights in `folder`, and read them back. Return the
+    files without the record, and where the tensors are gone with a config.json that counts no layers made of them.
     """
-    record, others = json.loads(files[FILE]), {name: files[name] for name in files if name != FILE}
+    record, other_files = json.loads(files[FILE]), {name: files[name] for name in files if name != FILE}
     try:
         source = weights.files_of(Path(record["folder"]))
     except (ModelError, OSError):
@@ -42,12 +42,12 @@ def write(files: Mapping[str, bytes], folder: Path, max_shard_size: str) -> dict
             count=len(record["tensors"]),
             folder=record["folder"],
         )
-        config = json.loads(others["config.json"])
+        config = json.loads(other_files["config.json"])
         for section in directory.sections_of(config):
             section.update(dict.fromkeys(predicting_keys(section), 0))
-        return others | {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+        return other_files | {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     _add_weights(source, list(record["tensors"]), folder, min(_MOST_BYTES, convert_file_size_to_int(max_shard_size)))
-    return others
+    return other_files
 
 
 def _add_weights(source: weights.WeightFiles, names: Sequence[str], folder: Path, most: int) -> None:

@@ -77,14 +77,14 @@ def describe_any(path: str, *, adapter: str = "", family: str = "auto", chat_tem
     """
     folder, adapter_folder = _model_and_adapter(path, adapter)
     encoder = _load_encoder(folder, adapter_folder, family, chat_template)
-    if is_checkpoint := _is_checkpoint(folder):  # whose manifest vouches for its weights
-        folder /= save.MODEL_DIR
+    is_checkpoint = _is_checkpoint(folder)
+    described = folder / save.MODEL_DIR if is_checkpoint else folder
     try:
-        model = load.load_empty(folder, compared=not is_checkpoint)
+        model = load.load_empty(described, compared=not is_checkpoint)  # a manifest vouches for a checkpoint's weights
     except NotStreamable:  # transformers reads these files as a whole
-        model = load.load_empty(folder)
+        model = load.load_empty(described)
     trainable.check_vocabulary(model, encoder.tokenizer)
-    trainable.check_generates_text(model, folder)
+    trainable.check_generates_text(model, described)
     return LoadedModel(model, encoder)
 
 
@@ -97,8 +97,8 @@ def _load_encoder(folder: Path, adapter: str, family: str, chat_template: str) -
     tokenizer. `adapter`: as `_model_and_adapter` returns it; other arguments: `load_any`.
     """
     if adapter:
-        own_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
-        source = Path(adapter) if own_tokenizer else folder
+        has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
+        source = Path(adapter) if has_tokenizer else folder
     else:
         source = folder / save.MODEL_DIR if _is_checkpoint(folder) else folder
     return tokenizer_files.load_chat_encoder(source, family=family, chat_template=chat_template)

@@ -232,11 +232,11 @@ def _changes_by_parameter(empty_model: PreTrainedModel) -> dict[str, list[Change
 
 def _lora_changes(layer: LoraLayer, names: Mapping[str, str]) -> list[tuple[str, Change]]:
     """Return (parameter of the base layer, e.g. "weight"; its change) for what a LoRA layer adds; see `_add_lora`."""
-    # Without the layer below: of experts in one tensor each parameter has a layer around the layer of the one before.
-    own = {key: name for key, name in names.items() if not key.startswith("base_layer.")}
-    changes: list[tuple[str, Change]] = [(parameter_of(layer), partial(_add_lora, layer, own))]
+    # Layers that adapt several parameters of a module stand around each other: without those of the layer inside.
+    names_of_layer = {key: name for key, name in names.items() if not key.startswith("base_layer.")}
+    changes: list[tuple[str, Change]] = [(parameter_of(layer), partial(_add_lora, layer, names_of_layer))]
     if layer.lora_bias.get(lora.ADAPTER):
-        bias = own[f"lora_B.{lora.ADAPTER}.bias"]
+        bias = names_of_layer[f"lora_B.{lora.ADAPTER}.bias"]
         changes.append(("bias", partial(_add_bias, bias, layer.scaling[lora.ADAPTER])))
     return changes
 
@@ -301,7 +301,7 @@ class _MergeDiffersError(Exception):
 
 def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
     """Return random inputs (token ids, or features [rows, in]) to compare a layer's outputs before and after merging;
-    None for experts in one tensor, whose weight peft changes in training, too. Sets the bias of `base` to 0.
+    None for experts in one tensor, which peft adapts by changing the weight itself. Sets the bias of `base` to 0.
     """
     if hasattr(layer, "parameter_name"):  # experts in one tensor (peft 0.21, tuners/lora/layer.py)
         return None
@@ -422,7 +422,7 @@ def _merged(
 def _with_room_for_head(
     values: Iterator[tuple[str, torch.Tensor]], wanted: weights.Shapes
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of a base's values that a classifier on top of it has too, and zeros for its head's weight."""
+    """Yield those of a base's values that a classifier with the parameters `wanted` has too, and zeros for its head."""
     for name, value in values:
         if name in wanted and name != SCORE:
             yield name, value

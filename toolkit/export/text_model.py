@@ -19,9 +19,9 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     Raises:
         ModelError: transformers has no class for the text model, or it would need other tensors.
     """
-    text = deepcopy(model.config.get_text_config())
-    causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    is_multimodal = text.model_type != model.config.model_type
+    text_config = deepcopy(model.config.get_text_config())
+    causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    is_multimodal = text_config.model_type != model.config.model_type
     if not is_multimodal or causal_lm_class is None:
         raise ModelError(
             "text_only=true: {folder} holds a {architecture}, out of which transformers makes no text model. Leave it "
@@ -30,9 +30,9 @@ def text_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             architecture=type(model).__name__,
         )
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    text.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
-    text.dtype = model.dtype
-    standalone = weights.build_empty(lambda: causal_lm_class(text), None)
+    text_config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
+    text_config.dtype = model.dtype
+    standalone = weights.build_empty(lambda: causal_lm_class(text_config), None)
     if isinstance(decoder, causal_lm_class):  # Llama 4 holds its text model with the output layer
         state = decoder.state_dict()
     else:

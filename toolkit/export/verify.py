@@ -103,7 +103,7 @@ def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Pr
     `model` has computed them: with weights in memory (`folder` None), or streamed from its `folder`.
     """
     difference = probe.difference_of(captured, saved)
-    tolerance, wrong = _difference_bounds(model, folder, captured, saved, difference)
+    tolerance, wrong_from = _difference_bounds(model, folder, captured, saved, difference)
     if difference <= tolerance:
         return tr(
             "forward: the logits are those of the save (difference {difference} of their spread, tolerance "
@@ -112,7 +112,7 @@ def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Pr
             tolerance=f"{tolerance:.2g}",
         )
     shown = {"difference": f"{difference:.2g}", "tolerance": f"{tolerance:.2g}"}
-    if difference <= wrong:
+    if difference <= wrong_from:
         raise ProofDiffers(
             "the logits differ from those of the save by {difference} of their spread (tolerance {tolerance})", **shown
         )
@@ -128,22 +128,23 @@ def _difference_bounds(
     """Return up to which difference logits count as equal, and from which on the weights as wrong (see `probe.WRONG`):
     the usual bounds, or those measured by running the model once more in another precision.
     """
-    kind = probe.coarser_precision(captured, saved)  # such as float16 or tf32
-    usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
+    coarser = probe.coarser_precision(captured, saved)  # such as float16 or tf32
+    usual = probe.TOLERANCES.get(coarser, 0.0), probe.WRONG.get(coarser, 0.0)
     # Of a directory in half precision or TF32 the measured bounds are often narrower than the usual ones. Other models
     # are measured if their difference is beyond the usual one, as with very sharp attention.
-    is_always_measured = folder is not None and kind != "float32"
+    is_always_measured = folder is not None and coarser != "float32"
     if not difference or (difference <= usual[0] and not is_always_measured):
         return usual
-    other = probe.other_precision(captured, saved)
+    other_precision = probe.other_precision(captured, saved)
     has_experts = any(_OF_EXPERTS.search(name) for name, _ in model.named_parameters())
-    if other is None or has_experts:  # in another precision a router may choose other experts, which is no rounding
+    # In another precision a router may choose other experts, which is no rounding.
+    if other_precision is None or has_experts:
         return usual
-    model_in_other = streamed_model(folder, other) if folder else model.to(other)
-    rounding = probe.rounding_error(captured, probe.capture(model_in_other, saved.ids), saved)
+    converted = streamed_model(folder, other_precision) if folder else model.to(other_precision)
+    rounding = probe.rounding_error(captured, probe.capture(converted, saved.ids), saved)
     if not math.isfinite(rounding):
         return usual
-    rounding *= probe.TIMES_IN_FLOAT32 if kind == "float32" else 1.0
+    rounding *= probe.TIMES_IN_FLOAT32 if coarser == "float32" else 1.0
     measured = probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding
     if is_always_measured:
         return measured
