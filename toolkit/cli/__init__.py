@@ -89,16 +89,16 @@ def _use_utf8() -> None:
     """
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        streams = {
+        variables = {
             "PYTHONUTF8": "1",
             "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", f"{encoding}:backslashreplace"),
         }
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | streams)  # noqa: S606
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)  # noqa: S606
 
 
 def _dispatch(words: list[str]) -> int:
     """Run the command that the first word names, or show help; return the exit code, 2 if there is no command."""
-    if words and words[0].startswith("language="):  # behind its name a command reads it itself
+    if words and words[0].startswith("language="):  # after its name a command reads this word itself
         words = choose_language(words)
     is_help = bool(words) and words[0] in ("help", "-h", "--help")
     if is_help:  # `help COMMAND` is `COMMAND --help`
@@ -108,23 +108,23 @@ def _dispatch(words: list[str]) -> int:
 
         _show(overview())
         return 0 if is_help else 2
-    command, *rest = words
-    if command == "train" and set(rest).intersection(MULTIRUN):
-        command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
+    command, *arguments = words
+    if command == "train" and set(arguments).intersection(MULTIRUN):
+        command, arguments = "sweep", [word for word in arguments if word not in MULTIRUN]
     if command not in COMMANDS:
         from toolkit.cli.help import help_of_other_words
 
         _show(help_of_other_words(words, is_help))  # of a key; a ConfigError if no help was asked for
         return 0
     module = import_module(COMMANDS[command])
-    if is_help or any(word in ("-h", "--help") for word in rest):
+    if is_help or any(word in ("-h", "--help") for word in arguments):
         from toolkit.cli.help import help_of
 
-        choose_language(rest)
+        choose_language(arguments)
         _show(help_of(command))
         return 0
     run: Callable[[list[str]], int | None] = module.run
-    return run(rest) or 0
+    return run(arguments) or 0
 
 
 def _show(text: str) -> None:

@@ -13,4 +13,5 @@ from toolkit.jobs.check import check_recipe
 
 
 def run(words: list[str]) -> None:
+    """Check a recipe, and print what it would train."""
     check_recipe(words)

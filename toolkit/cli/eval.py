@@ -143,7 +143,7 @@ def output_file(folder: Path, name: str, path: str = "") -> Path:
     file = Path(path)
     if file.suffix != ".jsonl":
         raise ConfigError("output = {file} must end with .jsonl.", file=file)
-    for existing in (file, file.with_suffix(".json")):
+    for existing in (file, file.with_suffix(".json")):  # the totals are written to the second
         if existing.exists():
             raise ConfigError("{path} already exists. Choose another output, or remove it.", path=existing)
     return file

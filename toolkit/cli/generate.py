@@ -84,7 +84,7 @@ def run(words: list[str]) -> None:
 
 
 def _ask_once(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
-    """Print the answer to one question. `is_split`: the model is split over ranks, here and below."""
+    """Print the answer to one question. `is_split`: whether the model is split over ranks."""
     for name in _FOR_FILES:
         if name in settings:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
@@ -104,7 +104,7 @@ def _ask_once(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
 
 
 def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
-    """Write the answers to the questions of the file `input` into the file `output`."""
+    """Write the answers to the questions of the file `input` into the file `output`. `is_split`: see `_ask_once`."""
     if not settings.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
     if is_split and "shard" in settings:
@@ -122,8 +122,8 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
         shard=parse_shard(settings.get("shard", "1/1")),
         allow_code=one_of(settings, "allow_code", ("false", "true")) == "true",
     )
-    # Of where the answers come from a file that is resumed may differ.
-    machinery = ("input", "output", "batch_size", "shard", *_SERVER)
+    # A file may be resumed through another server; `answer_source` compares the files and the batch size itself.
+    not_compared = ("input", "output", "batch_size", "shard", *_SERVER)
     with ExitStack() as running:
         answer_source(
             source,
@@ -131,7 +131,7 @@ def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) ->
             lambda: _served(settings, sampling, running) if is_served else LocalModel(*_load(settings, is_split)),
             options,
             models=[Path(settings[name]) for name in ("model.path", "adapter") if settings.get(name)],
-            settings={name: settings[name] for name in settings if name not in machinery},
+            settings={name: settings[name] for name in settings if name not in not_compared},
         )
 
 
@@ -139,15 +139,15 @@ def check_server(text: str) -> bool:
     """Return whether `server=` is a server of `toolkit serve`, perhaps with options, and no command of the user's own;
     ConfigError if it is neither, or not installed.
     """
-    places = set(re.findall(r"\{\w+\}", text))
+    placeholders = set(re.findall(r"\{\w+\}", text))
     try:
         first_word = shlex.split(text)[0]
     except (ValueError, IndexError):  # a quote that is not closed, or nothing
         first_word = ""
-    if not places and first_word in BACKENDS:
+    if not placeholders and first_word in BACKENDS:
         server_program(first_word)
         return True
-    if not first_word or places != {"{model}", "{port}"}:
+    if not first_word or placeholders != {"{model}", "{port}"}:
         raise ConfigError(
             "server = {value} is neither one of {known}, perhaps with options, nor a command with {{model}} and "
             "{{port}}, such as 'vllm serve {{model}} --port {{port}}'.",
@@ -199,7 +199,7 @@ def _served(settings: dict[str, str], sampling: "Sampling", running: ExitStack) 
     check_system(encoder, settings.get("system", ""))
     name, server = settings.get("served_name", ""), settings.get("server", "")
     if server and check_server(server):
-        name = name or "model"
+        name = name or "model"  # which `_server_command` gives it
     output, shard = Path(settings["output"]), parse_shard(settings.get("shard", "1/1"))
     answer_file = shard_of(output, *shard) if shard[1] > 1 else output
     choice = ServerChoice(

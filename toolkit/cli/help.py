@@ -26,11 +26,11 @@ _END_OF_BRIEF = re.compile(r"[:;.](?=\s|$)|[：；。]|\n")
 
 def help_of(command: str) -> str:
     """Return a command's help in the user's language: its module's docstring, or its translation, and examples."""
-    summary, _, rest = (import_module(COMMANDS[command]).__doc__ or "").strip().partition("\n\n")
-    rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
+    summary, _, details = (import_module(COMMANDS[command]).__doc__ or "").strip().partition("\n\n")
+    details = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else details
     language = tr("language of what is printed; default: the locale's")
     examples = "\n".join(f"  {line}" for line in read_table("cli/examples.yaml")[command])
-    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
+    return f"{translated(summary)}\n\n{details}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
 
 
 def overview() -> str:
@@ -54,12 +54,12 @@ def overview() -> str:
 
 def help_of_other_words(words: list[str], is_help: bool) -> str:
     """Return the help of keys, which the words name in place of a command; ConfigError if no help is asked for."""
-    command, *rest = choose_language(words)
+    first_word, *other_words = choose_language(words)
     if not is_help:
-        raise unknown_command(command)
+        raise unknown_command(first_word)
     from toolkit.cli.key_help import ALL, help_of_keys
 
-    return help_of_keys(rest if command in ALL else [command, *rest])
+    return help_of_keys(other_words if first_word in ALL else [first_word, *other_words])
 
 
 def unknown_command(command: str) -> ConfigError:

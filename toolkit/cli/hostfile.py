@@ -27,8 +27,8 @@ def run(words: list[str]) -> None:
     usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
     arguments = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
     for nodes, gpus in _JOBS.items():
-        if listed := os.environ.get(nodes):  # SkyPilot and dstack write one address a line
-            job = {"nodes": ",".join(listed.split()), "slots": os.environ.get(gpus, "")}
+        if node_list := os.environ.get(nodes):  # SkyPilot and dstack write one address a line
+            job = {"nodes": ",".join(node_list.split()), "slots": os.environ.get(gpus, "")}
             arguments = {**{name: value for name, value in job.items() if value}, **arguments}  # what is typed wins
             break
     slots = positive_int(arguments, "slots")

@@ -30,6 +30,7 @@ def _help_of(word: str) -> str:
     name = _full_name(word.partition("=")[0])
     sections = key_texts.sections()
     keys = {_without_positions(key.name): key for section in sections for key in section.keys}
+    # A group, and the groups inside it; the dots are there so that "data" is not the beginning of "dataset".
     in_group = [section for section in sections if f"{_without_positions(section.name)}.".startswith(f"{name}.")]
     named = [keys[name]] if name in keys else []
     if not named and not in_group:  # "lr" alone means optim.lr, and whatever else ends so
@@ -71,8 +72,8 @@ def _help_of_key(key: key_texts.Key) -> str:
 
 def _brief(meaning: str) -> str:
     """Return the beginning of a text, in one line."""
-    most = _LONGEST_BRIEF // 2 if current_language() == "zh" else _LONGEST_BRIEF
-    return shortened(_END_OF_BRIEF.split(meaning)[0], most)
+    longest = _LONGEST_BRIEF // 2 if current_language() == "zh" else _LONGEST_BRIEF  # its characters are twice as wide
+    return shortened(_END_OF_BRIEF.split(meaning)[0], longest)
 
 
 def _groups() -> str:

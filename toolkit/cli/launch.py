@@ -24,14 +24,14 @@ from toolkit.train import run_dir
 
 def run(words: list[str]) -> int:
     """Check the arguments and the recipe once, before any rank is started, then launch; return the exit code."""
-    typed, options, rest = deepspeed.typed_options(words)
+    typed, options, recipe_words = deepspeed.typed_options(words)
     environment.reject_if_rank()
     problems = Problems()
-    for word in [word for word in rest if _option_meant(word)]:
-        rest.remove(word)
+    for word in [word for word in recipe_words if _option_meant(word)]:
+        recipe_words.remove(word)
         problems.add(ConfigError("'{word}' is an option here: {option}", word=word, option=_option_meant(word)))
     named_ranks = problems.attempt(deepspeed.ranks_of, options)
-    arguments = parse(rest, options=deepspeed.OPTIONS, problems=problems)
+    arguments = parse(recipe_words, options=deepspeed.OPTIONS, problems=problems)
     # Checked here for this number of ranks: else every rank would report the same error. With `launch.min_nodes` it is
     # not known: as many nodes take part as the global batch divides over.
     is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     problems.raise_all()
     if is_alone:
         hub.resolve_model_path(arguments.loaded, config_only=True)
-    return launch(typed, rest, arguments.loaded.cfg)
+    return launch(typed, recipe_words, arguments.loaded.cfg)
 
 
 def _option_meant(word: str) -> str:

@@ -19,6 +19,7 @@ _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 
 
 def run(words: list[str]) -> None:
+    """Print the recipes, or those with a text in their names, in a table."""
     values = command_line.named_arguments(words, required=(), optional=(), usage="toolkit recipes", bare="text")
     rows: list[tuple[str, ...]] = [(name, about(path)) for name, path in known_recipes().items()]
     rows = with_text(rows, values.get("text", ""), "toolkit recipes")

@@ -33,8 +33,8 @@ def run(words: list[str]) -> None:
     assert step is not None
     from toolkit.train.replay import replay, replay_overrides
 
-    again = replay_overrides(folder, step, environment.detect(os.environ))
-    ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
+    overrides = replay_overrides(folder, step, environment.detect(os.environ))
+    ready = make_ready([*overrides, *(word for word in words if word.startswith("language="))])
     assert ready is not None  # None is for `--cfg job`, which is no argument here
     replayed, ranks = ready
     loaded = resolve_model_path(replayed.loaded)

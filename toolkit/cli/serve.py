@@ -53,7 +53,7 @@ def run(words: list[str]) -> None:
     folder, adapter = _model_and_adapter(Path(arguments["model.path"]), arguments.get("adapter"))
     backend, program = server_program(one_of(arguments, "backend", BACKENDS))
     host, port = arguments.get("host", "127.0.0.1"), port_number(arguments, 8000)
-    model = base = arguments.get("served_name") or name_of(adapter or folder)
+    model = base = arguments.get("served_name") or name_of(adapter or folder)  # their names in requests
     if adapter is not None:
         base = f"{model}-base" if name_of(folder) == model else name_of(folder)
         check_adapter(adapter, backend)
@@ -72,7 +72,7 @@ def run(words: list[str]) -> None:
 
 
 def _check_options(options: list[str]) -> None:
-    """ConfigError if the server's own option is given for what is an argument here, and is printed."""
+    """Raise ConfigError for an option of the server that is an argument of this command, which prints its value."""
     for option in options:
         if argument := _ARGUMENTS.get(option.split("=")[0]):
             raise ConfigError(
@@ -84,15 +84,14 @@ def _check_options(options: list[str]) -> None:
 
 def _model_and_adapter(path: Path, adapter: str | None) -> tuple[Path, Path | None]:
     """Return the directory of the model to serve and, if `path` is an adapter or one is named, the adapter's."""
+    adapter_folder = exported(Path(adapter) if adapter else path)
     if adapter:
-        folder = exported(Path(adapter))
-    elif ((folder := exported(path)) / "adapter_config.json").is_file():
-        from toolkit.models.adapters import base_of_adapter
-
-        path = base_of_adapter(folder)
-    else:
+        return resolve_servable(path, adapter_folder), adapter_folder
+    if not (adapter_folder / "adapter_config.json").is_file():
         return resolve_servable(path), None
-    return resolve_servable(path, folder), folder
+    from toolkit.models.adapters import base_of_adapter
+
+    return resolve_servable(base_of_adapter(adapter_folder), adapter_folder), adapter_folder
 
 
 def serving_command(
