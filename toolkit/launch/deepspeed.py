@@ -107,7 +107,7 @@ def _check_hostfile(
     hostfile: str, options: Mapping[str, str], launcher: psutil.Process, nodes: int, world_size: int
 ) -> int:
     """Check a hostfile, in the folder of its `launcher`, as `check_launcher` says; return the number of nodes that were
-    started: `nodes`, but if that is not certain and the hostfile has all `world_size` ranks (0: it is), its nodes.
+    started. That is `nodes` if `world_size` is 0; else `nodes` is a guess, and a hostfile of `world_size` ranks knows.
     """
     folder = Path.cwd()
     with suppress(psutil.Error):
@@ -167,10 +167,10 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield each word as a list, together with the next word if it is an option that takes that as its value."""
-    rest = iter(words)
-    for word in rest:
+    remaining = iter(words)
+    for word in remaining:
         takes_value = WITH_VALUE.fullmatch(word) or TOOLKIT_OPTIONS.get(word)
-        yield [word, *islice(rest, 1)] if takes_value else [word]
+        yield [word, *islice(remaining, 1)] if takes_value else [word]
 
 
 def hostfile_of(options: Mapping[str, str]) -> str | None:
@@ -203,7 +203,7 @@ def ranks_of(options: Mapping[str, str]) -> int:
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """Return the launcher's options among the words (hostfile=FILE: --hostfile FILE), these by name, and the others."""
     launcher_words: list[str] = []
-    others: list[str] = []
+    other_words: list[str] = []
     for option_words in _with_values(words):
         name, equals, value = option_words[0].partition("=")
         if name == "hostfile" and equals:
@@ -211,8 +211,8 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
         elif WITH_VALUE.fullmatch(name) or _FLAGS.fullmatch(name):
             launcher_words += option_words
         else:
-            others += option_words
-    return launcher_words, split_words(launcher_words)[0], others
+            other_words += option_words
+    return launcher_words, split_words(launcher_words)[0], other_words
 
 
 def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -273,8 +273,8 @@ def backend(hosts: Resources, options: Mapping[str, str]) -> str:
 
 def needs_ssh(hosts: Resources, options: Mapping[str, str]) -> bool:
     """Return whether DeepSpeed's launcher needs ssh; an mpirun starts ranks on its own machine without."""
-    used = backend(hosts, options)
-    return bool(used) and not (used in environment.MPI_LAUNCHERS and all(map(is_here, hosts)))
+    launcher = backend(hosts, options)
+    return bool(launcher) and not (launcher in environment.MPI_LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -328,7 +328,7 @@ def mpi_launcher_args(hosts: Resources, options: Mapping[str, str], exported: Se
     """
     typed = options.get("--launcher_args", "")
     first_host = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
-    # What the user's own arguments have if they settle it -> what settles it else.
+    # Pattern of what a user types to settle something -> the words that settle it where this is not typed.
     defaults = {
         "bind-to|binding_policy|cpu-set": ["--bind-to", "none"],
         "MASTER_ADDR": ["-x", f"MASTER_ADDR={options.get('--master_addr', first_host)}"],
@@ -376,7 +376,7 @@ def check_restarts(
         environ: this process's environment.
         least_nodes: `launch.min_nodes`.
     """
-    if environment.read_status(environ):  # `toolkit launch` has started it, which does
+    if environment.read_status(environ):  # started by `toolkit launch`, which restarts as often
         return
     if ranks.launcher == "torchrun" and not least_nodes:
         most_by_torchrun = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -63,14 +63,14 @@ class Ranks:
 
 def detect(environ: Mapping[str, str]) -> Ranks:
     """Return rank, world size and launcher of this process, by the first launcher in `VARIABLES` whose rank is set."""
-    for variables, (rank_name, local_name, size_name, local_size_name) in VARIABLES.items():
+    for setter, (rank_name, local_name, size_name, local_size_name) in VARIABLES.items():
         if rank_name not in environ:
             continue
-        if variables == "mpich" and local_name not in environ and "SLURM_PROCID" in environ:
+        if setter == "mpich" and local_name not in environ and "SLURM_PROCID" in environ:
             continue  # Slurm's PMI-2 sets PMI_RANK for all that srun starts; MPICH's launcher numbers local ranks, too
-        if variables == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        if setter == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
-        launcher = _who_set_rank(environ) if variables == "torch" else variables
+        launcher = _who_set_rank(environ) if setter == "torch" else setter
         if launcher in MPI_LAUNCHERS:  # whoever sets RANK for its ranks does not set LOCAL_WORLD_SIZE
             *_, local_size_name = VARIABLES[launcher]
         ranks = Ranks(
@@ -97,7 +97,7 @@ def _who_set_rank(environ: Mapping[str, str]) -> str:
     """Return the launcher that set RANK: torchrun, deepspeed, openmpi, mpich, or "environment" for none of these."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if "CROSS_SIZE" in environ:
+    if "CROSS_SIZE" in environ:  # which DeepSpeed's launcher alone sets
         return "deepspeed"
     # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `set_rank_variables` does.
     return next((name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"]), "environment")
@@ -203,14 +203,14 @@ def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
     """Drop --local_rank, which launchers put before the user's words; LaunchError for --deepspeed, not used here."""
     user_words = []
-    rest = iter(words)
-    for word in rest:
+    remaining = iter(words)
+    for word in remaining:
         name, equals, value = word.partition("=")
         if name in ("--local_rank", "--local-rank"):
-            if not equals:
-                next(rest, None)
+            if not equals:  # its value is the next word
+                next(remaining, None)
         elif name in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
-            file = value if equals else next((other for other in rest if other.endswith(".json")), "ds_config.json")
+            file = value if equals else next((word for word in remaining if word.endswith(".json")), "ds_config.json")
             raise LaunchError(
                 "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.", word=name, file=file
             )
@@ -328,5 +328,5 @@ def restart_number(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _status_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the status file, /dev/null without one."""
+    """Return the path of the status file, /dev/null without one. Ranks under an mpirun get it with quotes around it."""
     return environ.get(STATUS_VARIABLE, "").strip('"') or os.devnull

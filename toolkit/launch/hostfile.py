@@ -130,7 +130,7 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
             there=len(selected),
             hosts=", ".join(selected),
         )
-    selected = dict(list(selected.items())[:num_nodes])
+    selected = dict(list(selected.items())[:num_nodes])  # all of them for None
     small = [host for host in selected if num_gpus and num_gpus > hosts[host]]
     if small:
         raise LaunchError(
@@ -249,10 +249,10 @@ def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
 
 def _as_ranges(numbers: list[int]) -> str:
     """Return ascending numbers as 0-3,5."""
-    # Within a stretch of consecutive numbers the difference between number and index is the same.
+    # Within a range of consecutive numbers the difference between number and index is the same.
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    stretches = [[number for _, number in group] for _, group in groups]
-    return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches)
+    ranges = [[number for _, number in group] for _, group in groups]
+    return ",".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges)
 
 
 def is_here(host: str) -> bool:

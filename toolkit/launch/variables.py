@@ -56,21 +56,21 @@ def apply_env(
     Raises:
         LaunchError: a secret has no value here.
     """
-    sent = json.loads(environ.pop(PACKED, "{}"))
-    forwarded = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
+    config, sent = LaunchConfig(env=dict(env)), json.loads(environ.pop(PACKED, "{}"))
+    forwarded = {name: environ.get(name) or sent.get(name, "") for name in config.forwarded}
     if missing := [name for name, value in forwarded.items() if not value]:
         raise missing_secrets_error(missing, _how_to_send(ranks, environ))
     for value in forwarded.values():
         secrets.learn(value)
-    wanted = {**forwarded, **LaunchConfig(env=dict(env)).values}
+    wanted = {**forwarded, **config.values}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
     # Once only: a variable that does not stay as it is set must not restart the process for ever.
     was_restarted = bool(environ.pop(_RESTARTED, ""))
     if any(map(_READ_AT_START.fullmatch, changed)) and not was_restarted:
         sys.stdout.flush()
-        start = {name: value for name, value in inherited.items() if name != PACKED}
-        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**start, **wanted, _RESTARTED: "1"})
+        start_env = {name: value for name, value in inherited.items() if name != PACKED}
+        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**start_env, **wanted, _RESTARTED: "1"})
 
 
 def _how_to_send(ranks: Ranks, environ: Mapping[str, str]) -> str:
