@@ -193,16 +193,17 @@ def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
 
 
 def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
-    """Whether a LoRA is of a kind that merging may have no place for, which takes slow imports to find out."""
+    """Whether merging may have no place for what a LoRA trains, so that it is worth slow imports to find that out."""
     is_lora = cfg.tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora)
     is_plain = not (cfg.tuning.adapter or cfg.tuning.save_modules)
-    is_read = cfg.model.init is schema.Init.pretrained
-    return is_lora and is_read and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
+    is_pretrained = cfg.model.init is schema.Init.pretrained
+    return is_lora and is_pretrained and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
 
 
 def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch: bool) -> None:
     """Say what some rows become; a DataError if training would reject one. `fetch`: whether to read URLs."""
-    if encoder is None and not (encoder := _fitted_encoder(cfg)):
+    encoder = _fitted_encoder(cfg) if encoder is None else encoder
+    if encoder is None:
         return
     if cfg.data.streaming:
         from toolkit.data.stream import Stream

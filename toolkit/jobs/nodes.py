@@ -111,16 +111,16 @@ class Nodes:
         """Return the nodes that are gone, with the seconds since their last sign of life: no heartbeat in `logs` of the
         run directory, and no answer through ssh.
         """
-        first_rank, now = 0, time.monotonic()
+        num_ranks, now = 0, time.monotonic()  # of the nodes before, and so the number of a node's first rank
         for host, gpus in self.hosts.items():
             with suppress(OSError, ValueError, KeyError):  # not begun
-                text = (logs / watchdog.heartbeat_file(first_rank)).read_text(encoding="utf-8")
+                text = (logs / watchdog.heartbeat_file(num_ranks)).read_text(encoding="utf-8")
                 beats = json.loads(text)["beats"]  # a count; nodes' clocks may differ, so when it changed is noted here
                 if self._heartbeats.get(host, (-1, now))[0] != beats:
                     self._heartbeats[host] = beats, now
-            first_rank += len(gpus)
+            num_ranks += len(gpus)
         seconds = {host: now - since for host, (_, since) in self._heartbeats.items()}
-        limit_s = presence.SILENT_S * presence.stretch(first_rank)  # it is now the number of all ranks
+        limit_s = presence.SILENT_S * presence.stretch(num_ranks)
         silent = {host: self.hosts[host] for host in seconds if seconds[host] > limit_s}
         if len(silent) == len(seconds):  # none, or it is the file server that stands still
             return {}
