@@ -27,30 +27,30 @@ def json_error(error: ValueError | RecursionError) -> RowError:
 
 def _syntax_error(error: json.JSONDecodeError) -> RowError:
     """Return the RowError that explains a syntax error: of what a user most likely did, judged by the text before the
-    error and from there on (`rest`), else of what the parser says. Its column counts from 1 within the line.
+    error and from there on (`after`), else of what the parser says. Its column counts from 1 within the line.
     """
-    before, rest, column = error.doc[: error.pos].rstrip(), error.doc[error.pos :], error.colno
+    before, after, column = error.doc[: error.pos].rstrip(), error.doc[error.pos :], error.colno
     is_one_line = "\n" not in error.doc.strip()
-    if rest.strip() == "," and before[-1:] == "}":
+    if after.strip() == "," and before[-1:] == "}":
         return RowError(tr("the line ends with a comma, as in a JSON list: remove it, JSONL has none"))
-    if rest[:1] == "'":
+    if after[:1] == "'":
         return RowError(tr("broken JSON: texts stand in double quotes, not in single ones as in Python"))
-    if rest[:1] and rest[0] in _WIDE:
+    if after[:1] and after[0] in _WIDE:
         return RowError(
             "broken JSON at column {column}: '{character}' is no character of JSON, which has \" {{ }} [ ] : , alone",
             column=column,
-            character=rest[0],
+            character=after[0],
         )
-    if error.msg == "Extra data" and before[-1:] == "}" and rest.lstrip(" ,\t")[:1] == "{":
+    if error.msg == "Extra data" and before[-1:] == "}" and after.lstrip(" ,\t")[:1] == "{":
         return RowError("several rows on one line, the second at column {column}. Write each on its own", column=column)
-    if not rest.strip() and before[:1] == "{" and is_one_line:
+    if not after.strip() and before[:1] == "{" and is_one_line:
         return RowError(
             tr(
                 "the line ends before its row does: a }} or ] is missing. If the JSON is indented, unite its lines: "
                 "`jq -c . FILE > NEW`"
             )
         )
-    looks_like_table = rest[:1].isalpha() and ("," in rest or "\t" in rest)
+    looks_like_table = after[:1].isalpha() and ("," in after or "\t" in after)
     if not before and looks_like_table and is_one_line:
         return RowError(tr("the line is no JSON. If the file is a table, name it .csv (commas) or .tsv (tabs)"))
     return RowError(

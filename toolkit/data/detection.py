@@ -76,8 +76,8 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
                 return row_format
     if has("text"):
         return RowFormat.text
-    as_object(row)  # a CSV's first row may have more fields than names
-    absent = [theirs for theirs in columns.values() if theirs not in row]
+    as_object(row)  # raises if a CSV's first row has more fields than names
+    absent = [key for key in columns.values() if key not in row]
     if absent:
         raise RowError(
             "`columns` names '{name}', but the row has {keys}. Write {columns} or the like",
@@ -106,7 +106,7 @@ def _is_table(row: Mapping[str, object]) -> bool:
     if dicts:
         return any(keys and all(str(key).isdecimal() for key in keys) for keys in [row, *dicts])  # row numbers
     lists = [value for value in values if isinstance(value, list)]
-    return any(lists) and not any(isinstance(item, dict | list) for value in lists for item in value)
+    return any(lists) and not any(isinstance(item, dict | list) for value in lists for item in value)  # not all empty
 
 
 def columns_for(row: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def pairs_file(cache_dir: Path) -> Path:
     folder = cache_dir / "docstrings" / name
 
     with built_once(folder, lambda built: (built / _PAIRS_FILE).is_file()) as building:
-        if building is not None:
+        if building is not None:  # the file does not exist yet
             pairs = list(derive_pairs(library))
             if not pairs:
                 raise DataError(

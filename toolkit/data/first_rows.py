@@ -43,7 +43,7 @@ def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Pro
     only some of the files, else "". `wrong_places`: sources to skip, such as "data.sources[0]", as they are wrong.
     """
     until = time.monotonic() + _CHECK_S
-    looked = total = 0
+    num_looked_at = total = 0
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
             location = f"{name}[{index}]"
@@ -53,16 +53,16 @@ def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Pro
             files = problems.attempt(files_of, source) or []
             total += len(files)
             for path in files:
-                if looked and time.monotonic() > until:
+                if num_looked_at and time.monotonic() > until:
                     break
-                looked += 1
+                num_looked_at += 1
                 file = DataFile(path, index, source.format, dict(source.columns))
                 problems.attempt(_check_file, file, source, location, data.on_bad_row, problems)
-    if looked == total:
+    if num_looked_at == total:
         return ""
     return tr(
         "The first rows of {looked} of {total} files were read; the others are read by `toolkit prepare`.",
-        looked=f"{looked:,}",
+        looked=f"{num_looked_at:,}",
         total=f"{total:,}",
     )
 
@@ -88,8 +88,8 @@ def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row:
             if reader:  # there is none where no row can be parsed
                 reader.read_all(parsed)
         except RowError as error:
-            place = place_of(file.path, *block.line_and_item(offset, ordinal, in_error=True))
-            errors.append(DataError("{place}: {reason}.", place=place, reason=error))
+            row_location = place_of(file.path, *block.line_and_item(offset, ordinal, in_error=True))
+            errors.append(DataError("{place}: {reason}.", place=row_location, reason=error))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
         return  # training counts them, and stops at data.max_bad_fraction
     if with_known_format is None:  # no row can be parsed, and the first says why
@@ -121,17 +121,17 @@ def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: 
             first_items = [item for value in parsed.values() if isinstance(value, list) for item in value[:20]]
             messages = [item for item in first_items if isinstance(item, dict)]
             names |= {key: None for mapping in (parsed, *messages) for key in mapping if isinstance(key, str)}
-    for ours, theirs in source.columns.items():
-        if names and theirs not in names:
+    for field, column in source.columns.items():
+        if names and column not in names:
             sentence = tr(
                 "{place}.columns: {field} = {name}, but no row of {path} has '{name}'; there are {names}.",
                 place=location,
-                field=ours,
-                name=theirs,
+                field=field,
+                name=column,
                 path=path,
                 names=listed(*(f"'{name}'" for name in list(names)[:10])),
             )
-            return joined(sentence, did_you_mean(theirs, names))
+            return joined(sentence, did_you_mean(column, names))
     return ""
 
 
@@ -219,7 +219,9 @@ def _num_sequences(data: DataConfig, rows: float, size: float) -> int:
 
 
 def are_read_whole(data: DataConfig) -> bool:
-    """Whether the first rows that `tokenize_first_rows` tokenizes are all rows of the data."""
+    """Whether the rows that `tokenize_first_rows` tokenizes are all rows of the data, as far as sizes show it: those of
+    JSONL files. Of a small file that is packed, or of another format, there may be more.
+    """
     files = local_files(data)
     return all(file.path.stat().st_size <= _TOKENIZED_BYTES and file.path.suffix == ".jsonl" for file in files)
 

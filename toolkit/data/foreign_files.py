@@ -63,7 +63,7 @@ def check_encoding(file: Path) -> None:
     is_none_utf8 = broken == beyond_ascii  # no line has characters of UTF-8 beyond ASCII
     are_most_broken = is_none_utf8 and len(broken) > max(1, len(lines) // 2)
     are_names_broken = is_table and lines[0] in broken
-    is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS
+    is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS  # a letter of ASCII has a zero byte in UTF-16
     has_zero_bytes = 0 in start  # outside of UTF-16: damaged or binary, and no conversion would help
     if is_utf16 or (not has_zero_bytes and (are_most_broken or are_names_broken)):
         hint = tr('Excel does it with "Save as", "CSV UTF-8".') if is_table else ""

@@ -24,7 +24,7 @@ def check_reachable(source: SourceConfig, streaming: bool) -> None:
     import datasets
 
     if streaming:
-        files_of_dataset(source, streaming)
+        files_of_dataset(source, streaming)  # only lists them
         return
     with _asking_hub(source):
         datasets.load_dataset_builder(source.hub, source.subset or None, revision=source.revision or None)

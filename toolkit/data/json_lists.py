@@ -49,14 +49,14 @@ class JsonListReader:
         self.at = self.start
         self._skip_space()
         self.at += 1  # the opening bracket
-        mark = self._skip_space()
-        while mark != "]":
+        character = self._skip_space()
+        while character != "]":
             yield self._line_of(self.at), self._value()
-            mark = self._skip_space()
-            if mark == ",":
+            character = self._skip_space()
+            if character == ",":
                 self.at += 1
                 self._skip_space()
-            elif mark != "]":
+            elif character != "]":
                 self._stop(json.JSONDecodeError("Expecting ',' or ']'", self.text, self.at))
         self.at += 1
         if self.start:
@@ -116,9 +116,9 @@ class JsonListReader:
         chunk cuts off is parsed again after each read, so chunks that grow keep the time linear. `line` and `column`
         count what is dropped. DataError if the file is not UTF-8.
         """
-        self._line_of(self.at)
-        last = self.text.rfind("\n", 0, self.at)
-        self.column = self.at - last - 1 if last >= 0 else self.column + self.at
+        self._line_of(self.at)  # counts the lines that are dropped
+        newline = self.text.rfind("\n", 0, self.at)
+        self.column = self.at - newline - 1 if newline >= 0 else self.column + self.at
         self.text, self.at, self.counted = self.text[self.at :], 0, 0
         chunk = self.file.read(max(CHUNK_BYTES, len(self.text)))
         self.at_end = not chunk
@@ -138,5 +138,5 @@ class JsonListReader:
         if isinstance(error, json.JSONDecodeError):
             line = self._line_of(error.pos)
             error.colno += self.column if error.lineno == 1 else 0  # `text` may begin within a line
-        place = f"{self.path}:{line or self._line_of(self.at)}"
-        raise DataError("{place}: {reason}.", place=place, reason=json_error(error))
+        location = f"{self.path}:{line or self._line_of(self.at)}"
+        raise DataError("{place}: {reason}.", place=location, reason=json_error(error))

@@ -218,8 +218,8 @@ class TextPairReader(PairReader):
             raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
         items = [negatives] if isinstance(negatives, str) else negatives or []
         # As if each had a key of its own, so that an error names it: negatives[2].
-        named = {f"{key}[{index}]": text for index, text in enumerate(items)}
-        negative_texts = [required_text(named, name) for name in named]
+        text_by_name = {f"{key}[{index}]": text for index, text in enumerate(items)}
+        negative_texts = [required_text(text_by_name, name) for name in text_by_name]
         if positive in negative_texts:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
         texts = [query, positive, *negative_texts]

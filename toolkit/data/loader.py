@@ -52,7 +52,7 @@ def collate(
     # A `Sample` is (ids, trained), and shares nothing.
     branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
     longest = max((sum(len(branch.ids) - branch.shared for branch in row) for row in branches), default=1)
-    num_rows, width = max(len(rows), 1), -(-longest // multiple) * multiple
+    num_rows, width = max(len(rows), 1), -(-longest // multiple) * multiple  # rounded up
     input_ids = torch.full((num_rows, width), pad_id, dtype=torch.int64)
     labels = torch.full_like(input_ids, UNTRAINED)
     position_ids = torch.arange(width).repeat(num_rows, 1)
@@ -74,7 +74,7 @@ def collate(
             bounds.append((number + 1) * width)
     batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
     if packed:
-        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, width], dtype=torch.int32)
+        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, width], dtype=torch.int32)  # else: the filler
     if any(branch.shared for row in branches for branch in row):
         batch |= _visibility(branches, segment_ids)
     return with_targets(batch)

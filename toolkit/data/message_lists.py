@@ -207,20 +207,20 @@ class MessageReader:
         thoughts: list[str] = []
         calls: list[Any] = []
         for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text" or (is_answer and kind in ("reasoning", "thinking")):
+            part_type = part.get("type") if isinstance(part, dict) else None
+            if part_type == "text" or (is_answer and part_type in ("reasoning", "thinking")):
                 # {"type": "thinking", "thinking": "…"}, or the text is under one of the other two keys.
-                text_key = next((name for name in (kind, "text", "value") if name in part), "text")
+                text_key = next((name for name in (part_type, "text", "value") if name in part), "text")
                 self.reader.skipped.update(_unread_keys(part, ("type", text_key)))
-                (texts if kind == "text" else thoughts).append(required_text(part, text_key))
-            elif is_answer and kind == "tool_call":
+                (texts if part_type == "text" else thoughts).append(required_text(part, text_key))
+            elif is_answer and part_type == "tool_call":
                 self.reader.skipped.update(_unread_keys(part, ("type", "value")))
                 calls += self._tool_calls(parsed_json(part.get("value")))
             else:
                 raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
         text = "".join(texts)
         if not calls:
-            required_text({key: text}, key)  # raises if it is blank
+            required_text({key: text}, key)  # for its check: it raises if the text is blank
         return text, thoughts, calls
 
     def _tool_calls(self, value: object) -> list[dict[str, Any]]:
@@ -273,13 +273,13 @@ def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
     history = parsed_json(history)
     if history in (None, [], ""):
         return []
-    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
+    advice = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
     if not isinstance(history, list):
-        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=kind_of(history), mend=mend)
+        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=kind_of(history), mend=advice)
     pairs = []
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend)
+            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=advice)
         for text in pair:
             if not isinstance(text, str) or not text.strip():
                 raise RowError(
@@ -287,7 +287,7 @@ def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
                     number=number,
                     key=key,
                     kind=kind_of(text),
-                    mend=mend,
+                    mend=advice,
                 )
         pairs.append((pair[0], pair[1]))
     return pairs
@@ -298,12 +298,12 @@ def listed_tools(value: object, key: str) -> list[Any] | None:
     value = parsed_json(value)
     if value in (None, "", []):
         return None
-    value = [parsed_json(tool) for tool in value] if isinstance(value, list) else value
     if not isinstance(value, list):
         raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=kind_of(value))
-    if wrong := [tool for tool in value if not isinstance(tool, dict)]:
+    tools: list[Any] = [parsed_json(tool) for tool in value]
+    if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
         raise RowError("'{key}' holds {kind}, which is no tool", key=key, kind=kind_of(wrong[0]))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _reasoning_of(item: Mapping[str, Any]) -> list[str]:

@@ -17,12 +17,12 @@ def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.f
     """Return the longest sample (tokens) that each step of the curriculum may take, [curriculum.steps]: it grows from
     start_length to max_length linearly, as a square root or in stairs.
     """
-    done = np.arange(curriculum.steps) / max(curriculum.steps, 1)
+    progress = np.arange(curriculum.steps) / max(curriculum.steps, 1)
     if curriculum.shape is CurriculumShape.root:
-        done = np.sqrt(done)
+        progress = np.sqrt(progress)
     elif curriculum.shape is CurriculumShape.discrete:
-        done = np.floor(done * curriculum.levels) / curriculum.levels
-    return curriculum.start_length + (max_length - curriculum.start_length) * done
+        progress = np.floor(progress * curriculum.levels) / curriculum.levels
+    return curriculum.start_length + (max_length - curriculum.start_length) * progress
 
 
 class CurriculumOrder:
@@ -72,11 +72,11 @@ def _drawn_ranks(
     """
     order: list[int] = []
     pool: list[int] = []
-    in_pool = 0
+    num_offered = 0
     for num_allowed, num_drawn in zip(allowed.tolist(), drawn_after.tolist(), strict=True):
-        for rank in ranks[in_pool:num_allowed].tolist():
+        for rank in ranks[num_offered:num_allowed].tolist():
             heapq.heappush(pool, rank)
-        in_pool = max(in_pool, num_allowed)
+        num_offered = max(num_offered, num_allowed)
         order += [heapq.heappop(pool) for _ in range(num_drawn - len(order))]
     is_left = np.ones(len(ranks), bool)
     is_left[order] = False
@@ -143,16 +143,16 @@ class ScheduledMixture:
         share of the rows and what it was short of before; the whole rows of that are taken, and the sources that are
         owed most fill up the step. The counts of all steps are kept in `_taken`.
         """
-        for number in range(len(self._taken) - 1, step):
+        for number in range(len(self._taken) - 1, step):  # steps that are not counted yet
             row = number % self.steps_per_epoch * self.global_size
             count = min(self.global_size, self.num_rows - row)
-            owed = [old + count * share for old, share in zip(self._owed, self.shares(number), strict=True)]
+            owed = [before + count * share for before, share in zip(self._owed, self.shares(number), strict=True)]
             # Less a row for each source, so that rounding never takes more than `count` together.
             taken = [max(0, math.floor(due) - len(owed)) for due in owed]
             for _ in range(count - sum(taken)):
                 taken[int(np.argmax(np.subtract(owed, taken)))] += 1
-            self._owed = [due - got for due, got in zip(owed, taken, strict=True)]
-            self._taken.append([old + got for old, got in zip(self._taken[-1], taken, strict=True)])
+            self._owed = [due - num_taken for due, num_taken in zip(owed, taken, strict=True)]
+            self._taken.append([before + num_taken for before, num_taken in zip(self._taken[-1], taken, strict=True)])
         return self._taken[step]
 
     def _source_rows(self, number: int, begin: int, end: int) -> NDArray[np.int64]:

@@ -46,13 +46,13 @@ def plan_sequences(
     (`evaluated_samples`). `size`: so many consecutive samples, a unit, always share a row, as a preference pair does;
     then nothing is packed. `share`: samples of one conversation are packed together, their common prefix once.
     """
-    relative = _samples_after_first(cache, size)
+    unit_offsets = _unit_offsets(cache, size)
     # Where weights change over the run, a row holds samples of one source, as another's may not be due with it.
     by_source = any(source.weights for source in sources)
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        return _one_unit_per_row(size * evaluated_samples(cache, most, size), relative)
+        return _one_unit_per_row(size * evaluated_samples(cache, most, size), unit_offsets)
     # Only where neighbouring samples are of one row of the data is there a prefix to share.
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     classes = list(classes) if packing is Packing.packed else []
@@ -78,13 +78,13 @@ def plan_sequences(
         kinds = cache.sources()[units.first] if by_source else np.searchsorted(classes, units.longest)
         num_kinds = len(sources) if by_source else len(classes) + 1
         rows, bounds = _rows_by_kind(units.lengths, kinds, num_kinds, pack_or_group)
-        units.save(folder, rows, relative)
+        units.save(folder, rows, unit_offsets)
         return bounds[-1], bounds if by_source else []
 
     return saved_plan(cache_dir, key, save_arrays)
 
 
-def _samples_after_first(cache: store.TokenizedCache, size: int) -> range:
+def _unit_offsets(cache: store.TokenizedCache, size: int) -> range:
     """Return a unit's samples minus its first: 0 and 1 of a pair; in a `MismatchedCache` of n samples 0 and n."""
     distance = cache.num_numbers - len(cache)
     return range(0, 2 * distance, distance) if distance else range(size)
@@ -133,12 +133,12 @@ class _Units:
         self.lengths = np.add.reduceat(lengths - self.shared, begins)[order]
         self.longest = np.maximum.reduceat(lengths, begins)[order]
 
-    def save(self, folder: Path, rows: NDArray[np.int64], relative: range) -> None:
-        """Save the arrays of a `PackingPlan`. `rows`: of each unit; `relative`: a unit's samples minus its first."""
+    def save(self, folder: Path, rows: NDArray[np.int64], unit_offsets: range) -> None:
+        """Save a `PackingPlan`'s arrays. `rows`: of each unit; `unit_offsets`: see `_unit_offsets`."""
         row_after_row = np.argsort(rows, kind="stable")  # the units in this order
         if self.samples is None:
-            members = _unit_samples(self.first[row_after_row], relative)
-            samples_of_rows = len(relative) * np.bincount(rows)
+            members = _unit_samples(self.first[row_after_row], unit_offsets)
+            samples_of_rows = len(unit_offsets) * np.bincount(rows)
         else:
             indices = joined_ranges(self.begins[row_after_row], self.sizes[row_after_row])
             members = self.samples[indices].astype(np.uint32)
@@ -149,29 +149,29 @@ class _Units:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(samples_of_rows))))
 
 
-def _one_unit_per_row(first_samples: NDArray[np.int64], relative: range) -> PackingPlan:
-    """Return a plan whose row i holds the samples `first_samples[i] + relative`."""
-    size = len(relative)
+def _one_unit_per_row(first_samples: NDArray[np.int64], unit_offsets: range) -> PackingPlan:
+    """Return a plan whose row i holds the samples `first_samples[i] + unit_offsets`."""
+    size = len(unit_offsets)
     offsets = np.arange(0, size * len(first_samples) + 1, size) if size > 1 else None
-    return PackingPlan(len(first_samples), _unit_samples(first_samples, relative), offsets)
+    return PackingPlan(len(first_samples), _unit_samples(first_samples, unit_offsets), offsets)
 
 
-def _unit_samples(first_samples: NDArray[np.int64], relative: range) -> NDArray[np.uint32]:
-    """Return the samples of units one after another: each first sample plus each number of `relative`, [samples]."""
-    return (first_samples[:, None] + np.array(relative)).ravel().astype(np.uint32)
+def _unit_samples(first_samples: NDArray[np.int64], unit_offsets: range) -> NDArray[np.uint32]:
+    """Return the samples of units one after another: each first sample plus each of `unit_offsets`, [samples]."""
+    return (first_samples[:, None] + np.array(unit_offsets)).ravel().astype(np.uint32)
 
 
 def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
     """Return the samples of an epoch, each as often as its source's weight: 2.5 takes all twice, and a random half once
     more. `weights`: one per source. `size` > 1: numbers of units of so many consecutive samples instead.
     """
-    everything = np.arange(len(cache) // size)
+    all_numbers = np.arange(len(cache) // size)  # of samples, or of units
     if all(weight == 1 for weight in weights):
-        return everything
+        return all_numbers
     source_of = cache.sources()[::size]
     parts = []
     for number, weight in enumerate(weights):
-        of_source = everything[source_of == number]
+        of_source = all_numbers[source_of == number]
         parts += [of_source] * int(weight)
         num_more = round((weight - int(weight)) * len(of_source))
         if not num_more and weight < 1:
@@ -179,7 +179,7 @@ def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: in
         if num_more:
             order = sampler.Permutation(len(of_source), f"weight {seed} {number}")
             parts.append(of_source[order(np.arange(num_more))])
-    return np.concatenate(parts) if parts else everything[:0]
+    return np.concatenate(parts) if parts else all_numbers[:0]
 
 
 def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:

@@ -83,13 +83,15 @@ class PackingPlan:
         return np.add.reduceat(costs, begins)
 
     def __reduce__(self) -> Any:
-        if self.folder is None:  # not saved
+        if self.folder is None:  # a plan that is not saved has no more than these
             return PackingPlan, (self.num_rows, self.members, self.offsets)
         return load_plan, (self.folder,)  # the worker process maps the files again, rather than to copy the arrays
 
 
 def takes_each_once(cache: store.TokenizedCache, sources: Sequence[SourceConfig], most: int) -> bool:
-    """Whether an epoch takes each sample of a split once: no weights, no second forms, no lower limit `most`."""
+    """Whether an epoch takes each sample of a split once: no weights, no limit `most` below their number, and no
+    `MismatchedCache`, which has each sample in two forms.
+    """
     is_weighted = any(source.weight != 1 or source.weights for source in sources)
     return not is_weighted and cache.num_numbers == len(cache) and not 0 < most < len(cache)
 

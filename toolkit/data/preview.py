@@ -92,17 +92,17 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
     first_difference = ""
     matcher = SequenceMatcher(None, trained, served, autojunk=False)
     for kind, begin, end, served_begin, served_end in matcher.get_opcodes():
-        ids, others = trained[begin:end], served[served_begin:served_end]
+        trained_ids, served_ids = trained[begin:end], served[served_begin:served_end]
         if kind == "equal":
-            shown = [ids]
-            if len(ids) > 2 * _AROUND:  # only what is next to a difference: before the first one, the end
-                shown = [ids[:_AROUND] if texts else [], ids[-_AROUND:]]
+            shown = [trained_ids]
+            if len(trained_ids) > 2 * _AROUND:  # only what is next to a difference: before the first one, the end
+                shown = [trained_ids[:_AROUND] if texts else [], trained_ids[-_AROUND:]]
             texts.append("…".join(printable(tokenizer.decode(part)) for part in shown))
             continue
         first_difference = first_difference or tr(
-            "at token {place}: {ids} -> {others}", place=begin, ids=list(ids[:5]), others=list(others[:5])
+            "at token {place}: {ids} -> {others}", place=begin, ids=list(trained_ids[:5]), others=list(served_ids[:5])
         )
-        for name, part in (("removed", ids), ("added", others)):
+        for name, part in (("removed", trained_ids), ("added", served_ids)):
             texts += [_in_style(name, printable(tokenizer.decode(part)), style)] if part else []
     return f"{first_difference}  {''.join(texts)}"
 
@@ -153,19 +153,20 @@ def count_lines(
     `held_out`: samples of the training sources that are validation data.
     """
     _, size = objective.data_unit(cfg)  # samples of a unit, such as two of a pair
-    heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
+    unit = unit_name(cfg)
+    heads = (tr("source"), tr("split"), tr("rows"), unit, tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
     rows = []
     for name, source in zip(names, report.sources, strict=True):
         counts = source["rows"], source["samples"] // size, source["tokens"], source["trained_tokens"]
         rows.append((secrets.hide(name), str(source["split"]), *(f"{count:,}" for count in counts)))
     lengths = cache.lengths()
-    filled = padding_line(cfg, packing, cache, plan)
+    padding = padding_line(cfg, packing, cache, plan)
     labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())
-    held = f"{held_out // size:,}"
+    num_held_out = f"{held_out // size:,}"
     return [
         *text_table(heads, rows),
-        *([tr("Held out for validation: {count} {unit}.", count=held, unit=heads[3])] if held_out else []),
+        *([tr("Held out for validation: {count} {unit}.", count=num_held_out, unit=unit)] if held_out else []),
         *([tr("Training samples of each label: {labels}.", labels=labels)] if labels else []),
         tr("Skipped: {dropped} rows.", dropped=f"{sum(report.dropped.values()):,}"),
         *filter(None, [report.longer_rows(cfg.data)]),
@@ -177,7 +178,7 @@ def count_lines(
             median=f"{int(sorted(lengths)[len(lengths) // 2]):,}",
         ),
         *histogram(lengths),
-        *([filled] if filled else []),
+        *([padding] if padding else []),
         "",
     ]
 
@@ -269,7 +270,7 @@ def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
         if count and len(rows) > count:
             lines.append(tr("{count} more; n=0 shows all.", count=len(rows) - count))
     except PermissionError:
-        raise  # says nothing of what it is
+        raise  # the file may be one all the same
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError("{file} is no file of a step's samples: {reason}.", file=file, reason=error) from None
     return lines

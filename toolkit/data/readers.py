@@ -180,18 +180,21 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
             yield from _line_blocks(file, raw, path, least_bytes)
             return
         with closing(rows):  # before the file that it reads
-            last, shares = 0, False
+            last_line, shares_lines = 0, False
             while content := list(islice(rows, _ROWS_PER_BLOCK)):
-                first, lines = content[0][0], {last, *(line for line, _ in content)}
-                last, shares = content[-1][0], shares or len(lines) <= len(content)
-                yield Block(first, [(line - first, value) for line, value in content], raw.tell(), first_item, shares)
+                # If each row has a line of its own, there is one more with the line of the last row before.
+                distinct_lines = {last_line, *(line for line, _ in content)}
+                shares_lines = shares_lines or len(distinct_lines) <= len(content)
+                first, last_line = content[0][0], content[-1][0]
+                values = [(line - first, value) for line, value in content]
+                yield Block(first, values, raw.tell(), first_item, shares_lines)
                 first_item += len(content) if first_item else 0
 
 
 def _check_encoding(start: bytes, path: Path) -> None:
     """Raise a DataError for a file that is not text in UTF-8, by its first bytes; broken rows are left to readers."""
     with suppress(UnicodeDecodeError):
-        if "\0" not in codecs.utf_8_decode(start)[0]:
+        if "\0" not in codecs.utf_8_decode(start)[0]:  # which ignores a character that is cut off
             return
     from toolkit.data.foreign_files import check_encoding
 

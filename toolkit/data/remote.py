@@ -59,7 +59,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # PosixPath
     """A URL in the place of a file's path."""
 
     def __str__(self) -> str:
-        return str(super().__str__()).replace(":/", "://", 1)
+        return str(super().__str__()).replace(":/", "://", 1)  # a path has made one slash of two
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the file's size (`st_size`, the seventh field); all else is 0."""

@@ -26,7 +26,7 @@ class Permutation:
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        num_bits = max(size - 1, 1).bit_length()
+        num_bits = max(size - 1, 1).bit_length()  # of the largest element
         self._half_bits = max(1, -(-num_bits // 2))  # rounded up
         digest = hashlib.shake_256(f"{key} {size}".encode()).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(digest, "<u8")

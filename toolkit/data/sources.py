@@ -53,7 +53,7 @@ def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
 def local_files(data: DataConfig) -> list[DataFile]:
     """Return the files of the sources that have a path; downloads and derives nothing."""
     sources = _numbered_sources(data)
-    with_path = [pair for pair in sources if pair[0].path and not is_remote(pair[0].path)]
+    with_path = [(source, number) for source, number in sources if source.path and not is_remote(source.path)]
     return [file for source, number in with_path for file in locate_source(source, number, Path())]
 
 
@@ -107,37 +107,37 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
     """
     identities: Sequence[Hashable] = hashes or [_inode_of(file.path) for file in files]
     seen: dict[Hashable, list[DataFile]] = {}  # by identity and columns: the first file of each source
-    training = len(data.sources)
+    num_training = len(data.sources)
 
     def source_key(file: DataFile) -> str:
-        in_training, in_validation = f"data.sources[{file.source}]", f"data.validation[{file.source - training}]"
-        return in_training if file.source < training else in_validation
+        in_training, in_validation = f"data.sources[{file.source}]", f"data.validation[{file.source - num_training}]"
+        return in_training if file.source < num_training else in_validation
 
     for file, identity in zip(files, identities, strict=True):
         # Other columns or another format make other samples of the same rows, such as a translation in both directions.
-        others = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
-        for other in others:
-            formats = {other.row_format, file.row_format}
+        earlier_files = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
+        for earlier in earlier_files:
+            formats = {earlier.row_format, file.row_format}
             has_other_format = len(formats) > 1 and RowFormat.auto not in formats  # auto may detect the same
-            if other.source == file.source or has_other_format:
+            if earlier.source == file.source or has_other_format:
                 continue
-            first, second = source_key(other), source_key(file)
-            named = f"{file.path}" if other.path == file.path else f"{other.path} = {file.path}"
-            if other.source < training <= file.source:
+            first, second = source_key(earlier), source_key(file)
+            paths = f"{file.path}" if earlier.path == file.path else f"{earlier.path} = {file.path}"
+            if earlier.source < num_training <= file.source:
                 raise DataError(
                     "{second} is also training data ({first}): {files}. A validation loss on trained rows says "
                     "nothing. Use other rows for validation, or remove data.validation: data.validation_fraction then "
                     "holds out some rows.",
                     first=first,
                     second=second,
-                    files=named,
+                    files=paths,
                 )
             raise DataError(
                 "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, "
                 "set `weight` (weight: 2 takes each row twice per epoch).",
                 first=first,
                 second=second,
-                files=named,
+                files=paths,
             )
-        if all(other.source != file.source for other in others):
-            others.append(file)
+        if all(earlier.source != file.source for earlier in earlier_files):
+            earlier_files.append(file)

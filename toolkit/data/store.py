@@ -131,12 +131,12 @@ class TokenizedCache:
         token is never among them: no token before it predicts it.
         """
         counts = np.zeros(len(self.offsets) - 1, np.int64)
-        for low in range(0, len(counts), _SAMPLES_AT_ONCE):
-            offsets = self.offsets[low : low + _SAMPLES_AT_ONCE + 1]
+        for first in range(0, len(counts), _SAMPLES_AT_ONCE):
+            offsets = self.offsets[first : first + _SAMPLES_AT_ONCE + 1]
             trained = self.read_trained(int(offsets[0]), int(offsets[-1])).copy()
             begins = offsets[:-1] - offsets[0]
             trained[begins] = False
-            counts[low : low + len(begins)] = np.add.reduceat(trained, begins, dtype=np.int64)
+            counts[first : first + len(begins)] = np.add.reduceat(trained, begins, dtype=np.int64)
         return counts[self.members]
 
     def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
@@ -344,8 +344,8 @@ def _digest(arrays: Iterable[NDArray[Any]]) -> str:
 
 def _reading(path: Path) -> AbstractContextManager[None]:
     """Turn what fails while a cache is opened into a DataError."""
-    gone = tr("If the tokenized cache was removed while a run uses it, start the run again, which makes it again.")
-    return reading(path, DataError, gone)
+    hint = tr("If the tokenized cache was removed while a run uses it, start the run again, which makes it again.")
+    return reading(path, DataError, hint)
 
 
 def _map_array(path: Path) -> NDArray[Any]:

@@ -160,7 +160,7 @@ class Stream:
         for piece, block, size in self._sampled_blocks(source):
             file = piece.file_with_format
             part = encode(self.maker, file, block)
-            self._checked(piece, block, part)
+            self._check_rows(piece, block, part)
             report.add_part(BuiltPart(0, file, block, Path(), is_new=True), part.counts)
             samples += samples_of(part, piece, block)
             num_bytes += size
@@ -245,8 +245,8 @@ class Stream:
     def executor(self) -> Iterator[Executor]:
         """Yield what tokenizes ahead: a thread, or `data.num_workers` processes."""
         count, encode_block = self.data.num_workers, partial(encode, self.maker)
-        arguments = _prepare_worker, encode_block, current_language()
-        pool = children.workers(count, *arguments) if count else ThreadPoolExecutor(1)
+        initialization = _prepare_worker, encode_block, current_language()
+        pool = children.workers(count, *initialization) if count else ThreadPoolExecutor(1)
         try:
             yield pool
         finally:
@@ -259,22 +259,24 @@ class Stream:
         after it). `step`: steps done; `positions`: lane -> where it is.
         """
         with self.executor() as executor:
-            readers_of = {
+            readers_of = {  # lane -> a reader for each source
                 lane: [LaneReader(self, executor, lane, source, position) for source, position in enumerate(places)]
                 for lane, places in positions.items()
             }
             while True:
-                taken = [sources[self.source_at(lane, step)].take() for lane, sources in readers_of.items()]
-                self.passes = {lane: [source.passes for source in sources] for lane, sources in readers_of.items()}
+                taken = [readers[self.source_at(lane, step)].take() for lane, readers in readers_of.items()]
+                self.passes = {lane: [reader.passes for reader in readers] for lane, readers in readers_of.items()}
                 step += 1
-                yield taken, {lane: [source.position for source in sources] for lane, sources in readers_of.items()}
+                yield taken, {lane: [reader.position for reader in readers] for lane, readers in readers_of.items()}
 
     def position_of(self, lane: int, positions: Mapping[int, Places]) -> Places:
         """Return where a lane is in each source: at the beginning unless `positions` say where."""
         return positions.get(lane) or [[*Start(), 0] for _ in self.sources]
 
-    def _checked(self, piece: Piece, block: Block, part: Part) -> Block:
-        """Return the block with its line in the file if a row of it cannot be used; DataError if that stops the run."""
+    def _check_rows(self, piece: Piece, block: Block, part: Part) -> Block:
+        """Raise a DataError if a row of a block stops the run. Return the block, whose first line counts from the
+        file's beginning if a row of it cannot be used, else from the piece's.
+        """
         if part.counts.bad or part.counts.too_long:  # else the lines before the piece need not be counted
             block = replace(block, first=block.first + piece.lines_before)
             check_part(self.data, BuiltPart(0, piece.named_file, block, Path(), is_new=True), part)
@@ -287,10 +289,11 @@ class Stream:
         counts = part.counts
         self.rows += counts.rows
         self.counts.add(counts)
-        block, path = self._checked(piece, block, part), piece.named_file.path
+        block, path = self._check_rows(piece, block, part), piece.named_file.path
         for bad in counts.bad:
             self.bad_rows += 1
-            location, reason = place_of(path, *block.line_and_item(*bad[0], in_error=True)), bad[1]
+            row, reason, _ = bad
+            location = place_of(path, *block.line_and_item(*row, in_error=True))
             if self.bad_rows <= _NAMED_BAD_ROWS:
                 warn("{place}: {reason}. The row is skipped.", place=location, reason=reason)
             if self.bad_rows_file:
@@ -316,7 +319,7 @@ class Stream:
             units = [units[number] for number in order.tolist()]
         if not self.is_packed:
             return units
-        samples = [sample for [sample] in units]
+        samples = [sample for [sample] in units]  # pairs are not packed
         lengths = np.array([len(sample.ids) for sample in samples], np.int64)
         rows: dict[int, list[StreamSample]] = {}
         for row, sample in zip(packing.pack(lengths, self.data.max_length).tolist(), samples, strict=True):

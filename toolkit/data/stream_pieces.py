@@ -111,7 +111,7 @@ class Piece:
         else:
             for index, block in enumerate(readers.blocks(self.file.path, _BLOCK_BYTES, self.file.columns.values())):
                 # As if the block were at a byte that the golden ratio gives: pieces get shares by their bytes.
-                position = (index * GOLDEN + GOLDEN) % WORD * self.size >> 64
+                position = (index + 1) * GOLDEN % WORD * self.size // WORD
                 if index >= offset and self.begin <= position < self.end:
                     yield block, index + 1, 0
 
@@ -136,18 +136,18 @@ class Piece:
         total = _num_rows(self.file.path, self.size)
         end = total * self.end // self.size
         offset = max(offset, total * self.begin // self.size)
-        held: list[Any] = []  # rows from `offset` on that no block had yet
+        rows_of_block: list[Any] = []  # rows from `offset` on that no block had yet
         if offset >= end:
             return
         names = {*readers.FIELDS, *self.file.columns.values()}
         for rows, _ in table_rows(self.file.path, names, offset, _BLOCK_ROWS):
             for row in rows:
-                held.append(row)
-                number = offset + len(held)
-                if number % _BLOCK_ROWS == 0 or number == end:
-                    yield Block(offset + 1, list(enumerate(held)), self.size * number // total), number, 0
-                    offset, held = number, []
-                if number == end:
+                rows_of_block.append(row)
+                next_row = offset + len(rows_of_block)
+                if next_row % _BLOCK_ROWS == 0 or next_row == end:
+                    yield Block(offset + 1, list(enumerate(rows_of_block)), self.size * next_row // total), next_row, 0
+                    offset, rows_of_block = next_row, []
+                if next_row == end:
                     return
 
 
@@ -167,7 +167,7 @@ def _is_lines_of(path: Path, size: int, columns: tuple[str, ...]) -> bool:
     name = readers.uncompressed_name(path.name)
     if name.endswith((*TABLE_SUFFIXES, ".csv", ".tsv")):
         return False
-    with readers.open_data_file(path) as (file, raw):
+    with readers.open_data_file(path) as (file, raw):  # which are the same if the file is not compressed
         return file is raw and readers.start_of_row_list(file, path, {*readers.FIELDS, *columns}) is None
 
 
@@ -242,12 +242,12 @@ def check_same(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) ->
     if before == now:
         return
     names = [name for name, *_ in now]
-    for file in before:
-        if file not in now:
+    for signature in before:
+        if signature not in now:
             sentence = (
-                tr("{file} has changed since the checkpoint was saved", file=file[0])
-                if file[0] in names
-                else tr("{file} is gone, which the checkpoint's run was reading", file=file[0])
+                tr("{file} has changed since the checkpoint was saved", file=signature[0])
+                if signature[0] in names
+                else tr("{file} is gone, which the checkpoint's run was reading", file=signature[0])
             )
             break
     else:

@@ -43,7 +43,7 @@ def table_rows(
             _check_row_count(done, size)
             names = batch.schema.names
             read_columns = batch.select([index for index, name in enumerate(names) if name in columns])
-            for rows in _table_rows_of(read_columns, names):
+            for rows in _rows_of_batch(read_columns, names):
                 yield rows, mapped.tell()
 
 
@@ -64,8 +64,8 @@ def _parquet_rows(
         for full_batch in file.iter_batches(most_rows, row_groups=groups, columns=read_names):
             batch = full_batch.slice(min(max(first - done, 0), full_batch.num_rows))  # without rows before `first`
             done += full_batch.num_rows
-            for rows in _table_rows_of(batch, names):
-                yield rows, size * done // max(total, 1)
+            for rows in _rows_of_batch(batch, names):
+                yield rows, size * done // max(total, 1)  # as if all rows were equally large
 
 
 def parquet_file(path: Path) -> Any:
@@ -108,35 +108,38 @@ def _check_row_count(rows: int, size: int) -> None:
         raise ValueError(tr("it claims {rows} rows in {size} bytes", rows=f"{rows:,}", size=f"{size:,}"))
 
 
-def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a pyarrow RecordBatch as dicts, a few MiB at a time. `names`: all columns of the file; those
-    that are not in the batch are None. The batch is validated first, as damaged ones crash pyarrow.
+def _rows_of_batch(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a pyarrow RecordBatch as dicts, in lists of about _TABLE_BATCH_BYTES at most. `names`: all
+    columns of the file; those that are not in the batch are None. The batch is validated first, as damaged ones crash
+    pyarrow; ValueError if it is not valid, or if two columns have the same name.
     """
     if len(set(names)) != len(names):
         raise ValueError(tr("two columns are called '{name}'", name=first_repeated(names)))
     batch.validate(full=True)
     decode = _json_decoder(batch.schema)
-    kinds = {field.name: str(field.type) for field in batch.schema}
-    with_objects = [name for name, kind in kinds.items() if "struct<" in kind and _JSON not in kind]
+    arrow_types = {field.name: str(field.type) for field in batch.schema}
+    # Objects of structs have null keys that Arrow added (see `_without_nulls`); those of JSON columns are texts there.
+    structs = [name for name, arrow_type in arrow_types.items() if "struct<" in arrow_type and _JSON not in arrow_type]
     all_none = dict.fromkeys(names)
     for start in range(0, batch.num_rows, _TABLE_BATCH_ROWS):
         rows = batch.slice(start, _TABLE_BATCH_ROWS)
-        # Rows of about _TABLE_BATCH_BYTES together, if these are of equal size.
-        step = max(1, min(_TABLE_BATCH_ROWS, _TABLE_BATCH_ROWS * _TABLE_BATCH_BYTES // max(rows.nbytes, 1)))
-        for begin in range(0, rows.num_rows, step):
-            piece = rows.slice(begin, step)
-            if batch.num_columns:  # else no column of the file is among those that are read
-                dicts = ({**row, **{n: _without_nulls(row[n]) for n in with_objects}} for row in piece.to_pylist())
-                yield [{**all_none, **decode(row)} for row in dicts]
-            else:
+        # So many rows have about _TABLE_BATCH_BYTES together, if all are of equal size; rows of nulls may have no byte.
+        most_rows = _TABLE_BATCH_ROWS * _TABLE_BATCH_BYTES // max(rows.nbytes, 1)
+        rows_at_once = max(1, min(_TABLE_BATCH_ROWS, most_rows))
+        for begin in range(0, rows.num_rows, rows_at_once):
+            piece = rows.slice(begin, rows_at_once)
+            if not batch.num_columns:  # no column of the file is among those that are read
                 yield [all_none] * piece.num_rows
+                continue
+            dicts = ({**row, **{name: _without_nulls(row[name]) for name in structs}} for row in piece.to_pylist())
+            yield [{**all_none, **decode(row)} for row in dicts]
 
 
 def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that decodes a row's JSON columns, in which `datasets` stores objects with varying keys."""
     fields = [field for field in schema if _JSON in str(field.type)]
     if not fields:
-        return dict
+        return dict  # copies the row: there is nothing to decode
     import datasets
     import pyarrow
 

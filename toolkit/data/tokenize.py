@@ -60,8 +60,8 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
         return ""
     inputs_of_cache = store.read_manifest(stores / cache_name)["inputs"]
     tokenizer = tr("the tokenizer or its chat template")
-    named = {"encoder": tokenizer, "texts": tokenizer}
-    changes = [named.get(name, f"{name} {inputs_of_cache.get(name)} -> {inputs[name]}") for name in differing]
+    words = {"encoder": tokenizer, "texts": tokenizer}
+    changes = [words.get(name, f"{name} {inputs_of_cache.get(name)} -> {inputs[name]}") for name in differing]
     return tr(
         "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
         name=cache_name[:8],
@@ -113,10 +113,10 @@ class PrepareReport(workers.RowCounts):
             reason = tr("cannot be used")
             self.bad_rows += len(counts.bad)
             self.dropped[reason] = self.bad_rows
-            said = (tr("{place}: {reason}.", place=built_part.place(row), reason=why) for row, why, _ in counts.bad)
-            self.examples.setdefault(reason, []).extend(said)
-        for listed in self.examples.values():
-            del listed[workers.EXAMPLES :]
+            errors = (tr("{place}: {reason}.", place=built_part.place(row), reason=why) for row, why, _ in counts.bad)
+            self.examples.setdefault(reason, []).extend(errors)
+        for examples in self.examples.values():
+            del examples[workers.EXAMPLES :]
 
     def print_dropped(self) -> None:
         """Print how many rows are skipped for each reason, with the first ones' file:line, and what of rows is odd."""
@@ -201,7 +201,7 @@ class PrepareReport(workers.RowCounts):
         limits = [source.max_samples for source in (*data.sources, *data.validation)]
         rows = [int(source["rows"]) for source in self.sources]
         total = sum(rows[: len(data.sources)])
-        # What the limit of all training sources has cut says nothing about one of them: those of validation are left.
+        # Where data.max_samples has cut the training rows, what is left of a source says nothing of its own limit.
         num_skipped = len(data.sources) if total == data.max_samples else 0
         sources = [*zip(names, limits, rows, strict=True)][num_skipped:]
         for name, limit, count in (*sources, ("data", data.max_samples, total)):
@@ -303,14 +303,14 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _CacheBuilder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
     own_blocks = (block for index, block in enumerate(builder.blocks()) if index % count == number - 1)
-    total = new = 0
+    num_parts = num_new = 0
     try:
         for built_part in make_parts(own_blocks, builder.maker, builder.num_workers):
             check_part(cfg.data, built_part, builder.read(built_part))
-            total, new = total + 1, new + built_part.is_new
+            num_parts, num_new = num_parts + 1, num_new + built_part.is_new
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
-    return total, new
+    return num_parts, num_new
 
 
 def _cache_inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
@@ -485,7 +485,7 @@ class _CacheBuilder:
 
     def check_limit(self, done_bytes: int, bad_rows_file: Path) -> None:
         """Raise a DataError if more rows are unusable than `data.max_bad_fraction` of all rows, extrapolated from the
-        bytes read so far: skipping so many would hide a mistake in the data.
+        bytes read so far: skipping so many would hide a mistake in the data. Their list then stays in `prepare.dir`.
         """
         report = self.report
         expected_rows = report.rows_read * self.bytes / max(done_bytes, 1)

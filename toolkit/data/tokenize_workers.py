@@ -231,13 +231,13 @@ class PartBuilder:
         self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts
     ) -> Iterator[_Sample]:
         """Yield the samples of rows (position, content in the file), and add what became of the rows to `counts`."""
-        read = self._read_rows(batch, reader, counts)
+        read_rows = self._read_rows(batch, reader, counts)
         # About _BATCH_CHARS of text are encoded at once: a new group begins where the characters so far exceed a
-        # multiple of it. (`chars_before` has one entry more than `read`, the sum of all.)
-        chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read), initial=0)
-        for _, group in groupby(zip(chars_before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
-            read_rows = [read_row for _, read_row in group]
-            for (row, content, conversation), encoded in self._encode_or_reject(read_rows, counts):
+        # multiple of it. (The last entry of `chars_before` is the sum of all, and begins no row.)
+        chars_before = accumulate((_num_chars(conversation) for _, _, conversation in read_rows), initial=0)
+        for _, group in groupby(zip(chars_before, read_rows, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
+            rows_of_group = [read_row for _, read_row in group]
+            for (row, content, conversation), encoded in self._encode_or_reject(rows_of_group, counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
@@ -371,21 +371,21 @@ class PartBuilder:
             except RowError as error:
                 counts.reject(row, error, value)
 
-    def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
+    def _encode_all(self, conversations: Sequence[Conversation]) -> list[Encoded]:
         """Return ids and mask of each conversation. The mask of one that is only read (`is_input_only`) marks the last
         token, at which a classifier's score or an embedding is taken. That is, of a text, where the tokenizer itself
         ends it; of a conversation without a last answer, where one would begin.
         """
-        complete = [conversation for conversation in read if _is_complete(conversation)]
+        complete = [conversation for conversation in conversations if _is_complete(conversation)]
         encodings = iter(
             self.encoder.encode_many(
                 [conversation.messages for conversation in complete], [conversation.tools for conversation in complete]
             )
         )
-        if len(complete) == len(read) and not any(conversation.is_input_only for conversation in read):
+        if not any(conversation.is_input_only for conversation in conversations):  # then all are complete
             return list(encodings)
         encoded = []
-        for conversation in read:
+        for conversation in conversations:
             is_complete = _is_complete(conversation)
             ids = next(encodings)[0] if is_complete else self.encoder.prompt(conversation.messages, conversation.tools)
             if conversation.is_text:  # in place of the end token that a text to be trained has
@@ -402,7 +402,8 @@ class PartBuilder:
         length = len(encoded[0])
         samples = [encoded] if length else []
         if length > self.limit:
-            counts.longer += counts.note_row("longer", row)
+            if counts.note_row("longer", row):
+                counts.longer += 1
             counts.longest = max(counts.longest, length)
             samples = []
             if self.too_long in (TooLong.split, TooLong.truncate):

@@ -45,7 +45,7 @@ class Shortener:
             if newest is None and len(parts) > 1:  # the newest turn alone, which is cut below
                 newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
             ids, trained = newest or encoded
-            turns_dropped = len(parts) - max(num_turns, 1)
+            turns_dropped = len(parts) - max(num_turns, 1)  # of the newest turn at least the beginning is left
         is_cut = conversation.is_input_only or len(ids) > self.limit
         ids, trained = ids[: self.limit], trained[: self.limit]
         if not any(trained):
@@ -101,14 +101,14 @@ class Shortener:
         """Yield samples that together hold all turns of a conversation, each as many whole turns as fit into
         `data.max_length`; a turn that is too long alone is cut into windows of tokens.
         """
-        system, rest = turns(conversation.messages)
-        while rest:
-            count, window = self._most_turns(conversation, system, rest)
+        system, turns_left = turns(conversation.messages)
+        while turns_left:
+            count, window = self._most_turns(conversation, system, turns_left)
             if window is None:
-                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
+                yield from self._windows(self.encoder.encode([*system, *turns_left[0]], conversation.tools))
             else:
                 yield window
-            rest = rest[max(count, 1) :]
+            turns_left = turns_left[max(count, 1) :]
 
     def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
         """Yield pieces of a sample of at most `data.max_length` tokens, cut after an answer where one ends; none if the
