@@ -103,7 +103,7 @@ def _smooth(points: Sequence[Record], series: str) -> list[Record]:
 
 
 def _half_window(count: int) -> int:
-    """Return how many points on either side of one a smoothed curve of `count` points averages over."""
+    """Return how many points on either side of each a curve of `count` points is smoothed over: a 40th, 2 at least."""
     return max(count // (2 * _SPAN), 2)
 
 
@@ -135,7 +135,7 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
 def _loss(runs: Sequence[Run]) -> list[Drawing]:
     """Return the chart of training and validation loss: of one run also raw values, n-gram baselines and events."""
     of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer"), "labels": tr("loss per sample")}
-    unit = "labels" if runs[0].is_custom else str(runs[0].data.get("unit"))
+    unit = "labels" if runs[0].is_custom else str(runs[0].data.get("unit"))  # custom: per sample, as of labels
     y = of_units.get(unit, tr("nats per token"))
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
     if len(runs) == 1:
@@ -225,13 +225,15 @@ def _divergences(run: Run) -> list[Drawing]:
 
 
 def _rewards(run: Run) -> list[Drawing]:
-    """Return charts of the rewards of chosen and rejected answers, and of the share of pairs in the right order."""
-    shorts = {"chosen": GREEN, "rejected": RED, "margins": BLUE}
-    records = [point for short in shorts for point in _points(run, f"rewards/{short}", short)]
+    """Return charts of the rewards of chosen and rejected answers with their margins, and of the share of pairs in the
+    right order; [] of runs without rewards.
+    """
+    color_of = {"chosen": GREEN, "rejected": RED, "margins": BLUE}
+    records = [point for name in color_of for point in _points(run, f"rewards/{name}", name)]
     if not records:
         return []
     axes = Axes(x=tr("step"), y=tr("reward"), series=tr("answers"), from_zero=True)
-    drawn = [lines(records, axes, Series(colors=shorts), Caption("rewards", tr("Rewards")))]
+    drawn = [lines(records, axes, Series(colors=color_of), Caption("rewards", tr("Rewards")))]
     axes, title = replace(axes, y=tr("share"), format=".0%"), tr("Reward accuracy")
     figure = "rewards/accuracies"
     return drawn + _evaluated(run, figure, f"eval_{figure}", axes, "reward-accuracy", title)
@@ -243,12 +245,12 @@ _MOST_EXPERTS = 1 << 16
 
 def _experts(run: Run) -> list[Drawing]:
     """Return a chart of each expert's tokens, by layer, divided by the layer's mean; without malformed layers."""
-    loads, shares = run.experts.get("loads"), {}
+    loads, relative_loads = run.experts.get("loads"), {}
     for layer, load in loads.items() if isinstance(loads, dict) else ():
         is_valid = isinstance(load, list) and all(type(count) is int and count >= 0 for count in load)
         if is_valid and sum(load):
-            shares[printable(layer)] = [rounded(count * len(load) / sum(load)) for count in load]
-    if not 0 < sum(map(len, shares.values())) <= _MOST_EXPERTS:
+            relative_loads[printable(layer)] = [rounded(count * len(load) / sum(load)) for count in load]
+    if not 0 < sum(map(len, relative_loads.values())) <= _MOST_EXPERTS:
         return []
     axes = Axes(x=tr("expert"), y=tr("layer"), series=tr("times the mean"))
     note = tr(
@@ -257,7 +259,7 @@ def _experts(run: Run) -> list[Drawing]:
         step=run.experts.get("step", "?"),
     )
     colors = {0.0: ORANGE, 1.0: GREY, 4.0: BLUE}
-    return [heat_map(shares, axes, colors, Caption("experts", tr("Load of the experts"), note, is_wide=True))]
+    return [heat_map(relative_loads, axes, colors, Caption("experts", tr("Load of the experts"), note, is_wide=True))]
 
 
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
@@ -301,16 +303,16 @@ def _step_parts(run: Run) -> list[Drawing]:
     """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
     # Step -> `Figure`, of the end of each part.
-    wait, median, slowest, whole = (dict(run.history.training.series(figure)) for figure in figures)
+    wait, median, slowest, full_step = (dict(run.history.training.series(figure)) for figure in figures)
     names = [tr("waiting for data"), tr("forward pass"), tr("waiting for the slowest rank")]
     names.append(tr("backward pass, gradient reduction, optimizer") if median else tr("forward, backward, optimizer"))
-    steps = [step for step in whole if step in wait]
+    steps = [step for step in full_step if step in wait]
     if not steps:
         return []
     parts: dict[str, float] = {}  # name -> mean seconds per step
     for step in steps:
-        begin, step_s = 0.0, whole[step].mean
-        for name, by_step in zip(names, (wait, median, slowest, whole), strict=True):
+        begin, step_s = 0.0, full_step[step].mean
+        for name, by_step in zip(names, (wait, median, slowest, full_step), strict=True):
             if step in by_step:
                 end = min(max(begin, by_step[step].mean), step_s)
                 parts[name] = parts.get(name, 0.0) + (end - begin) / len(steps)
@@ -403,7 +405,7 @@ def _lengths(run: Run) -> list[Drawing]:
     if not all(isinstance(value, (int, float)) for value in (*edges, *counts)):
         return []
     ends = zip(pairwise(edges), counts, strict=True)
-    bins = [(low, high, count, f"{low + 1:,}–{high:,}") for (low, high), count in ends]
+    bins = [(low, high, count, f"{low + 1:,}–{high:,}") for (low, high), count in ends]  # `low` is of the bin before
     axes = Axes(x=tr("tokens per sample"), y=tr("samples"))
     return [histogram(bins, axes, GREEN, Caption("lengths", tr("Lengths of the training samples")))]
 

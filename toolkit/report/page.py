@@ -90,7 +90,8 @@ def short(value: float) -> str:
     """Return a number with three digits and a letter for its size."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
-            return f"{value / (1000 if letter == 'k' else limit):.3g}{letter}"
+            unit = 1000 if letter == "k" else limit  # numbers of four digits have no letter: 9,999, then 10k
+            return f"{value / unit:.3g}{letter}"
     return f"{value:,.0f}"
 
 
@@ -284,7 +285,7 @@ def data_card(run: Run) -> list[Table]:
     unit = {"pairs": tr("pairs"), "answers": tr("answers")}.get(str(run.data.get("unit")), tr("samples"))
     if isinstance(splits, dict) and splits:
         counts = ["samples", "tokens", "trained_tokens", "shortest", "median", "longest"]
-        named = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
+        valid_splits = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
         heads = [tr("split"), unit, tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
         reasons = dropped.items() if isinstance(dropped, dict) else ()
         note = messages.clauses(f"{reason}: {_count(count)}" for reason, count in reasons)
@@ -297,7 +298,7 @@ def data_card(run: Run) -> list[Table]:
                     validation=_count(duplicates.get("validation")),
                 )
             )
-        rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in named]
+        rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in valid_splits]
         tables.append(Table(heads, rows, note=messages.joined(*notes)))
     if isinstance(sources, list) and sources:
         counts = ["rows", "samples", "tokens", "trained_tokens"]
@@ -460,7 +461,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in dotted_keys.leaves(config):
         if key.startswith("model.published."):  # facts about a model, not settings
             continue
-        if not value or not isinstance(value, list) or not all(isinstance(section, dict) for section in value):
+        is_list_of_sections = isinstance(value, list) and all(isinstance(section, dict) for section in value)
+        if not value or not is_list_of_sections:
             values[key] = value
             continue
         for number, section in enumerate(value):
@@ -745,10 +747,11 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     TrackError where the report cannot be written.
     """
     folders = expand_sweeps(paths)
-    real = [path.resolve() for path in folders]
-    if twice := [str(path) for path, resolved in zip(folders, real, strict=True) if real.count(resolved) > 1]:
-        raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
-    runs = [read_within(_READING_S, partial(read_run, path), path) for path in real]
+    real_paths = [path.resolve() for path in folders]
+    repeated = [str(path) for path, real in zip(folders, real_paths, strict=True) if real_paths.count(real) > 1]
+    if repeated:
+        raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(repeated))
+    runs = [read_within(_READING_S, partial(read_run, path), path) for path in real_paths]
     distinct_names(runs)
     if output is None:
         output = paths[0].resolve() / PAGE if len(paths) == 1 else Path(COMPARISON)

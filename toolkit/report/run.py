@@ -219,7 +219,7 @@ class History:
         if self._last_values[_STEP] and not self.training.rows:
             self._last_values[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
         self._add_events(rows, values)
-        # step_s is the mean of the steps since the row before: at least 1, as after a rewind steps go back.
+        # step_s is a mean over the steps since the row before, one at least: after a rewind their numbers go back.
         steps_of_row = np.maximum(np.diff(values[:, _STEP], prepend=self._last_values[_STEP]), 1)
         step_s = np.nan_to_num(values[:, _COLUMN["step_s"]], nan=0.0, posinf=0.0)
         self.seconds += float((step_s * steps_of_row).sum())
@@ -539,9 +539,9 @@ def distinct_names(runs: list[Run]) -> None:
     """Set each run's name to as many last parts of its path as tell it from runs of the same name."""
     for run in runs:
         parts = run.folder.parts
-        others = [other.folder.parts for other in runs if other.folder != run.folder]
+        other_paths = [other.folder.parts for other in runs if other.folder != run.folder]
         length = 1
-        while any(parts[-length:] == other[-length:] for other in others):
+        while any(parts[-length:] == path[-length:] for path in other_paths):
             length += 1
         run.name = printable("/".join(parts[-length:]))
 

@@ -10,16 +10,16 @@ from toolkit.report.run import Run
 def score_table(scores: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of a table of scores, with standard errors and, if any has one, the base's score."""
     has_base = any("base" in score for score in scores)
-    middle = [tr("base model"), tr("model"), tr("change")] if has_base else [tr("score")]
+    score_heads = [tr("base model"), tr("model"), tr("change")] if has_base else [tr("score")]
     rows = []
     for score in scores:
         value, base = score["value"], score.get("base")
         cells = [_with_error(value, score.get("error"))]
         if has_base:
-            before = "" if base is None else _with_error(base, score.get("base_error"))
-            cells = [before, *cells, "" if base is None else f"{value - base:+.4f}"]
+            base_cell = "" if base is None else _with_error(base, score.get("base_error"))
+            cells = [base_cell, *cells, "" if base is None else f"{value - base:+.4f}"]
         rows.append([f"{score['task']} {score['metric']}", f"{score['samples']:,}", *cells])
-    return ["", tr("examples"), *middle], rows
+    return ["", tr("examples"), *score_heads], rows
 
 
 def tables_of(runs: Sequence[Run]) -> list[tuple[str, list[str], list[list[str]]]]:

@@ -185,7 +185,7 @@ def _judge_shares(curves: Curves) -> Verdict:
     losses = curves.validation
     more = tr("Validation loss {losses}.", losses=_from_to(losses)) if len(losses) > 1 else ""
     if last - first > noise:
-        is_falling = len(points) > 2 and last - points[-2][1] > noise
+        is_falling = len(points) > 2 and last - points[-2][1] > noise  # like a loss that falls: it still gets better
         text = tr("Learned: validation {metric} {first} -> {last}.", **values)
         return Verdict(LEARNED, joined(text, more), is_falling=is_falling, headline=tr("Learned."))
     if curves.steps < _FEW_STEPS:
@@ -286,6 +286,7 @@ def curves_of(run: Run) -> Curves:
         samples=int(rows[-1].get("eval_pairs", rows[-1].get("eval_samples", 0))) if metric else 0,
         chance=_CHANCE if metric == EVAL_PAIRS[0] else 0.0,
         baselines={name: loss for name, loss in baselines.items() if isinstance(loss, float) and math.isfinite(loss)},
+        # A row of an evaluation holds finite numbers alone.
         not_finite=history.ends_not_finite or bool(rows and EVAL_LOSS not in rows[-1]),
         skipped=int(skipped),
     )
@@ -317,7 +318,7 @@ def next_commands(run: Run, verdict: Verdict, again: Sequence[str]) -> list[tupl
         words = run.starts[-1].get("command") if run.starts else None
         label = tr("Resume it (the same command; a run without run.name starts again)")
         return [(label, shlex.join(map(str, words)))] if isinstance(words, list) else []
-    commands, every = [], f"evaluate.every={max(run.step // 5, 1)}"
+    commands, every = [], f"evaluate.every={max(run.step // 5, 1)}"  # five evaluations of as many steps
     if verdict.kind in (LEARNED, UNSEEN, OVERFIT):
         commands += _chat_and_export(run, is_best=verdict.kind != OVERFIT)
     if verdict.best_step is not None:

@@ -122,15 +122,15 @@ class CsvFile(Backend):
         """Append rows; an empty cell is a metric that a row does not have."""
         csv_rows = [
             {"step": str(step)}
-            | {name: str(int(value) if value.is_integer() else value) for name, value in values.items()}
+            | {name: str(int(value) if value.is_integer() else value) for name, value in values.items()}  # 12, not 12.0
             for step, values in rows
         ]
         columns = list(dict.fromkeys([*self.columns, *(name for row in csv_rows for name in row)]))
-        is_there = self.path.exists() and not self.is_old
-        if is_there and columns == self.columns:
+        has_rows_of_session = self.path.exists() and not self.is_old
+        if has_rows_of_session and columns == self.columns:
             append_rows(self.path, _csv(columns, csv_rows))
             return
-        self._write(columns, [*(self._read() if is_there else []), *csv_rows])
+        self._write(columns, [*(self._read() if has_rows_of_session else []), *csv_rows])
         self.columns, self.is_old = columns, False  # not before: without room for it, it is tried again
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
@@ -424,9 +424,9 @@ class MlflowRun(Backend):
     def held(self) -> dict[str, int]:
         """Ask MLflow for the last steps of the training and the validation loss."""
         steps = {}
-        for kind, name in ((TRAIN, "loss"), (EVAL, "eval_loss")):
+        for part, name in ((TRAIN, "loss"), (EVAL, "eval_loss")):
             history = self.client.get_metric_history(self.id, name)
-            steps[kind] = max((metric.step for metric in history), default=-1)
+            steps[part] = max((metric.step for metric in history), default=-1)
         return steps
 
     def row(self, step: int, values: Mapping[str, float]) -> None:

@@ -37,8 +37,8 @@ def hf_name(name: str) -> str:
 
 def tracked_name(name: str) -> str:
     """Return the name under which transformers' integrations of TensorBoard, wandb, SwanLab and Trackio log it."""
-    hf = hf_name(name)
-    return f"eval/{hf.removeprefix(_EVALUATION)}" if hf.startswith(_EVALUATION) else f"train/{hf}"
+    logged = hf_name(name)
+    return f"eval/{logged.removeprefix(_EVALUATION)}" if logged.startswith(_EVALUATION) else f"train/{logged}"
 
 
 def is_evaluation(row: Mapping[str, object]) -> bool:
@@ -47,7 +47,7 @@ def is_evaluation(row: Mapping[str, object]) -> bool:
 
 
 def metric_values(row: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of a row; "nan" and "inf" are numbers that JSON does not have."""
+    """Return the numbers of a row, also those that it holds as texts, as JSON lacks them: "nan" and "inf"."""
     values = {}
     for name, value in row.items():
         with suppress(TypeError, ValueError):
@@ -113,9 +113,10 @@ def speed_and_memory(row: dict[str, float]) -> list[str]:
     """Return the parts of the printed line about speed, waiting and memory, of a row of metrics.jsonl."""
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
+    is_gpu = "device_memory_peak_bytes" in row
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.0%}")
-    elif "device_memory_peak_bytes" in row and row.get("mfu_matmul", math.inf) <= 1:
+    elif is_gpu and row.get("mfu_matmul", math.inf) <= 1:
         # A share of the speed measured at the start; above 1 the GPU was busier then, and it says nothing.
         parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
     if row.get("data_wait_fraction", 0) >= WORTH_SHOWING:
@@ -128,7 +129,6 @@ def speed_and_memory(row: dict[str, float]) -> list[str]:
     planned = row.get("planned_memory_bytes", 0) / GIB
     memory = tr("{peak} of {planned} GiB planned", peak=f"{peak:.1f}", planned=f"{planned:.1f}") if planned else ""
     memory = memory or f"{peak:.1f} GiB"
-    is_gpu = "device_memory_peak_bytes" in row
     parts.append(tr("memory {size}", size=memory) if is_gpu else tr("process memory {size}", size=memory))
     return parts
 

@@ -113,6 +113,7 @@ class Trackers:
 
     def answers(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send at most MOST_ANSWERS of the model's answers (rows of a file of answers); `name`: ANSWERS or SAMPLES."""
+        # Key of a row -> key that is sent: the model's answer is `output` in one kind of file, `answer` in the other.
         names = {"prompt": "prompt", "output": "answer", "answer": "answer", "reference": "reference"}
         every = max(1, -(-len(rows) // MOST_ANSWERS))  # rounded up: spread over all rows
         answers = [{names[name]: str(value) for name, value in row.items() if name in names} for row in rows[::every]]
@@ -195,8 +196,8 @@ class Trackers:
                 self._heard += chunk
             if not self._is_ending:  # an empty read: the process has closed its output
                 self._give_up(tr("the process has ended, see logs/trackers.log"))
-        *lines, rest = self._heard.split(b"\n")
-        self._heard = bytearray(rest)
+        *lines, unfinished_line = self._heard.split(b"\n")
+        self._heard = bytearray(unfinished_line)
         for line in lines:
             answer = json.loads(line)
             self._silent -= {answer.get("begun"), answer.get("failed")}
